@@ -1,0 +1,32 @@
+# Every target makes its own environment when it is missing and is quick when it is there.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/.ready
+
+# Rebuilt only when what is installed could have changed. torch comes first and pinned, so that
+# no other package can pull in a build with CUDA.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,images]'
+	@touch $@
+
+demo: setup
+	$(BIN)/pomona demo
+
+test: setup
+	$(BIN)/pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,132 @@
+"""What can go wrong between a user's loop and the engine, each in one short function."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from .errors import PomonaError
+from .method import masked
+
+if TYPE_CHECKING:
+    from .engine import Engine, Slot
+
+
+def unwrap_optimizer(optimizer: object) -> Optimizer:
+    """The torch optimizer inside accelerate's and Opacus' wrappers: its step is the one that moves weights."""
+    while True:
+        inner = getattr(optimizer, "original_optimizer", None) or getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise PomonaError(f"attach needs a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    return optimizer
+
+
+def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
+    """Optimizers that look at the weights at other times than their step cannot be joined."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise PomonaError(f"{name} calls its closure several times a step, on weights that are not sparse: use SGD or Adam.")
+    if weights != "hard" and callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise PomonaError(
+            f"{name} swaps the weights itself in train() and eval(), which a '{weights}' method does too: "
+            "use a hard method (incremental, oneshot), or another optimizer."
+        )
+
+
+def refuse_values(slots: Iterable[Slot]) -> None:
+    """Weights that are NaN or infinite have no magnitude to rank; complex and sparse ones have no order."""
+    for slot in slots:
+        parameter = slot.parameter
+        if not parameter.is_floating_point() or parameter.layout != torch.strided:
+            raise PomonaError(f"{slot.name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned.")
+        if type(parameter.data).__name__ == "DTensor":
+            raise PomonaError(f"{slot.name} is sharded (FSDP2, tensor parallel), which is not supported yet: use DDP.")
+        if not bool(torch.isfinite(parameter).all()):
+            raise PomonaError(f"{slot.name} holds NaN or inf: mend or reload the weights before pruning them.")
+
+
+def require_owned(slots: Iterable[Slot], optimizers: Sequence[Optimizer]) -> None:
+    """Every pruned parameter that is trained must be the one the model holds and an attached optimizer moves."""
+    moved = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    for slot in slots:
+        if slot.target.parameter.requires_grad and id(slot.target.parameter) not in moved:
+            raise PomonaError(
+                f"{slot.name} is in no attached optimizer. If it was replaced after the optimizer was made "
+                "(load_state_dict(assign=True), fully_shard, a rebuilt optimizer), attach again after that; "
+                f"if it is not to be trained, freeze it or use exclude=['{slot.name}']."
+            )
+
+
+def engines(optimizer: Optimizer) -> list[Engine]:
+    """The engines that are joined to an optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return [hook.__self__ for hook in hooks if type(getattr(hook, "__self__", None)).__name__ == "Engine"]
+
+
+def refuse_overlap(slots: Iterable[Slot], optimizers: Iterable[Optimizer]) -> None:
+    """Two pruners may share an optimizer, not a parameter."""
+    held = {id(slot.parameter) for optimizer in optimizers for engine in engines(optimizer) for slot in engine.slots}
+    for slot in slots:
+        if id(slot.parameter) in held:
+            raise PomonaError(f"{slot.name} is pruned by another pruner already: finish() that one first.")
+
+
+def step_frame(optimizer: Optimizer) -> FrameType | None:
+    """The stack frame of the innermost running `optimizer.step`, from within one of its hooks."""
+    code: CodeType | None = getattr(type(optimizer).step, "__code__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def still_running(frame: FrameType) -> bool:
+    """Whether that frame is among our callers; if not, its step has ended, or died."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def skipped(optimizer: Optimizer) -> bool:
+    """Whether GradScaler let a fused optimizer run although the gradients overflowed: that is no step."""
+    found: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found.item())
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: the step is recorded, not taken."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def edited(slot: Slot) -> bool:
+    """Whether the user changed a weight since the last projection (loaded a checkpoint, set a value)."""
+    if slot.parameter._version == slot.version:
+        return False
+    return not torch.equal(slot.sparse(), slot.parameter)
+
+
+def warn_edited(name: str) -> None:
+    warnings.warn(
+        f"{name} was changed between two steps: training goes on from its new values. "
+        "After loading weights on purpose, call pruner.refresh().",
+        stacklevel=2,
+    )
+
+
+def clear_state(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
+    """No trace of pruned weights in momentum or Adam moments: zero them where the mask is."""
+    for slot in slots:
+        for value in optimizer.state.get(slot.parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == slot.parameter.shape and value.is_floating_point():
+                masked(value, slot.mask, value)

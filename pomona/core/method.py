@@ -1,0 +1,144 @@
+"""What a method is: a frozen record of its options, and one `update`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import allocation as allocations
+from ..patterns import PATTERNS, Pattern, Unstructured
+from ..schedules import SCHEDULES, Cubic, Schedule
+from .errors import PomonaError, require
+from .registry import Registry
+from .targets import DENSE, globs
+
+Masks = dict[str, Tensor]
+
+WEIGHTS = {
+    "hard": "entries off the mask stay zero; their gradient and momentum are masked too",
+    "soft": "the optimizer moves dense weights, with the gradient taken at the pruned ones",
+}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What an update may look at, by parameter name; tensors come with their outputs first."""
+
+    latent: Mapping[str, Tensor]  # what the optimizer moves
+    masks: Mapping[str, Tensor]  # the masks in force, true where kept
+    step: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """The options every method shares. A method adds its own, and says when and how masks change."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    weights: ClassVar[str]
+    dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
+
+    sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else 0.9
+    pattern: Pattern = Unstructured()
+    allocation: str = "global"
+    schedule: Schedule = Cubic()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
+        self._set(include=globs(self.include), exclude=globs(self.exclude))
+        if self.sparsity is None:
+            self._set(sparsity=0.9 if self.pattern.sparsity is None else self.pattern.sparsity)
+        self._check()
+
+    def _set(self, **options: Any) -> None:
+        """Replace options by their resolved form, once, while the record is being made."""
+        for key, value in options.items():
+            object.__setattr__(self, key, value)
+
+    def _check(self) -> None:
+        allocations.check(self.allocation)
+        require(
+            isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
+            f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
+        )
+        fixed = self.pattern.sparsity
+        if fixed is not None:
+            require(
+                abs(self.target - fixed) < 1e-6,
+                f"{self.pattern} fixes the sparsity at {fixed:g}, got {self.sparsity:g}: leave sparsity out, "
+                "or choose another pattern.",
+            )
+            require(self.allocation != "erk", f"{self.pattern} is the same in every layer: it takes no erk.")
+
+    @property
+    def target(self) -> float:
+        """The final sparsity."""
+        return float(self.sparsity)  # type: ignore[arg-type]
+
+    def asked(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
+        """The sparsity asked for after `step` of `total` steps."""
+        return self.target * self.schedule(step, total, steps_per_epoch)
+
+    def due(self, step: int, total: int) -> bool:
+        """Whether the mask is updated after `step` of `total` steps; step 0 is `attach`."""
+        raise NotImplementedError
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        """The new masks."""
+        raise NotImplementedError
+
+    def select(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
+        """Keep the highest scores, by this method's pattern and allocation."""
+        return allocations.select(scores, sparsity, self.pattern, self.allocation)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the method must know how long training takes."""
+        return True
+
+    def bound(self, latent: Tensor) -> None:
+        """Change the latent in place after a step, where a method bounds it."""
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
+        """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""
+        masked(latent, mask, out)
+
+
+def masked(values: Tensor, mask: Tensor, out: Tensor) -> None:
+    """Write m ⊙ values into `out`. A product would make −0.0 of −w and NaN of inf; this does neither."""
+    torch.where(mask, values, zero(values.dtype, values.device), out=out)
+
+
+@functools.cache
+def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One zero a device, so that a projection is one kernel."""
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+METHODS: Registry[Method] = Registry("method")
+
+
+def method(name: str, *, paper: str, weights: str) -> Callable[[type[Method]], type[Method]]:
+    """Class decorator: register a method under a name, with its paper and the kind of its weights."""
+    if weights not in WEIGHTS:
+        raise PomonaError(f"weights is one of {', '.join(WEIGHTS)}, got '{weights}'.")
+
+    def register(record: type[Method]) -> type[Method]:
+        record.paper, record.weights = paper, weights
+        return METHODS.add(name)(record)
+
+    return register
+
+
+def options(record: type[Method]) -> dict[str, Any]:
+    """The options of a method with their defaults, as it resolves them."""
+    default = record()
+    return {f.name: getattr(default, f.name) for f in fields(record) if f.init}

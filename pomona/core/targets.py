@@ -1,0 +1,213 @@
+"""What is pruned: which parameters of a model are taken, which are left, and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from .errors import PomonaError, unknown
+
+# What a parameter can be. A method leaves some of these dense (`Method.dense`); the default is DPF's.
+KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")
+DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other"})
+
+WHY = {
+    "classifier": "the last linear layer",
+    "first": "the first layer",
+    "embedding": "an embedding",
+    "norm": "part of a normalisation",
+    "bias": "a bias or another vector",
+    "other": "of a kind of layer not known here",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter of the model and what it is."""
+
+    name: str
+    module: nn.Module = field(repr=False)
+    leaf: str  # the parameter's name within its module
+    shape: torch.Size
+    tags: frozenset[str]
+    rows: int = 0  # the dimension that counts outputs: 1 where a layer stores them second
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter the model holds under this name now."""
+        return self.module._parameters[self.leaf]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of `prunable`: a parameter, whether it is taken, and why (not)."""
+
+    target: Target
+    taken: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """What `prunable(model)` found, in the order of the model."""
+
+    choices: tuple[Choice, ...]
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.choices)
+
+    @property
+    def targets(self) -> list[Target]:
+        """The parameters that are taken."""
+        return [c.target for c in self.choices if c.taken]
+
+    def __str__(self) -> str:
+        width = max((len(c.target.name) for c in self.choices), default=0)
+        return "\n".join(
+            f"{'✂' if c.taken else ' '} {c.target.name:<{width}}  {'×'.join(map(str, c.target.shape)):<16} {c.reason}"
+            for c in self.choices
+        )
+
+
+def prunable(
+    model: nn.Module,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    dense: frozenset[str] = DENSE,
+) -> Prunable:
+    """List what is pruned by default, what is left, and why.
+
+    Globs in `include` take the place of the default choice, those in `exclude` are left out of
+    either; both match a parameter's name or its module's. A bias is taken only by a glob that ends
+    in its own name ("*.bias").
+    """
+    include, exclude = globs(include), globs(exclude)
+    found = candidates(unwrap(model))
+    for glob in (*include, *exclude):
+        if not any(matches(glob, t) for t in found):
+            raise unknown("layer", glob, [t.name for t in found])
+    return Prunable(tuple(choose(t, include, exclude, dense) for t in found))
+
+
+def choose(target: Target, include: Sequence[str], exclude: Sequence[str], dense: frozenset[str]) -> Choice:
+    """Take a parameter or leave it."""
+    if any(matches(glob, target) for glob in exclude):
+        return Choice(target, False, "excluded")
+    if include:
+        taken = any(matches(glob, target) for glob in include)
+        if taken and "parametrized" in target.tags:
+            raise PomonaError(
+                f"{target.name} is parametrized (weight_norm or the like), where a zero in it is no zero in the "
+                "layer and an empty row gives NaN: remove the parametrization first, or leave the layer out."
+            )
+        return Choice(target, taken, "included" if taken else "not included")
+    if "parametrized" in target.tags:
+        return Choice(target, False, "parametrized: a zero in it is no zero in the layer")
+    for tag, why in WHY.items():
+        if tag in target.tags and tag in dense:
+            return Choice(target, False, why)
+    return Choice(target, True, next(kind for kind in KINDS if kind in target.tags))
+
+
+def globs(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def matches(glob: str, target: Target) -> bool:
+    module = target.name.removesuffix(f".{target.leaf}")
+    if target.tags & {"bias", "norm"}:
+        return fnmatchcase(target.name, glob) and glob.endswith(target.leaf)
+    return fnmatchcase(target.name, glob) or fnmatchcase(module, glob)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, torch.compile and the like."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None and type(model).__name__ == "GradSampleModule":
+            inner = model._module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def candidates(model: nn.Module) -> list[Target]:
+    """Every parameter once, with what it is; a tied one under its first name, with all its tags."""
+    found: dict[int, Target] = {}
+    first, last = ends(model)
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if isinstance(parameter, UninitializedParameter):
+                raise PomonaError(f"{name} has no shape yet: run one batch through the model before pruning it.")
+            tags = {kind(prefix, module, leaf, parameter)}
+            if leaf == "weight" and module is first:
+                tags.add("first")
+            if leaf == "weight" and module is last:
+                tags.add("classifier")
+            if "parametrizations" in prefix.split(".") or leaf in ("weight_g", "weight_v"):
+                tags.add("parametrized")
+            known = found.get(id(parameter))
+            if known is not None:
+                found[id(parameter)] = Target(
+                    known.name, known.module, known.leaf, known.shape, known.tags | tags, known.rows
+                )
+            else:
+                found[id(parameter)] = Target(
+                    name, module, leaf, parameter.shape, frozenset(tags), stores_outputs_second(module)
+                )
+    return list(found.values())
+
+
+def kind(prefix: str, module: nn.Module, leaf: str, parameter: Tensor) -> str:
+    """One of KINDS."""
+    if "Norm" in type(module).__name__:
+        return "norm"
+    if parameter.ndim < 2 or "bias" in leaf:
+        return "bias"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return "recurrent"
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    if isinstance(module, (nn.Linear, nn.Bilinear)) or type(module).__name__ == "Conv1D":
+        return "linear"
+    return "other"
+
+
+def stores_outputs_second(module: nn.Module) -> int:
+    """1 for layers whose weight is (in, out, …): transposed convolutions, and GPT-2's Conv1D."""
+    return int(isinstance(module, nn.modules.conv._ConvTransposeNd) or type(module).__name__ == "Conv1D")
+
+
+def ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The first layer with a weight and the last linear one: in a traced forward, else as defined."""
+    order = traced(model) or list(model.modules())
+    layers = [m for m in order if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase))]
+    linear = [m for m in layers if isinstance(m, nn.Linear)]
+    return (layers[0] if layers else None), (linear[-1] if linear else None)
+
+
+def traced(model: nn.Module) -> list[nn.Module] | None:
+    """The leaf modules in the order a symbolic forward calls them, or None where it cannot be traced."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = torch.fx.Tracer().trace(model)
+        modules = dict(model.named_modules())
+        return [modules[str(node.target)] for node in graph.nodes if node.op == "call_module"]
+    except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
+        return None

@@ -1,0 +1,35 @@
+"""Data sets of the papers: readers of their standard files, and batches made on the compute device.
+
+data = pomona.data.load("cifar10", device="cuda", validation=5000)
+batches = data.batches(128, seed=1)
+for x, y in batches.epoch(0):
+    ...
+for x, y in data.batches(1000, part="test").evaluate():
+    ...
+"""
+
+from . import cifar, covertype, digits, folder, idx, imdb, text  # noqa: F401  (they register themselves)
+from .augment import AUGMENTS, ResizedCrop, Standard
+from .batches import Batches
+from .dataset import IMAGENET, Dataset
+from .fetch import download
+from .sources import SOURCES, Entry, Source, catalog, load, locate
+from .split import Split, windows
+
+__all__ = [
+    "AUGMENTS",
+    "IMAGENET",
+    "SOURCES",
+    "Batches",
+    "Dataset",
+    "Entry",
+    "ResizedCrop",
+    "Source",
+    "Split",
+    "Standard",
+    "catalog",
+    "download",
+    "load",
+    "locate",
+    "windows",
+]

@@ -1,0 +1,126 @@
+"""MNIST and its kin: IDX files, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from .dataset import Dataset
+from .sources import SOURCES, Download, Source
+from .split import Split
+
+FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+def published(url: str, *checksums: str) -> tuple[Download, ...]:
+    """The four files at an address."""
+    return tuple(Download(f"{url}/{f}.gz", f"md5:{c}") for f, c in zip(FILES, checksums, strict=True))
+
+
+@dataclass(frozen=True)
+class Idx(Source):
+    """Ten classes of grey images in four IDX files."""
+
+    classes: ClassVar[int] = 10
+    holds: ClassVar[str] = "60 000 + 10 000 grey images of 28×28"
+    mean: ClassVar[float]
+    std: ClassVar[float]
+    labels: ClassVar[tuple[str, ...]] = tuple("0123456789")
+
+    def read(self, folder: Path) -> Dataset:
+        train, test = self.split(folder, *FILES[:2]), self.split(folder, *FILES[2:])
+        return Dataset(
+            self.name,
+            train,
+            test,
+            classes=self.classes,
+            input_shape=tuple(train.x.shape[1:]),
+            mean=(self.mean,),
+            std=(self.std,),
+            labels=self.labels,
+        )
+
+    def split(self, folder: Path, images: str, labels: str) -> Split:
+        x, _ = self.array(folder, images, axes=3)
+        y, path = self.array(folder, labels, axes=1)
+        if len(x) != len(y):
+            raise self.damaged(path, f"{len(y)} labels", f"{len(x)}, one for each image")
+        if y.max(initial=0) >= self.classes:
+            raise self.damaged(path, f"label {y.max()}", f"0 to {self.classes - 1}")
+        return Split.of(x[:, None], y)
+
+    def array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
+        """One IDX file: magic number, a big-endian 32-bit length for each axis, then the bytes."""
+        path = folder / name
+        data = self.content(path) if path.exists() else self.unzip(folder / f"{name}.gz")
+        magic, start = 0x800 + axes, 4 + 4 * axes
+        if len(data) < start or int.from_bytes(data[:4], "big") != magic:
+            raise self.damaged(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
+        shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
+        if len(data) != start + math.prod(shape):
+            raise self.damaged(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
+        return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
+
+    def unzip(self, path: Path) -> bytes:
+        data = self.content(path)
+        try:
+            return gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise self.damaged(path, str(error), "a whole gzip file") from error
+
+
+@SOURCES.add("mnist")
+@dataclass(frozen=True)
+class Mnist(Idx):
+    """Handwritten digits."""
+
+    licence: ClassVar[str] = "CC BY-SA 3.0"
+    citation: ClassVar[str] = "LeCun, Cortes and Burges, The MNIST Database, 1998"
+    folders: ClassVar[tuple[str, ...]] = ("MNIST/raw", "mnist")
+    mean: ClassVar[float] = 0.1307
+    std: ClassVar[float] = 0.3081
+    downloads: ClassVar[dict[str, tuple[Download, ...]]] = {
+        "mnist": published(
+            "https://ossci-datasets.s3.amazonaws.com/mnist",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        )
+    }
+
+
+@SOURCES.add("fashion_mnist")
+@dataclass(frozen=True)
+class FashionMnist(Idx):
+    """Pictures of clothes, in MNIST's format."""
+
+    licence: ClassVar[str] = "MIT"
+    citation: ClassVar[str] = "Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747, 2017"
+    folders: ClassVar[tuple[str, ...]] = ("FashionMNIST/raw", "fashion_mnist")
+    mean: ClassVar[float] = 0.2860
+    std: ClassVar[float] = 0.3530
+    labels: ClassVar[tuple[str, ...]] = (
+        *("t-shirt", "trouser", "pullover", "dress", "coat"),
+        *("sandal", "shirt", "sneaker", "bag", "boot"),
+    )
+    downloads: ClassVar[dict[str, tuple[Download, ...]]] = {
+        "fashion_mnist": published(
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        )
+    }

@@ -1,0 +1,96 @@
+"""The large movie review data set, aclImdb: is a review good or bad?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from pomona.core.errors import require
+
+from .dataset import Dataset
+from .sources import SOURCES, Download, Source
+from .split import Split
+
+PADDING, UNKNOWN, FIRST = 0, 1, 2  # token ids; words start at FIRST, the most frequent one first
+WORD = re.compile(r"[^\W\d_]+")
+
+
+@SOURCES.add("imdb")
+@dataclass(frozen=True)
+class Imdb(Source):
+    """Reviews as token ids: lower-case runs of letters, in the vocabulary of the train reviews.
+
+    Id 0 is padding, 1 a word outside the vocabulary, 2 the most frequent word, and so on. The
+    defaults cut and pad as Keras does, at the front.
+    """
+
+    words: int = 10_000  # vocabulary: the most frequent words of train
+    maxlen: int = 80  # tokens of a review
+    keep: str = "last"  # which tokens of a longer review: the "first" or the "last"
+    pad: str = "left"  # where a shorter review is filled: "left" or "right"
+    classes: ClassVar[int] = 2
+    holds: ClassVar[str] = "25 000 + 25 000 reviews"
+    licence: ClassVar[str] = "no licence stated; cite the paper"
+    citation: ClassVar[str] = "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"
+    folders: ClassVar[tuple[str, ...]] = ("aclImdb",)
+    reviews: ClassVar[int] = 12_500  # of each class, in train and in test
+    downloads: ClassVar[dict[str, tuple[Download, ...]]] = {
+        "aclImdb": (
+            Download(
+                "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+                "md5:7c2ac02c03563afcf9b574c7e56c153a",
+            ),
+        )
+    }
+
+    def __post_init__(self) -> None:
+        require(
+            self.words >= 1 and self.maxlen >= 1,
+            f"words and maxlen must be 1 or more, got {self.words} and {self.maxlen}.",
+        )
+        require(self.keep in ("first", "last"), f"keep must be 'first' or 'last', got '{self.keep}'.")
+        require(self.pad in ("left", "right"), f"pad must be 'left' or 'right', got '{self.pad}'.")
+
+    def read(self, folder: Path) -> Dataset:
+        train, test = self.texts(folder / "train"), self.texts(folder / "test")
+        counts = Counter(word for review in train for word in review)
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))[: self.words]
+        ids = {word: FIRST + i for i, word in enumerate(ranked)}
+        return Dataset(
+            self.name,
+            self.split(train, ids),
+            self.split(test, ids),
+            classes=2,
+            input_shape=(self.maxlen,),
+            kind="tokens",
+            vocab=FIRST + self.words,
+            labels=("neg", "pos"),
+        )
+
+    def texts(self, folder: Path) -> list[list[str]]:
+        """The words of each review, the bad ones first."""
+        texts = []
+        for label in ("neg", "pos"):
+            paths = sorted((folder / label).glob("*.txt"))
+            if len(paths) != self.reviews:
+                raise self.damaged(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
+            texts += [tokenise(self.content(path).decode("utf-8", "replace")) for path in paths]
+        return texts
+
+    def split(self, texts: list[list[str]], ids: dict[str, int]) -> Split:
+        x = np.full((len(texts), self.maxlen), PADDING, dtype=np.int64)
+        for row, words in zip(x, texts, strict=True):
+            kept = words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :]
+            start = self.maxlen - len(kept) if self.pad == "left" else 0
+            row[start : start + len(kept)] = [ids.get(word, UNKNOWN) for word in kept]
+        return Split.of(x, np.arange(2).repeat(self.reviews))
+
+
+def tokenise(text: str) -> list[str]:
+    """Lower-case runs of letters; the reviews' line breaks, written as HTML, are no words."""
+    return WORD.findall(text.lower().replace("<br />", " "))

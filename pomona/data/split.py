@@ -1,0 +1,62 @@
+"""One part of a data set: inputs and targets, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pomona.core.errors import require
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Inputs `x` and targets `y`; row i of one belongs to row i of the other."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.x) == len(self.y),
+            f"a split needs one target for each input, got {len(self.x)} inputs and {len(self.y)} targets.",
+        )
+
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
+        """A split from arrays; targets become int64, which the losses of torch want."""
+        return cls(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.astype(np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, device: torch.device | str) -> Split:
+        return Split(self.x.to(device), self.y.to(device))
+
+    def take(self, rows: np.ndarray) -> Split:
+        """The given rows, copied."""
+        index = torch.from_numpy(rows).to(self.x.device)
+        return Split(self.x[index], self.y[index])
+
+
+def windows(stream: Split, length: int, carry: int = 0) -> Split:
+    """Cut a token stream into windows of `length`; the last tokens that fill none are left out.
+
+    With `carry` rows, the windows are so ordered that row i of one unshuffled batch of `carry` goes
+    on where row i of the batch before it ended: a recurrent state may be carried over.
+    """
+    count = len(stream) // max(length, 1)
+    require(
+        length >= 1 and count >= max(carry, 1),
+        f"{len(stream)} tokens give {count} windows of {length}, {max(carry, 1)} are needed: "
+        "use a shorter length, a smaller batch or a longer text.",
+    )
+
+    def cut(tokens: torch.Tensor) -> torch.Tensor:
+        if not carry:
+            return tokens[: count * length].view(count, length)
+        rows = tokens[: count // carry * carry * length].view(carry, -1, length)
+        return rows.transpose(0, 1).reshape(-1, length)
+
+    return Split(cut(stream.x), cut(stream.y))

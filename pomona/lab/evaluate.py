@@ -1,0 +1,102 @@
+"""How good a model is, and what fresh batch-norm statistics would make of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Batch = tuple[Tensor, Tensor]
+
+
+def accuracy(model: nn.Module, batches: Iterable[Batch], precision: str = "float32") -> float:
+    """Top-1 accuracy in per cent."""
+    return measure(model, batches, precision)["accuracy"]
+
+
+def measure(model: nn.Module, batches: Iterable[Batch], precision: str = "float32") -> dict[str, float]:
+    """`loss` (the mean cross-entropy), `accuracy` in per cent and `perplexity`.
+
+    Targets may have any shape, labels per image or tokens per position: the classes are the last
+    dimension of the logits. The model's modes come back as they were; the device is asked once.
+    """
+    loss: Tensor | float = 0.0
+    right: Tensor | float = 0.0
+    count = 0
+    with torch.no_grad(), evaluating(model):
+        for inputs, targets in batches:
+            with autocast(inputs.device, precision):
+                logits = model(inputs)
+            loss = loss + cross_entropy(logits, targets, reduction="sum").double()
+            right = right + (logits.argmax(-1) == targets).sum()
+            count += targets.numel()
+    if not count:
+        raise ValueError("there is nothing to measure: the batches are empty")
+    mean = float(loss) / count
+    return {
+        "loss": mean,
+        "accuracy": 100 * float(right) / count,
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+    }
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options: object) -> Tensor:
+    """Cross-entropy in float32, over the last dimension of the logits."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), **options)  # type: ignore[arg-type]
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The precision of a forward pass: "float32" as it is, "bf16" by autocast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and each back in its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    """The batch-norm layers that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def reestimate_batchnorm(
+    model: nn.Module, batches: Iterable[Batch], count: int, precision: str = "float32"
+) -> nn.Module:
+    """A copy of the model whose batch-norm statistics are the mean over `count` training batches.
+
+    Right after a mask change the running statistics are those of the old mask. The model itself, its
+    buffers and the random state stay as they are; dropout is off while the statistics are gathered.
+    """
+    fresh = copy.deepcopy(model).eval()
+    norms = batchnorms(fresh)
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the cumulative mean
+        norm.train()
+    with torch.no_grad(), torch.random.fork_rng(devices=_gpus(model)):
+        for inputs, _ in itertools.islice(batches, count):
+            with autocast(inputs.device, precision):
+                fresh(inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    return fresh.train(model.training)
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    return [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]

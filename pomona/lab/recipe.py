@@ -1,0 +1,309 @@
+"""Recipes: all that decides a run, in one TOML file, every default visible once it is resolved.
+
+    name = "resnet20-dpf"
+    data = "cifar10"
+    model = "resnet20"
+    method = "dpf(sparsity=0.9)"
+
+    [optimizer]
+    lr = 0.2
+
+    [train]
+    epochs = 300
+
+A section that is a named choice may be written as a table or as `"name(option=value, …)"`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pomona import data as data_room
+from pomona import models
+from pomona.core.errors import PomonaError, require, unknown
+from pomona.core.registry import check_type, describe, parse
+from pomona.methods import METHODS
+
+from .optim import OPTIMIZERS, RATES, SGD, Optimizer, Rate, Step
+
+DENSE = "dense"  # the method that is none
+CHOICES = ("data", "model", "method", "optimizer", "rate")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long, where and in which precision a run trains, and what it writes down when."""
+
+    epochs: int = 10
+    batch_size: int = 128
+    device: str = "auto"  # "auto" takes CUDA where there is one
+    precision: str = "float32"  # or "bf16", by autocast
+    label_smoothing: float = 0.0
+    clip: float = 0.0  # the largest gradient norm; 0 does not clip
+    eval_every: int = 1  # epochs between evaluations; the last epoch always has one
+    eval_batch_size: int = 1000
+    reestimate: int = 32  # training batches for fresh batch-norm statistics; 0 never re-estimates
+    checkpoint_every: int = 1  # epochs between checkpoints; 0 leaves only the one at the end
+    checkpoint_steps: int = 0  # steps between further checkpoints within an epoch; 0 writes none
+    log_every: int = 50  # steps between two looks at the loss
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "batch_size", "eval_every", "eval_batch_size", "log_every"):
+            require(getattr(self, key) >= 1, f"train.{key} must be at least 1, got {getattr(self, key)}.")
+        for key in ("clip", "reestimate", "checkpoint_every", "checkpoint_steps"):
+            require(getattr(self, key) >= 0, f"train.{key} must be 0 or more, got {getattr(self, key)}.")
+        require(
+            0 <= self.label_smoothing < 1,
+            f"train.label_smoothing must be in [0, 1), got {self.label_smoothing}.",
+        )
+        if self.precision not in ("float32", "bf16"):
+            raise unknown("precision", self.precision, ("float32", "bf16"))
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise unknown("device", self.device, ("auto", "cpu", "cuda")) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run's settings, checked and with every default filled in."""
+
+    name: str
+    seed: int = 0
+    data: dict[str, Any]
+    model: dict[str, Any]
+    method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
+    optimizer: Optimizer = SGD()
+    rate: Rate = Step()
+    train: TrainOptions = TrainOptions()
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+        """A recipe from a TOML file or a mapping; `overrides` are "dotted.key=value".
+
+        The value of an override is a TOML literal, or else a bare string. A file without a name is
+        called after itself.
+        """
+        if isinstance(source, Mapping):
+            given = copy.deepcopy(dict(source))
+        else:
+            given = {"name": Path(source).stem} | _read(Path(source))
+        for override in overrides:
+            _apply(given, override)
+        _check_keys(given)
+        for section in ("data", "model"):
+            require(section in given, f'a recipe needs a {section}: {section} = "…".')
+        made = {key: _MAKE[key](value) if key in _MAKE else value for key, value in given.items()}
+        return cls(**{"name": "run", **made})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as nested plain values, every default included."""
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "data": self.data,
+            "model": self.model,
+            "method": self.method,
+            "optimizer": describe(self.optimizer),
+            "rate": describe(self.rate),
+            "train": dataclasses.asdict(self.train),
+        }
+
+    def to_toml(self) -> str:
+        """The recipe as TOML; an option that is not set stands there as a comment."""
+        return "\n".join(_lines(self.to_dict())) + "\n"
+
+    def fingerprint(self) -> str:
+        """A short hash of the settings; the name is none of them."""
+        settings = {key: value for key, value in self.to_dict().items() if key != "name"}
+        return hashlib.sha256(json.dumps(_numbers(settings), sort_keys=True).encode()).hexdigest()[:12]
+
+    def differences(self, other: Recipe) -> list[str]:
+        """The settings in which two recipes differ, as "key: mine, not theirs"; names are not compared."""
+        mine, theirs = dict(_leaves(self.to_dict())), dict(_leaves(other.to_dict()))
+        keys = [key for key in {**mine, **theirs} if key != "name" and mine.get(key) != theirs.get(key)]
+        return [f"{key}: {mine.get(key)!r}, not {theirs.get(key)!r}" for key in keys]
+
+
+def _make_method(given: Any) -> dict[str, Any]:
+    """The method's recipe spelling with every option; making its record checks them."""
+    spelled = _spelled(given)
+    if isinstance(spelled, Mapping) and spelled.get("name") == DENSE:
+        extra = [key for key in spelled if key != "name"]
+        require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
+        return {"name": DENSE}
+    if isinstance(spelled, Mapping) and "name" in spelled and spelled["name"] not in METHODS:
+        raise unknown("method", spelled["name"], [DENSE, *METHODS])
+    return describe(METHODS.make(spelled))
+
+
+def _make_model(given: Any) -> dict[str, Any]:
+    """The model's name and options, all but those that follow from the data (classes, channels …)."""
+    name, options = _named("model", given)
+    info = models.info(name)
+    with torch.device("meta"):  # refuses bad options and costs nothing
+        info.make(**options)
+    follows = info.fit((1, 1, 1), 1)
+    defaults = {key: value for key, value in info.options.items() if key not in follows}
+    return {"name": name, **defaults, **options}
+
+
+def _make_data(given: Any) -> dict[str, Any]:
+    name, options = _named("data", given)
+    return {"name": name, **options}
+
+
+def _make_train(given: Any) -> TrainOptions:
+    require(isinstance(given, Mapping), f"train is a table of options, got {given!r}.")
+    hints = typing.get_type_hints(TrainOptions)
+    for key, value in given.items():
+        if key not in hints:
+            raise unknown("option of train", key, hints)
+        check_type(f"train.{key}", value, hints[key])
+    return TrainOptions(**given)
+
+
+def _make_seed(given: Any) -> int:
+    check_type("seed", given, int)
+    require(0 <= given < 2**63, f"seed must be in [0, 2⁶³), got {given}.")
+    return int(given)
+
+
+def _make_name(given: Any) -> str:
+    check_type("name", given, str)
+    return str(given)
+
+
+# How each section is made from what was written.
+_MAKE: dict[str, Any] = {
+    "name": _make_name,
+    "seed": _make_seed,
+    "data": _make_data,
+    "model": _make_model,
+    "method": _make_method,
+    "optimizer": lambda given: OPTIMIZERS.make(_spelled(given, "sgd")),
+    "rate": lambda given: RATES.make(_spelled(given, "step")),
+    "train": _make_train,
+}
+
+
+def _spelled(given: Any, default: str | None = None) -> Any:
+    """A named choice as a table, whether it was written as text or as a table without its name."""
+    if isinstance(given, str):
+        name, options = parse(given)
+        return {"name": name, **options}
+    if isinstance(given, Mapping) and default is not None:
+        return {"name": default, **given}
+    return given
+
+
+def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
+    spelled = _spelled(given)
+    require(
+        isinstance(spelled, Mapping) and isinstance(spelled.get("name"), str),
+        f'{section} needs a name: {section} = "…" or {{name = "…"}}, got {given!r}.',
+    )
+    options = dict(spelled)
+    return options.pop("name"), options
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    """Refuse keys that a recipe does not have; an option at the top is told its section."""
+    for key in given:
+        if key not in _MAKE:
+            records = {"optimizer": SGD, "rate": Step, "train": TrainOptions}
+            options = [f"{s}.{f.name}" for s, record in records.items() for f in dataclasses.fields(record)]
+            raise unknown("key of the recipe", key, [*_MAKE, *options, "method.sparsity"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PomonaError(f"the recipe '{path}' is no valid TOML: {error}.") from error
+
+
+def _apply(given: dict[str, Any], override: str) -> None:
+    """Set one "dotted.key=value" in a recipe that is not yet resolved."""
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    require(bool(equals) and all(path), f"'{override}' is not of the form key=value (train.epochs=10).")
+    table = given
+    for depth, part in enumerate(path[:-1]):
+        inner = _spelled(table.get(part, {}))
+        if not isinstance(inner, Mapping):
+            where = ".".join(path[: depth + 1])
+            raise PomonaError(f"'{key.strip()}' cannot be set: {where} is {inner!r}, which has no options.")
+        table[part] = dict(inner)
+        table = table[part]
+    table[path[-1]] = _literal(text.strip())
+
+
+def _literal(text: str) -> Any:
+    """A TOML value, or the text itself where it is none."""
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return values["value"] if len(values) == 1 else text
+
+
+def _lines(tables: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a TOML file with plain tables: values first, then one section a table."""
+    for key, value in tables.items():
+        if not isinstance(value, Mapping):
+            yield f"{_key(key)} = {_value(value)}"
+    for section, options in tables.items():
+        if isinstance(options, Mapping):
+            yield f"\n[{_key(section)}]"
+            for key, value in options.items():
+                yield f"# {_key(key)} is not set" if value is None else f"{_key(key)} = {_value(value)}"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    """One TOML value on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for the one character it leaves bare
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
+        return f"{{{', '.join(pairs)}}}"
+    raise TypeError(f"TOML has no way to write {value!r}")
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _numbers(value: Any) -> Any:
+    """The same value with 1.0 written as 1: one fingerprint for both. In lists they may differ (milestones)."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(v) for key, v in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

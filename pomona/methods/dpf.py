@@ -1,0 +1,53 @@
+"""Dynamic pruning with feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..compressors import COMPRESSORS, Compressor
+from ..core.errors import require
+from ..core.method import Masks, Method, Targets, method
+from ..scores import magnitude
+
+
+@method("dpf", paper="Lin et al., ICLR 2020", weights="soft")
+@dataclass(frozen=True, kw_only=True)
+class DPF(Method):
+    """Dynamic pruning with feedback, Algorithm 1.
+
+    The model runs on m ⊙ w; the gradient taken there moves the dense w, so that a weight pruned too
+    early comes back. Until the last tenth of training the mask follows w, and then it is at rest.
+    """
+
+    every: int = 16  # p: steps between mask updates
+    settle: float = 0.1  # share of training, at its end, with the mask at rest; the paper has 0
+    compressor: Compressor | None = None  # what is done to m ⊙ w besides: Quantize(bits), Binary()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compressor is not None:
+            self._set(compressor=COMPRESSORS.make(self.compressor))
+        require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
+        require(0 <= self.settle < 1, f"settle is a share of training in [0, 1), got {self.settle}.")
+        require(
+            self.schedule.until <= 1 - self.settle + 1e-9,
+            f"the sparsity would still rise (until={self.schedule.until:g}) when the mask comes to rest at "
+            f"{1 - self.settle:g} of training: lower until or settle.",
+        )
+
+    def due(self, step: int, total: int) -> bool:
+        return step % self.every == 0 and step <= (1 - self.settle) * total
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        return self.select(magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
+        super().project(latent, mask, out)  # line 5: w̃ ← m ⊙ w, or any compressor C(w) (section 4)
+        if self.compressor is not None:
+            self.compressor.compress(out, mask)
+
+    def bound(self, latent: Tensor) -> None:
+        if self.compressor is not None:
+            self.compressor.bound(latent)

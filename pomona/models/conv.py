@@ -1,0 +1,81 @@
+"""Plain convolutional networks: Conv2, Conv4, Conv6, and a small one for the digits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ..core.errors import require
+from .layers import conv, he_normal, head, make_norm, widen
+from .registry import register
+
+
+class Conv(nn.Module):
+    """Pairs of 3×3 convolutions, max-pool after each pair, then 256ρ, 256ρ and the classes.
+
+    As in the code of IteRand: no batch norm, every layer with a bias, and the three last layers are
+    1×1 convolutions. Weights uniform in ±√(6/fan_in), biases zero.
+    """
+
+    def __init__(
+        self,
+        pairs: int,
+        *,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        image_size: int = 32,
+        rho: float = 1.0,
+    ) -> None:
+        super().__init__()
+        side = image_size // 2**pairs
+        require(
+            side >= 1, f"image_size={image_size} is too small for {pairs} poolings: give {2**pairs} or more."
+        )
+        widths = [widen(64 * 2**i, rho) for i in range(pairs)]
+        features: list[nn.Module] = []
+        for inputs, width in pairwise((in_channels, *widths)):
+            features += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
+            features += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*features)
+        hidden = widen(256, rho)
+        self.classifier = nn.Sequential(
+            nn.Conv2d(widths[-1] * side**2, hidden, 1),
+            nn.ReLU(),
+            nn.Conv2d(hidden, hidden, 1),
+            nn.ReLU(),
+            nn.Conv2d(hidden, num_classes, 1),
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d) and module.bias is not None:
+                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x).flatten(1)
+        return self.classifier(x[:, :, None, None]).flatten(1)
+
+
+class DigitsCNN(nn.Module):
+    """Four 3×3 convolutions with batch norm for 8×8 images, He-normal: 33 thousand parameters."""
+
+    def __init__(
+        self, *, num_classes: int = 10, in_channels: int = 1, rho: float = 1.0, affine: bool = True
+    ) -> None:
+        super().__init__()
+        widths = [widen(width, rho) for width in (16, 32, 32, 64)]
+        layers: list[nn.Module] = []
+        for stride, (inputs, outputs) in zip((1, 1, 2, 1), pairwise((in_channels, *widths)), strict=True):
+            layers += [conv(inputs, outputs, 3, stride), make_norm(outputs, affine=affine), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.head = head(widths[-1], num_classes)
+        he_normal(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))
+
+
+for _pairs in (1, 2, 3):
+    register(f"conv{2 * _pairs}", "Frankle & Carbin, ICLR 2019", (3, 32, 32), Conv, _pairs)
+register("digits_cnn", "a small network for scikit-learn's digits", (1, 8, 8), DigitsCNN)

@@ -1,0 +1,68 @@
+"""Densely connected networks for CIFAR: DenseNet-40-12 and DenseNet-BC-100-12."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .layers import conv, he_normal, head, make_dropout, make_norm
+from .registry import register
+
+
+def unit(inputs: int, outputs: int, size: int, rate: float, affine: bool) -> list[nn.Module]:
+    """Batch norm, ReLU, convolution and dropout."""
+    return [make_norm(inputs, affine=affine), nn.ReLU(), conv(inputs, outputs, size), make_dropout(rate)]
+
+
+class Dense(nn.Module):
+    """Adds `growth` channels to those it is given; a bottleneck narrows them to 4·growth before."""
+
+    def __init__(self, inputs: int, growth: int, bottleneck: bool, rate: float, affine: bool) -> None:
+        super().__init__()
+        inner = 4 * growth if bottleneck else inputs
+        narrow = unit(inputs, inner, 1, rate, affine) if bottleneck else []
+        self.path = nn.Sequential(*narrow, *unit(inner, growth, 3, rate, affine))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, self.path(x)), 1)
+
+
+class DenseNet(nn.Module):
+    """Three dense blocks with transitions between them, He-normal.
+
+    With `compress` (the BC form) the dense layers have bottlenecks and a transition halves the channels.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        growth: int,
+        compress: bool,
+        *,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        dropout: float = 0.0,
+        affine: bool = True,
+    ) -> None:
+        super().__init__()
+        channels = 2 * growth if compress else 16
+        blocks: list[nn.Module] = [conv(in_channels, channels)]
+        for block in range(3):
+            if block > 0:
+                outputs = channels // 2 if compress else channels
+                blocks += [*unit(channels, outputs, 1, dropout, affine), nn.AvgPool2d(2)]
+                channels = outputs
+            for _ in range((depth - 4) // (6 if compress else 3)):
+                blocks.append(Dense(channels, growth, compress, dropout, affine))
+                channels += growth
+        self.blocks = nn.Sequential(*blocks, make_norm(channels, affine=affine), nn.ReLU())
+        self.head = head(channels, num_classes)
+        he_normal(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+_paper = "Huang et al., CVPR 2017"
+register("densenet40", _paper, (3, 32, 32), DenseNet, 40, 12, False)
+register("densenet100", _paper, (3, 32, 32), DenseNet, 100, 12, True)

@@ -1,0 +1,216 @@
+"""What a model costs, layer by layer: parameters, non-zeros and multiply-accumulates (MACs)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.modules import batchnorm, conv, instancenorm
+
+from ..core.errors import PomonaError, require
+
+NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that holds parameters of its own, or does MACs."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]  # of its first weight
+    params: int  # a tensor shared by several layers is counted at the first
+    nonzeros: int
+    macs: int
+    macs_left: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of its parameters that is zero."""
+        return 1 - self.nonzeros / self.params if self.params else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a model costs for one sample."""
+
+    layers: tuple[Layer, ...]
+    elementwise: int  # 2 for each element out of a norm, 1 for each out of a ReLU module
+
+    @property
+    def params(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(layer.params for layer in self.layers)
+
+    @property
+    def nonzeros(self) -> int:
+        """Parameters that are not zero (in a fresh model most biases are)."""
+        return sum(layer.nonzeros for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """MACs of convolutions, linear and recurrent layers and attention projections, with dense weights."""
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def macs_left(self) -> int:
+        """The MACs whose weight is not zero."""
+        return sum(layer.macs_left for layer in self.layers)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of all parameters that is zero."""
+        return 1 - self.nonzeros / self.params if self.params else 0.0
+
+    def __rich__(self) -> Table:
+        table = Table("layer", "kind", "weight", show_footer=True)
+        table.columns[0].footer = "total"
+        for title, total in zip(
+            ("params", "non-zeros", "sparsity", "MACs", "MACs left"), cells(self), strict=True
+        ):
+            table.add_column(title, footer=total, justify="right", no_wrap=True)
+        for layer in self.layers:
+            table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *cells(layer))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=140, color_system=None)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def cells(of: Layer | Summary) -> tuple[str, ...]:
+    """The numbers of a row of the table. A zero in a bias or a norm is a value, not a pruned weight."""
+    share = "" if isinstance(of, Layer) and len(of.shape) < 2 else f"{of.sparsity:.2%}"
+    return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
+
+
+def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summary:
+    """Count parameters, non-zeros and MACs by one forward pass, which leaves the model as it was.
+
+    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding
+    are given token ids. On the meta device nothing is computed and every weight counts as non-zero.
+    """
+    model = getattr(model, "_orig_mod", model)  # a compiled model runs past hooks
+    batch = input_shape if isinstance(input_shape, torch.Tensor) else example(model, input_shape)
+    require(
+        batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got {tuple(batch.shape)}."
+    )
+    counter = Counter(len(batch))
+    with watched(model, counter):
+        try:
+            model(batch)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise PomonaError(
+                f"{type(model).__name__} does not run on samples of shape {tuple(batch.shape[1:])}: {reason}"
+            ) from error
+    return counter.summary(model)
+
+
+def example(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+    """A batch of one sample of zeros, where the model is."""
+    valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
+    message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
+    require(valid and not isinstance(shape, str), message)
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    like = tensors[0] if tensors else torch.empty(())
+    first = next((m for m in model.modules() if any(True for _ in m.parameters(recurse=False))), model)
+    tokens = isinstance(first, nn.Embedding | nn.EmbeddingBag)
+    return torch.zeros(1, *shape, device=like.device, dtype=torch.long if tokens else like.dtype)
+
+
+@contextmanager
+def watched(model: nn.Module, counter: Counter) -> Iterator[None]:
+    """Evaluation mode without gradients, every module reporting; afterwards all is as before."""
+    training = {module: module.training for module in model.modules()}
+    hooks = [module.register_forward_hook(counter, with_kwargs=True) for module in training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+
+
+@dataclass
+class Counter:
+    """A forward hook that counts. Every weight does one MAC at each position it is applied to."""
+
+    samples: int
+    elementwise: int = 0
+    macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # of all weights, of those not zero
+    known: dict[torch.Tensor, int] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        inputs = (*args, *kwargs.values())
+        if isinstance(module, nn.Linear):
+            self.add(module, out.numel() // module.out_features, module.weight)
+        elif isinstance(module, conv._ConvTransposeNd):
+            self.add(module, inputs[0].numel() // module.in_channels, module.weight)
+        elif isinstance(module, conv._ConvNd):
+            self.add(module, out.numel() // module.out_channels, module.weight)
+        elif isinstance(module, RECURRENT):
+            steps = inputs[0].data.numel() // module.input_size  # `data` also opens a packed sequence
+            self.add(module, steps, *weights(module))
+        elif isinstance(module, nn.MultiheadAttention):
+            self.attention(module, *inputs[:3])
+        elif isinstance(module, NORMS):
+            self.elementwise += 2 * out.numel() // self.samples
+        elif isinstance(module, nn.ReLU):
+            self.elementwise += out.numel() // self.samples
+
+    def attention(
+        self, module: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """The four projections; the products of queries, keys and values have no weights."""
+        if module.in_proj_weight is None:
+            parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        else:
+            parts = module.in_proj_weight.chunk(3)
+        for tensor, weight in zip((query, key, value), parts, strict=True):
+            self.add(module, tensor.numel() // tensor.shape[-1], weight)
+        self.add(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
+
+    def add(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
+        """Positions are those of the whole batch."""
+        macs = self.macs.setdefault(module, [0, 0])
+        macs[0] += positions * sum(t.numel() for t in tensors) // self.samples
+        macs[1] += positions * sum(map(self.nonzeros, tensors)) // self.samples
+
+    def nonzeros(self, tensor: torch.Tensor) -> int:
+        """Entries that are not zero, counted once for each tensor."""
+        if tensor not in self.known:
+            self.known[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
+        return self.known[tensor]
+
+    def summary(self, model: nn.Module) -> Summary:
+        """The record of every module that has parameters or did MACs, in the model's order."""
+        seen: set[torch.Tensor] = set()
+        layers = []
+        for name, module in model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p not in seen]
+            seen.update(own)
+            if own or module in self.macs:
+                shape = next((tuple(w.shape) for w in weights(module)), ())
+                counts = sum(p.numel() for p in own), sum(map(self.nonzeros, own))
+                layers.append(
+                    Layer(name, type(module).__name__, shape, *counts, *self.macs.get(module, (0, 0)))
+                )
+        return Summary(tuple(layers), self.elementwise)
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    """A module's own weights, without its biases."""
+    return [p for name, p in module.named_parameters(recurse=False) if "weight" in name]

@@ -1,0 +1,49 @@
+"""VGG networks with batch norm for CIFAR."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .layers import conv, he_normal, make_norm
+from .registry import register
+
+
+class VGG(nn.Module):
+    """Five stages of 3×3 convolutions with batch norm, a max-pool after each, a classifier; He-normal.
+
+    `hidden=(512, 512)` puts two layers before the classifier, as the code of SNIP and of Sparse
+    Momentum does; DPF speaks of convolutions and one last layer only, which is the default here.
+    """
+
+    def __init__(
+        self,
+        depths: tuple[int, ...],
+        *,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        hidden: tuple[int, ...] = (),
+        affine: bool = True,
+    ) -> None:
+        super().__init__()
+        features: list[nn.Module] = []
+        for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
+            for _ in range(depth):
+                features += [conv(in_channels, width), make_norm(width, affine=affine), nn.ReLU()]
+                in_channels = width
+            features.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        classifier: list[nn.Module] = []
+        for width in hidden:
+            classifier += [nn.Linear(in_channels, width), nn.ReLU(), nn.BatchNorm1d(width, affine=affine)]
+            in_channels = width
+        self.classifier = nn.Sequential(*classifier, nn.Linear(in_channels, num_classes))
+        he_normal(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(x))
+
+
+_paper = "Simonyan & Zisserman, ICLR 2015"
+register("vgg11", _paper, (3, 32, 32), VGG, (1, 1, 2, 2, 2))
+register("vgg16_d", _paper, (3, 32, 32), VGG, (2, 2, 3, 3, 3))

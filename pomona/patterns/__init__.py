@@ -1,0 +1,7 @@
+"""Which weights fall together, and the only place where a top-k is taken."""
+
+from .balanced import NM, Balanced
+from .base import PATTERNS, Pattern, matrix
+from .units import Block, Filter, Kernel, Unstructured
+
+__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "Unstructured", "matrix"]

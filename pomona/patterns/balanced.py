@@ -1,0 +1,102 @@
+"""Patterns that keep the same count in every block of every row (Yao et al., AAAI 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..core.errors import PomonaError, require
+from .base import PATTERNS, Pattern, matrix, zeros
+from .selection import keep_largest, keep_largest_per_row
+
+
+@PATTERNS.add("balanced")
+@dataclass(frozen=True)
+class Balanced(Pattern):
+    """Each row of the matrix out × (in · kh · kw) in equal blocks that keep the same count.
+
+    Give the width of a `block`, or the number of `blocks` in a row. A row that does not divide is
+    refused, or with `pad` its last block is filled up with columns that hold nothing.
+    """
+
+    block: int | None = None
+    blocks: int | None = None
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            (self.block is None) != (self.blocks is None),
+            f"Balanced takes block= or blocks=, one of them, got block={self.block}, blocks={self.blocks}.",
+        )
+        require((self.block or self.blocks or 0) >= 1, "Balanced needs at least one column and one block.")
+
+    def width(self, columns: int) -> int:
+        """The width of a block in a row of that many columns."""
+        return self.block or math.ceil(columns / self.blocks)  # type: ignore[operator]
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        rows, columns = matrix(shape)
+        if self.pad or columns % (self.block or self.blocks or 1) == 0:
+            return
+        wanted = f"blocks of {self.block}" if self.block else f"{self.blocks} blocks"
+        fits = math.gcd(columns, self.block or self.blocks or 1)
+        raise PomonaError(
+            f"{wanted} do not divide the rows of {name} ({rows}×{columns}): {fits} would fit, "
+            f"pad=True fills the last block up, or leave the layer out with exclude=['{name}']."
+        )
+
+    def pruned(self, sparsity: float, width: int) -> int:
+        """How many of a block's weights go: round half up, one at least is kept."""
+        return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)
+
+    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        if len(scores) == 1:
+            return [self.mask(scores[0], sparsity)]
+        # One threshold over all layers says how sparse each is; its blocks then share that evenly.
+        count = sum(s.numel() for s in scores)
+        common = keep_largest(scores, count - zeros(sparsity, count))
+        return [self.mask(s, 1 - m.float().mean().item()) for s, m in zip(scores, common, strict=True)]
+
+    def mask(self, score: Tensor, sparsity: float) -> Tensor:
+        """The mask of one layer."""
+        rows, columns = matrix(score.shape)
+        width = self.width(columns)
+        padding = -columns % width
+        flat = score.reshape(rows, columns)
+        if padding:
+            flat = pad(flat, (0, padding), value=-torch.inf)
+        kept = keep_largest_per_row(flat.reshape(-1, width), width - self.pruned(sparsity, width))
+        return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
+
+
+@PATTERNS.add("nm")
+@dataclass(frozen=True)
+class NM(Pattern):
+    """n kept of every m along in · kh · kw. It fixes the sparsity at 1 − n/m."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        require(0 < self.n < self.m, f"NM(n, m) needs 0 < n < m, got NM({self.n}, {self.m}).")
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        rows, columns = matrix(shape)
+        require(
+            columns % self.m == 0,
+            f"groups of {self.m} do not divide the rows of {name} ({rows}×{columns}): "
+            f"m={math.gcd(columns, self.m)} would fit, or leave the layer out with exclude=['{name}'].",
+        )
+
+    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        # On the way there (a schedule that is still rising) more than n are kept.
+        return [Balanced(block=self.m).mask(s, min(sparsity, self.sparsity)) for s in scores]

@@ -1,0 +1,47 @@
+"""What every pattern is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.registry import Registry
+
+
+class Pattern(ABC):
+    """Which weights of a tensor are kept or pruned together.
+
+    Tensors come with their outputs first, as (out, in, …). A pattern sees scores only: −inf is an
+    entry to be kept last, +inf one to be kept first.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def sparsity(self) -> float | None:
+        """The one sparsity the pattern can have, or None where it can have any."""
+        return None
+
+    def check(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
+        """Refuse a tensor that the pattern does not fit."""
+
+    @abstractmethod
+    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        """One mask a tensor, true where kept, that together have the sparsity nearest to the one asked for."""
+
+
+PATTERNS: Registry[Pattern] = Registry("pattern")
+
+
+def matrix(shape: torch.Size) -> tuple[int, int]:
+    """A weight as a matrix: out × (in · kh · kw). A vector is one row."""
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1:].numel())
+
+
+def zeros(sparsity: float, count: int) -> int:
+    """How many of `count` weights are pruned: the nearest whole number."""
+    return round(sparsity * count)

@@ -1,0 +1,132 @@
+"""Patterns made of units that are ranked against each other: weights, tiles, kernels, filters."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import PomonaError, require
+from .base import PATTERNS, Pattern, matrix, zeros
+from .selection import keep_largest
+
+
+class Units(Pattern):
+    """A tensor is cut into equal units; the units of all tensors are ranked together."""
+
+    norm: int
+
+    @abstractmethod
+    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A view of the tensor, and the dimensions of that view that one unit spans."""
+
+    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        views = [self.split(s.shape) for s in scores]
+        units = [self.reduce(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
+        sizes = [s.numel() // max(u.numel(), 1) for s, u in zip(scores, units, strict=True)]
+        kept = keep_units(units, sizes, sparsity)
+        return [
+            k.expand(view).reshape(s.shape).contiguous()
+            for k, s, (view, _) in zip(kept, scores, views, strict=True)
+        ]
+
+    def reduce(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
+        """The norm of the scores over each unit; a unit with nothing but −inf stays −inf."""
+        norm = torch.linalg.vector_norm(score.clamp(min=0), self.norm, inner, keepdim=True)
+        return norm.masked_fill((score == -torch.inf).all(dim=inner, keepdim=True), -torch.inf)
+
+
+def keep_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
+    """Keep the highest units, as many as come nearest to the sparsity in weights."""
+    weights = sum(u.numel() * size for u, size in zip(units, sizes, strict=True))
+    pruned = zeros(sparsity, weights)
+    if len(set(sizes)) == 1:
+        count = sum(u.numel() for u in units)
+        return keep_largest(units, count - round(pruned / sizes[0]))
+    # Units of several sizes: walk down the ranking, and stop where the weights kept are nearest.
+    flat = torch.cat([u.flatten() for u in units])
+    order = flat.argsort(descending=True, stable=True)
+    size = torch.cat(
+        [torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)]
+    )
+    kept = size[order].cumsum(0)
+    distance = (torch.cat([kept.new_zeros(1), kept]) - (weights - pruned)).abs()
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[order] = torch.arange(len(flat), device=flat.device) < distance.argmin()
+    return [m.view(u.shape) for m, u in zip(mask.split([u.numel() for u in units]), units, strict=True)]
+
+
+@PATTERNS.add("unstructured")
+@dataclass(frozen=True)
+class Unstructured(Pattern):
+    """Every weight for itself."""
+
+    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        count = sum(s.numel() for s in scores)
+        return keep_largest(scores, count - zeros(sparsity, count))
+
+
+@PATTERNS.add("block")
+@dataclass(frozen=True)
+class Block(Units):
+    """Tiles of h × w in the matrix out × (in · kh · kw), ranked by their norm."""
+
+    shape: tuple[int, int]
+    norm: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        whole = all(isinstance(side, int) and side >= 1 for side in self.shape)
+        require(len(self.shape) == 2 and whole, f"a block needs a shape (h, w) ≥ 1, got {self.shape}.")
+        check_norm(self.norm)
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        rows, columns = matrix(shape)
+        if rows % self.shape[0] or columns % self.shape[1]:
+            fits = (math.gcd(rows, self.shape[0]), math.gcd(columns, self.shape[1]))
+            raise PomonaError(
+                f"blocks of {self.shape[0]}×{self.shape[1]} do not divide {name} ({rows}×{columns}): "
+                f"Block({fits}) would fit, or leave the layer out with exclude=['{name}']."
+            )
+
+    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        rows, columns = matrix(shape)
+        height, width = self.shape
+        return (rows // height, height, columns // width, width), (1, 3)
+
+
+@PATTERNS.add("kernel")
+@dataclass(frozen=True)
+class Kernel(Units):
+    """The 2-D slices (kh × kw) of a convolution; in a linear layer every weight is one."""
+
+    norm: int = 2
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+
+    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        outer = math.prod(shape[:2])
+        return (outer, math.prod(shape[2:])), (1,)
+
+
+@PATTERNS.add("filter")
+@dataclass(frozen=True)
+class Filter(Units):
+    """Whole output channels, ranked by their L1 or L2 norm."""
+
+    norm: int = 2
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+
+    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (shape[0], math.prod(shape[1:])), (1,)
+
+
+def check_norm(norm: int) -> None:
+    require(norm in (1, 2), f"norm must be 1 or 2, got {norm}.")
