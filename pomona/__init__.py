@@ -1,19 +1,32 @@
 """Pomona: sparse neural networks in PyTorch.
 
-    import pomona as pm
+import pomona as pm
 
-    pruner = pm.DPF(sparsity=0.9)
-    pruner.attach(model, optimizer, total_steps=steps)
-    ...                                                  # the training loop, as it is
-    pruner.finish()
+pruner = pm.DPF(sparsity=0.9)
+pruner.attach(model, optimizer, total_steps=steps)
+...                                                  # the training loop, as it is
+pruner.finish()
 """
 
-from . import models
+from . import data, models
 from .compressors import Binary, Quantize
 from .core.errors import PomonaError
 from .core.pruner import Pruner
 from .core.targets import prunable
-from .methods import DPF, Incremental, OneShot, Random
+from .methods import (
+    DPF,
+    DSR,
+    SET,
+    SFP,
+    SNIP,
+    Finetune,
+    Incremental,
+    Lottery,
+    OneShot,
+    Random,
+    RigL,
+    SparseMomentum,
+)
 from .models import summary
 from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
 from .schedules import Constant, Cosine, Cubic, Linear
@@ -21,7 +34,11 @@ from .version import __version__
 
 __all__ = [
     "DPF",
+    "DSR",
     "NM",
+    "SET",
+    "SFP",
+    "SNIP",
     "Balanced",
     "Binary",
     "Block",
@@ -29,16 +46,21 @@ __all__ = [
     "Cosine",
     "Cubic",
     "Filter",
+    "Finetune",
     "Incremental",
     "Kernel",
     "Linear",
+    "Lottery",
     "OneShot",
     "PomonaError",
     "Pruner",
     "Quantize",
     "Random",
+    "RigL",
+    "SparseMomentum",
     "Unstructured",
     "__version__",
+    "data",
     "models",
     "prunable",
     "summary",

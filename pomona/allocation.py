@@ -46,7 +46,10 @@ def erk(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
     return [0.0 if i in dense else 1 - factor * raw[i] for i in range(len(shapes))]
 
 
-LAYERWISE: dict[str, Callable[[Sequence[Sequence[int]], float], list[float]]] = {"uniform": uniform, "erk": erk}
+LAYERWISE: dict[str, Callable[[Sequence[Sequence[int]], float], list[float]]] = {
+    "uniform": uniform,
+    "erk": erk,
+}
 ALLOCATIONS = ("global", *LAYERWISE)
 
 

@@ -38,7 +38,10 @@ class Quantize(Compressor):
     bits: int
 
     def __post_init__(self) -> None:
-        require(2 <= self.bits <= 16, f"Quantize takes 2 to 16 bits, got {self.bits}; for one bit there is Binary().")
+        require(
+            2 <= self.bits <= 16,
+            f"Quantize takes 2 to 16 bits, got {self.bits}; for one bit there is Binary().",
+        )
 
     def compress(self, weights: Tensor, mask: Tensor) -> None:
         levels = 2 ** (self.bits - 1) - 1

@@ -10,11 +10,16 @@ from typing import ClassVar
 from .core.errors import require
 from .core.registry import Registry
 
+
 class Schedule(ABC):
     """The share of the final sparsity that is asked for after a step."""
 
     name: ClassVar[str]
-    until: float  # the share of training after which it is 1
+
+    @property
+    @abstractmethod
+    def until(self) -> float:
+        """The share of training after which all of it is asked for."""
 
     @abstractmethod
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
@@ -34,8 +39,7 @@ class Rising(Schedule):
     def __post_init__(self) -> None:
         require(
             0 <= self.start < self.until <= 1,
-            f"a schedule needs 0 ≤ start < until ≤ 1 (shares of training), got start={self.start}, "
-            f"until={self.until}.",
+            f"a schedule needs 0 ≤ start < until ≤ 1 (shares of training), got start={self.start}, until={self.until}.",
         )
 
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
@@ -81,7 +85,9 @@ class Cosine(Rising):
 class Constant(Schedule):
     """The final sparsity from the first step on."""
 
-    until: ClassVar[float] = 0.0
+    @property
+    def until(self) -> float:
+        return 0.0
 
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
         return 1.0

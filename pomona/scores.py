@@ -28,3 +28,8 @@ def random(weights: Mapping[str, Tensor], seed: int) -> Scores:
 def among(scores: Scores, masks: Mapping[str, Tensor]) -> Scores:
     """The same scores, with every entry off its mask put last: what is pruned stays pruned."""
     return {name: score.masked_fill(~masks[name], -torch.inf) for name, score in scores.items()}
+
+
+def saliency(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Scores:
+    """|w · ∂L/∂w|: what the loss loses, to first order, with the weight (SNIP)."""
+    return {name: (w * gradients[name]).abs() for name, w in weights.items()}

@@ -30,4 +30,4 @@ def agree(slots: Sequence[Slot]) -> None:
     for slot in slots:
         distributed.broadcast(slot.mask.view(torch.uint8), 0)
         distributed.broadcast(slot.source.detach(), 0)
-        slot.project()
+        slot.hold()

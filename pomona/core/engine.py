@@ -1,6 +1,7 @@
 """The swap: one step of the engine, for every method.
 
-    before the step:  parameter ← latent           (hard methods: the gradient is masked)
+    before the step:  mask ← update, where a method wants the gradient; it replaces the step
+                      parameter ← latent           (hard methods: the gradient is masked)
     optimizer.step()                               (its momentum, its weight decay, as ever)
     after the step:   latent ← parameter           mask ← update, when one is due
                       parameter ← project(latent)
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +35,47 @@ class Slot:
     method: Method
     mask: Tensor
     latent: Tensor | None  # None: the optimizer moves the parameter itself
+    flipped: Tensor | None = None  # the step at which each mask entry last changed, where that is tracked
+    leader: Slot | None = None  # the slot whose removed outputs this one follows
     version: int = -1  # the parameter's version right after the last projection
 
     @classmethod
-    def make(cls, target: Target, method: Method) -> Slot:
+    def make(cls, target: Target, method: Method, track: bool = False, leader: Slot | None = None) -> Slot:
         """A slot that keeps everything."""
-        parameter = target.parameter
-        latent = parameter.detach().clone() if method.weights == "soft" else None
-        return cls(target, parameter, method, torch.ones_like(parameter, dtype=torch.bool), latent)
+        weight = target.parameter.detach()
+        return cls(
+            target,
+            target.parameter,
+            method,
+            mask=torch.ones_like(weight, dtype=torch.bool),
+            latent=weight.clone() if method.weights == "soft" else None,
+            flipped=torch.zeros_like(weight, dtype=torch.int32) if track else None,
+            leader=leader,
+        )
 
     @property
     def name(self) -> str:
         return self.target.name
 
     @property
+    def hard(self) -> bool:
+        """Whether entries off the mask stay zero."""
+        return self.method.weights == "hard"
+
+    @property
     def source(self) -> Tensor:
         """What the optimizer moves."""
         return self.parameter if self.latent is None else self.latent
+
+    def heed(self) -> None:
+        """Keep what the leader keeps any weight of."""
+        if self.leader is None:
+            return
+        kept = self.leader.mask.movedim(self.leader.target.rows, 0).flatten(1).any(1)
+        if self.hard and "norm" in self.target.tags and self.target.leaf == "weight":
+            # A filter that grows again is zero, and behind a zero gain it would never learn.
+            self.parameter.masked_fill_(kept & ~self.mask, 1)
+        self.mask.copy_(kept)
 
     def stale(self) -> bool:
         """Whether the model holds another tensor under this name, or holds it elsewhere, than the slot knows."""
@@ -61,6 +86,7 @@ class Slot:
         self.parameter = self.target.parameter
         self.mask = self.mask.to(self.parameter.device)
         self.latent = None if self.latent is None else self.latent.to(self.parameter)
+        self.flipped = None if self.flipped is None else self.flipped.to(self.parameter.device)
         self.version = -1
 
     def project(self) -> None:
@@ -68,16 +94,19 @@ class Slot:
         self.method.project(self.source, self.mask, self.parameter)
         self.version = self.parameter._version
 
+    def hold(self) -> None:
+        """Keep the model sparse between two updates; free weights grow there."""
+        if self.method.weights != "free":
+            self.project()
+
     def sparse(self) -> Tensor:
         """A new tensor with the sparse value."""
         value = torch.empty_like(self.parameter, requires_grad=False)
         self.method.project(self.source, self.mask, value)
         return value
 
-    @torch.compiler.disable
-    @torch.no_grad()
-    def mask_gradient(self, _: Tensor | None = None) -> None:
-        """Zero the gradient off the mask; also a post-accumulate-grad hook."""
+    def mask_gradient(self) -> None:
+        """Zero the gradient off the mask."""
         if self.parameter.grad is not None:
             masked(self.parameter.grad, self.mask, self.parameter.grad)
 
@@ -88,25 +117,39 @@ class Slot:
             self.method.bound(self.latent)
 
 
-class Engine:
-    """Joins slots to optimizers. `advance` is called after every step that was taken."""
+class Owner(Protocol):
+    """Who decides when masks change: the pruner."""
 
-    def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], advance: Callable[[], None]) -> None:
+    def wants_gradient(self) -> bool:
+        """Whether the coming step is to be replaced by an update that sees its unmasked gradient."""
+
+    def use_gradient(self) -> None:
+        """Make that update."""
+
+    def advance(self) -> None:
+        """A step was taken, or replaced."""
+
+
+class Engine:
+    """Joins slots to optimizers, on behalf of an owner that decides when masks change."""
+
+    def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], owner: Owner) -> None:
         self.slots = slots
         self.optimizers = optimizers
-        self.advance = advance
+        self.owner = owner
         self.started = False  # whether a step was seen: what is attached is checked at the first
         self.frame: FrameType | None = None  # of the optimizer.step under way
         self.active: list[Slot] = []  # the slots that hold their latent right now
+        self.held: dict[nn.Parameter, Tensor] = {}  # the gradients of a step that an update replaced
         self.waiting = False  # for the optimizer to call its closure
         self.handles: list[Any] = []
         for optimizer in optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self.before))
             self.handles.append(optimizer.register_step_post_hook(self.after))
         for slot in slots:
-            if slot.latent is None and slot.parameter.requires_grad:
+            if slot.hard and slot.parameter.requires_grad:
                 # So that clipping sees the gradient that will be used.
-                self.handles.append(slot.parameter.register_post_accumulate_grad_hook(slot.mask_gradient))
+                self.handles.append(slot.parameter.register_post_accumulate_grad_hook(self.on_gradient(slot)))
 
     def carry_state(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
         """Let a state ride in the optimizer's, so that stacks which know nothing of us resume too."""
@@ -164,22 +207,31 @@ class Engine:
         if self.waiting:
             self.recover()
             raise PomonaError(f"{type(optimizer).__name__} was given a closure and did not call it: step without one.")
+        for parameter, gradient in self.held.items():
+            parameter.grad = gradient
+        self.held = {}
         active, self.active = self.active, []
-        latents = [s.latent for s in active if s.latent is not None]
-        if latents:
-            torch._foreach_copy_(latents, [s.parameter for s in active if s.latent is not None])
+        soft = [s for s in active if s.latent is not None]
+        if soft:
+            torch._foreach_copy_([s.source for s in soft], [s.parameter for s in soft])
+        for slot in soft:
+            slot.method.bound(slot.source)
         for slot in active:
-            if slot.latent is not None:
-                slot.method.bound(slot.latent)
-        for slot in active:
-            slot.project()
-        if optimizer is self.clock and not guards.capturing() and not guards.skipped(optimizer):
-            self.advance()
+            slot.hold()
+        if optimizer is self.clock and not guards.capturing(self.slots[0].mask) and not guards.skipped(optimizer):
+            self.owner.advance()
 
     def enter(self, optimizer: Optimizer) -> None:
         """Give the optimizer the latents of its own parameters that have a gradient."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        active = [s for s in self.slots if id(s.parameter) in own and s.parameter.grad is not None]
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.owner.wants_gradient() and not guards.skipped(optimizer):
+            self.owner.use_gradient()
+            self.held = {p: p.grad for p in own}
+            for parameter in own:
+                parameter.grad = None  # so that the optimizer has nothing to do
+            return
+        ids = {id(p) for p in own}
+        active = [s for s in self.slots if id(s.parameter) in ids]
         for slot in active:
             if guards.edited(slot):
                 guards.warn_edited(slot.name)
@@ -190,7 +242,7 @@ class Engine:
         if soft:
             torch._foreach_copy_([s.parameter for s in soft], [s.source for s in soft])
         for slot in active:
-            if slot.latent is None:
+            if slot.hard:
                 slot.mask_gradient()
 
     def once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -208,6 +260,7 @@ class Engine:
                 )
             self.waiting = False
             if versions != [s.parameter._version for s in self.slots]:
+                self.hold()
                 raise PomonaError(
                     "the optimizer moved the weights before it called its closure (as SAM does), so that the "
                     "gradient would not be the sparse model's: use an optimizer that does not."
@@ -221,6 +274,17 @@ class Engine:
         return run
 
     # ---- around the step
+
+    def on_gradient(self, slot: Slot) -> Callable[[Tensor], None]:
+        """A post-accumulate-grad hook that masks, unless an update is about to look at the dense gradient."""
+
+        @torch.compiler.disable
+        @torch.no_grad()
+        def mask(_: Tensor) -> None:
+            if not self.owner.wants_gradient():
+                slot.mask_gradient()
+
+        return mask
 
     def start(self) -> None:
         """Follow the model: a parameter that was replaced or moved to a device since, if an optimizer moves it."""
@@ -236,19 +300,28 @@ class Engine:
     @torch.no_grad()
     def recover(self) -> None:
         """A step that died with an exception left latents in the model: take it back."""
-        self.frame, self.waiting = None, False
+        self.frame, self.waiting, self.held = None, False, {}
         for slot in self.active:
-            slot.project()
+            slot.hold()
         self.active = []
 
     @torch.no_grad()
-    def project(self) -> None:
+    def hold(self) -> None:
         """Give the model its sparse values."""
         self.recover()
         for slot in self.slots:
-            slot.project()
+            slot.hold()
 
-    def clear_state(self) -> None:
-        """Zero the optimizers' state off the masks of hard methods."""
+    @torch.no_grad()
+    def cut(self, last: bool = False) -> None:
+        """Put new masks in force: free weights are cut too, and optimizers forget what hard ones drop.
+
+        What follows a free filter (its bias, its norm) is cut at the last only: it must be there for the
+        filter to grow again.
+        """
+        for slot in self.slots:
+            slot.heed()
+            if last or slot.leader is None or slot.method.weights != "free":
+                slot.project()
         for optimizer in self.optimizers:
-            guards.clear_state(optimizer, [s for s in self.slots if s.latent is None])
+            guards.clear_state(optimizer, [s for s in self.slots if s.hard])

@@ -35,7 +35,9 @@ def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
     """Optimizers that look at the weights at other times than their step cannot be joined."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        raise PomonaError(f"{name} calls its closure several times a step, on weights that are not sparse: use SGD or Adam.")
+        raise PomonaError(
+            f"{name} calls its closure several times a step, on weights that are not sparse: use SGD or Adam."
+        )
     if weights != "hard" and callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise PomonaError(
             f"{name} swaps the weights itself in train() and eval(), which a '{weights}' method does too: "
@@ -43,12 +45,32 @@ def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
         )
 
 
+def refuse_several(optimizers: Sequence[Optimizer], name: str) -> None:
+    """An update that replaces a step needs all gradients at once."""
+    if len(optimizers) > 1:
+        raise PomonaError(
+            f"{name} looks at the gradient before the step and takes one optimizer, got {len(optimizers)}."
+        )
+
+
+def momentum(optimizers: Iterable[Optimizer], parameter: Tensor) -> Tensor | None:
+    """The running mean of the gradient that an optimizer holds, whatever it calls it."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {})
+        for key in ("momentum_buffer", "exp_avg"):
+            if isinstance(state.get(key), Tensor):
+                return state[key]
+    return None
+
+
 def refuse_values(slots: Iterable[Slot]) -> None:
     """Weights that are NaN or infinite have no magnitude to rank; complex and sparse ones have no order."""
     for slot in slots:
         parameter = slot.parameter
         if not parameter.is_floating_point() or parameter.layout != torch.strided:
-            raise PomonaError(f"{slot.name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned.")
+            raise PomonaError(
+                f"{slot.name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned."
+            )
         if type(parameter.data).__name__ == "DTensor":
             raise PomonaError(f"{slot.name} is sharded (FSDP2, tensor parallel), which is not supported yet: use DDP.")
         if not bool(torch.isfinite(parameter).all()):
@@ -69,8 +91,8 @@ def require_owned(slots: Iterable[Slot], optimizers: Sequence[Optimizer]) -> Non
 
 def engines(optimizer: Optimizer) -> list[Engine]:
     """The engines that are joined to an optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return [hook.__self__ for hook in hooks if type(getattr(hook, "__self__", None)).__name__ == "Engine"]
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    return [owner for owner in owners if owner is not None and type(owner).__name__ == "Engine"]
 
 
 def refuse_overlap(slots: Iterable[Slot], optimizers: Iterable[Optimizer]) -> None:
@@ -104,14 +126,14 @@ def skipped(optimizer: Optimizer) -> bool:
     return found is not None and bool(found.item())
 
 
-def capturing() -> bool:
+def capturing(mask: Tensor) -> bool:
     """Whether a CUDA graph is being captured: the step is recorded, not taken."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def edited(slot: Slot) -> bool:
     """Whether the user changed a weight since the last projection (loaded a checkpoint, set a value)."""
-    if slot.parameter._version == slot.version:
+    if slot.parameter._version == slot.version or slot.method.weights == "free":
         return False
     return not torch.equal(slot.sparse(), slot.parameter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,24 @@ Masks = dict[str, Tensor]
 WEIGHTS = {
     "hard": "entries off the mask stay zero; their gradient and momentum are masked too",
     "soft": "the optimizer moves dense weights, with the gradient taken at the pruned ones",
+    "free": "weights are cut at times and grow again in between",
 }
+
+
+@dataclass(frozen=True)
+class Time:
+    """How far training is, in optimizer steps."""
+
+    step: int
+    total: int
+    steps_per_epoch: int | None = None
+
+    def each(self, every: int | None) -> bool:
+        """Whether `every` steps have passed again; None is an epoch."""
+        every = every or self.steps_per_epoch
+        if every is None:
+            raise PomonaError("this method moves once an epoch: give attach(…, steps_per_epoch=…), or every= in steps.")
+        return self.step % every == 0
 
 
 @dataclass(frozen=True)
@@ -31,8 +48,10 @@ class Targets:
 
     latent: Mapping[str, Tensor]  # what the optimizer moves
     masks: Mapping[str, Tensor]  # the masks in force, true where kept
-    step: int
-    total: int
+    time: Time
+    grads: Mapping[str, Tensor] = field(default_factory=dict)  # unmasked, for methods that update `before` the step
+    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, where it has one
+    memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +62,7 @@ class Method:
     paper: ClassVar[str]
     weights: ClassVar[str]
     dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
+    before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else 0.9
     pattern: Pattern = Unstructured()
@@ -83,13 +103,17 @@ class Method:
         """The final sparsity."""
         return float(self.sparsity)  # type: ignore[arg-type]
 
-    def asked(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
-        """The sparsity asked for after `step` of `total` steps."""
-        return self.target * self.schedule(step, total, steps_per_epoch)
+    def asked(self, time: Time) -> float:
+        """The sparsity asked for by then."""
+        return self.target * self.schedule(time.step, time.total, time.steps_per_epoch)
 
-    def due(self, step: int, total: int) -> bool:
-        """Whether the mask is updated after `step` of `total` steps; step 0 is `attach`."""
+    def due(self, time: Time) -> bool:
+        """Whether the mask is updated after that step; step 0 is `attach`."""
         raise NotImplementedError
+
+    def start(self, targets: Targets, sparsity: float) -> Masks | None:
+        """The masks at `attach`; None keeps everything."""
+        return self.update(targets, sparsity) if self.due(targets.time) and not self.before else None
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         """The new masks."""

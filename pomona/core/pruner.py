@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import guards
+from . import dynamics, guards
+from .companions import companions
 from .engine import Engine, Slot
 from .errors import PomonaError, require
-from .method import Masks, Method, Targets
+from .method import Masks, Method, Targets, Time
 from .packing import pack, unpack
 from .registry import describe
 from .targets import prunable, unwrap
@@ -43,10 +44,12 @@ class Pruner:
         self.reached = 0.0  # the sparsity asked for by the last update
         self.finished = False
         self.slots: list[Slot] = []
+        self.companions: list[Slot] = []  # biases and norms that follow removed outputs
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
+        self._memory: dict[str, Any] = {}  # of the method
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else f"step {self.step} of {self.total}" if self.slots else "not attached"
@@ -61,6 +64,9 @@ class Pruner:
         optimizer: Optimizer | Sequence[Optimizer],
         total_steps: int | None = None,
         steps_per_epoch: int | None = None,
+        *,
+        loss: Callable[[], Tensor] | None = None,
+        track: bool = False,
     ) -> Pruner:
         """Join the optimizer's steps. Nothing is changed where this raises.
 
@@ -68,11 +74,19 @@ class Pruner:
         sparsity asked for moves at the start of each epoch, else at every update. Attach after
         DistributedDataParallel. Where several optimizers step in turn, give them in that order:
         the last one's steps are counted.
+
+        `loss` is for methods that look at a gradient before training (SNIP): a function that returns
+        the loss of a batch. `track` remembers when each mask entry last changed, for `settled()`, at
+        four bytes a weight.
         """
         self._refuse(total_steps)
-        optimizers = [guards.unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+        optimizers = [
+            guards.unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
+        ]
         for each in optimizers:
             guards.refuse_optimizer(each, self.method.weights)
+        if self.method.before:
+            guards.refuse_several(optimizers, self.method.name)
         targets = prunable(model, self.method.include, self.method.exclude, self.method.dense).targets
         require(
             bool(targets),
@@ -81,15 +95,20 @@ class Pruner:
         )
         for target in targets:
             self.method.pattern.check(target.name, target.shape)
-        slots = [Slot.make(target, self.method) for target in targets]
-        guards.refuse_values(slots)
-        guards.require_owned(slots, optimizers)
-        guards.refuse_overlap(slots, optimizers)
+        slots = {target.name: Slot.make(target, self.method, track) for target in targets}
+        pairs = companions(unwrap(model), targets) if self.method.pattern.outputs else []
+        followers = [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
+        everything = [*slots.values(), *followers]
+        guards.refuse_values(everything)
+        guards.require_owned(everything, optimizers)
+        guards.refuse_overlap(everything, optimizers)
 
-        self.model, self.slots, self.optimizers = model, slots, optimizers
+        self.model, self.optimizers = model, optimizers
+        self.slots, self.companions = list(slots.values()), followers
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
-        self._update_if_due()
+        self._attached().cut()
+        self._start(loss)
         return self
 
     def finish(self) -> None:
@@ -97,40 +116,50 @@ class Pruner:
         if self.finished:
             return
         engine = self._attached()
-        engine.project()
+        engine.hold()
+        if self.method.weights == "free" and self.last_change < self.step:
+            self._update(self.method.target)
         if self.reached < self.method.target:
+            require(
+                not self.method.before,
+                f"{self.method.name} has seen no gradient: give attach(…, loss=…), or train one step at least.",
+            )
             warnings.warn(
                 f"finish() came at step {self.step} of {self.total}, with {self.reached:.1%} pruned: the rest, up to "
                 f"{self.method.target:.1%}, was cut at once and not trained since.",
                 stacklevel=2,
             )
             self._update(self.method.target)
+        engine.cut(last=True)
         self._unhook()
         self.finished = True
-        for slot in self.slots:
+        for slot in (*self.slots, *self.companions):
             slot.latent = None
 
     def tick(self) -> None:
         """Count a step that a CUDA graph replayed, and update the mask when due; no host sync."""
         self._attached()
-        self._advance()
+        require(
+            not self.method.before, f"{self.method.name} needs gradients, which a replay does not show: step eagerly."
+        )
+        self.advance()
 
     def refresh(self) -> None:
         """Project at once: after weights were loaded or edited, or a step was broken off."""
         engine = self._attached()
         engine.recover()
         with torch.no_grad():
-            for slot in self.slots:
+            for slot in engine.slots:
                 if guards.edited(slot):
                     slot.accept()
-        engine.project()
+        engine.hold()
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Project another copy of the model (an average of weights, say) onto the same masks, in place."""
         parameters = dict(unwrap(model).named_parameters())
         self._compare("apply", {s.name: s.mask.shape for s in self.slots}, {k: p.shape for k, p in parameters.items()})
-        for slot in self.slots:
+        for slot in (*self.slots, *self.companions):
             parameter = parameters[slot.name]
             self.method.project(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
 
@@ -142,17 +171,30 @@ class Pruner:
 
     def sparsity(self) -> float:
         """The pruned fraction reached over the targets."""
-        require(bool(self.slots), "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.")
+        require(
+            bool(self.slots),
+            "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.",
+        )
         kept = sum(int(slot.mask.sum()) for slot in self.slots)
         return 1 - kept / sum(slot.mask.numel() for slot in self.slots)
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record a mask update: step, sparsity asked for, and δ = ‖w − w̃‖² / ‖w‖² (equation 1 of DPF)."""
-        for record in self._history:
-            # On the device until somebody looks, so that an update needs no host sync.
-            record["delta"] = float(record["delta"])
+        """One record a mask update.
+
+        `step`, `sparsity` (asked for), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of DPF), `flips` (entries
+        that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
+        """
+        # Numbers stay on the device until somebody looks, so that an update needs no host sync.
+        self._history = [dynamics.plain(record) for record in self._history]
         return [dict(record) for record in self._history]
+
+    def settled(self) -> list[float]:
+        """The share of all mask entries that never change after epoch 0, 1, 2, … (Figure 4 of DPF)."""
+        flipped = [slot.flipped for slot in self.slots if slot.flipped is not None]
+        require(bool(flipped), "nothing was tracked: call attach(…, track=True).")
+        require(self.steps_per_epoch is not None, "epochs are not known: call attach(…, steps_per_epoch=…).")
+        return dynamics.settled(flipped, self.steps_per_epoch)  # type: ignore[arg-type]
 
     # ---- state
 
@@ -168,7 +210,9 @@ class Pruner:
             "reached": self.reached,
             "history": self.history,
             "masks": {slot.name: pack(slot.mask) for slot in self.slots},
-            "latents": {slot.name: slot.latent for slot in self.slots if slot.latent is not None},
+            "latents": {s.name: s.latent for s in (*self.slots, *self.companions) if s.latent is not None},
+            "flipped": {slot.name: slot.flipped for slot in self.slots if slot.flipped is not None},
+            "memory": copy.deepcopy(self._memory),
         }
 
     @torch.no_grad()
@@ -176,21 +220,33 @@ class Pruner:
         """Go on where the state was taken; the model's weights follow. Nothing is changed where this raises."""
         engine = self._attached()
         version = state.get("version")
-        require(version == VERSION, f"the pruner's state has version {version}, this is {VERSION}: use the Pomona that wrote it.")
+        require(
+            version == VERSION,
+            f"the pruner's state has version {version}, this is {VERSION}: use the Pomona that wrote it.",
+        )
         mine = describe(self.method)
         for key in mine.keys() | state["method"].keys():
             given, own = state["method"].get(key), mine.get(key)
             require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")
-        self._compare("load", {s.name: pack(s.mask).shape for s in self.slots}, {k: m.shape for k, m in state["masks"].items()})
+        self._compare(
+            "load",
+            {s.name: pack(s.mask).shape for s in self.slots},
+            {k: m.shape for k, m in state["masks"].items()},
+        )
         engine.recover()
         for slot in self.slots:
             slot.mask.copy_(unpack(state["masks"][slot.name].to(slot.mask.device), slot.mask.shape))
+            if slot.flipped is not None and slot.name in state["flipped"]:
+                slot.flipped.copy_(state["flipped"][slot.name])
+        for slot in engine.slots:
+            slot.heed()
             if slot.latent is not None:
                 slot.latent.copy_(state["latents"][slot.name])
         for key in ("step", "total", "steps_per_epoch", "last_change", "reached"):
             setattr(self, key, state[key])
         self._history = [dict(record) for record in state["history"]]
-        engine.project()
+        self._memory = copy.deepcopy(state["memory"])
+        engine.hold()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """A pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
@@ -225,39 +281,93 @@ class Pruner:
         return self._engine
 
     def _hook(self) -> None:
-        self._engine = Engine(self.slots, self.optimizers, self._advance)
-        self._engine.clear_state()
+        self._engine = Engine([*self.slots, *self.companions], self.optimizers, self)
         self._engine.carry_state(self.state_dict, self.load_state_dict)
 
     def _unhook(self) -> None:
         self._attached().detach()
         self._engine = None
 
+    @property
+    def time(self) -> Time:
+        """How far training is."""
+        return Time(self.step, self.total, self.steps_per_epoch)
+
+    # The three that the engine calls.
+
+    def wants_gradient(self) -> bool:
+        """Whether the coming step is to be replaced by an update that sees its unmasked gradient."""
+        return self.method.before and self.method.due(self.time)
+
     @torch.no_grad()
-    def _advance(self) -> None:
-        """One more step was taken."""
+    def use_gradient(self) -> None:
+        """Make that update."""
+        grads = {slot.name: slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None}
+        self._update(self.method.asked(self.time), grads)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """A step was taken, or replaced."""
         self.step += 1
-        self._update_if_due()
+        if not self.method.before and self.method.due(self.time):
+            self._update(self.method.asked(self.time))
 
-    def _update_if_due(self) -> None:
-        if self.method.due(self.step, self.total):
-            self._update(self.method.asked(self.step, self.total, self.steps_per_epoch))
+    def _start(self, loss: Callable[[], Tensor] | None) -> None:
+        """The masks that training begins with."""
+        sparsity = self.method.asked(self.time)
+        if loss is not None and self.wants_gradient():
+            self._update(sparsity, self._gradient(loss))
+            return
+        masks = self.method.start(self._targets(), sparsity)
+        if masks is not None:
+            self._put(masks, sparsity)
+
+    def _gradient(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """The gradient of a loss, with batch norm and dropout at rest."""
+        model = unwrap(self.model)  # type: ignore[arg-type]
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(loss(), [s.parameter for s in self.slots], allow_unused=True)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        return {
+            s.name: torch.zeros_like(s.parameter) if g is None else g
+            for s, g in zip(self.slots, gradients, strict=True)
+        }
+
+    def _targets(self, grads: dict[str, Tensor] | None = None) -> Targets:
+        """What the method may look at, with outputs first."""
+
+        def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
+            values = {slot: pick(slot) for slot in self.slots}
+            return {s.name: v.detach().movedim(s.target.rows, 0) for s, v in values.items() if v is not None}
+
+        return Targets(
+            latent=view(lambda slot: slot.source),
+            masks=view(lambda slot: slot.mask),
+            time=self.time,
+            grads=view(lambda slot: (grads or {}).get(slot.name)),
+            momentum=view(lambda slot: guards.momentum(self.optimizers, slot.parameter)),
+            memory=self._memory,
+        )
 
     @torch.no_grad()
-    def _update(self, sparsity: float) -> None:
-        """New masks, and what the change cost."""
-        view = {slot.name: slot.source.detach().movedim(slot.target.rows, 0) for slot in self.slots}
-        masks = {slot.name: slot.mask.movedim(slot.target.rows, 0) for slot in self.slots}
-        new = self.method.update(Targets(view, masks, self.step, self.total), sparsity)
-        lost, whole = [], []
+    def _update(self, sparsity: float, grads: dict[str, Tensor] | None = None) -> None:
+        """New masks from the method."""
+        self._put(self.method.update(self._targets(grads), sparsity), sparsity)
+
+    @torch.no_grad()
+    def _put(self, masks: Masks, sparsity: float) -> None:
+        """Put new masks in force, and note what the change cost."""
+        update = dynamics.Update(self.time, sparsity)
         for slot in self.slots:
-            slot.mask.copy_(new[slot.name].movedim(0, slot.target.rows))
-            lost.append(torch.linalg.vector_norm(slot.source - slot.sparse()))
-            whole.append(torch.linalg.vector_norm(slot.source))
-        self._attached().clear_state()
-        self._attached().project()
+            update.change(slot, masks[slot.name].movedim(0, slot.target.rows))
+        self._attached().cut()
         self.last_change, self.reached = self.step, sparsity
-        self._history.append({"step": self.step, "sparsity": sparsity, "delta": ratio(lost, whole)})
+        self._history.append(update.close())
 
     def _compare(self, what: str, mine: dict[str, torch.Size], theirs: dict[str, torch.Size]) -> None:
         """Refuse another model's tensors, naming the first that differs."""
@@ -269,8 +379,3 @@ class Pruner:
                     f"cannot {what}: {name} has shape {tuple(theirs[name])} there and {tuple(shape)} here, "
                     "so this is another model's."
                 )
-
-
-def ratio(lost: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
-    """δ from the norms of its parts."""
-    return torch.stack(list(lost)).square().sum() / torch.stack(list(whole)).square().sum()

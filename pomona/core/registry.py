@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from .errors import PomonaError, unknown
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Registry(Generic[T]):
@@ -30,14 +31,14 @@ class Registry(Generic[T]):
         self.kind = kind
         self._records: dict[str, type[T]] = {}
 
-    def add(self, name: str) -> Callable[[type], type]:
+    def add(self, name: str) -> Callable[[type[R]], type[R]]:
         """Class decorator: register a frozen dataclass under `name`."""
 
-        def register(record: type) -> type:
+        def register(record: type[R]) -> type[R]:
             if not dataclasses.is_dataclass(record):
                 raise TypeError(f"{record.__name__} must be a dataclass to be registered as '{name}'")
             record.name = name  # type: ignore[attr-defined]
-            self._records[name] = record
+            self._records[name] = record  # type: ignore[assignment]
             return record
 
         return register
@@ -61,7 +62,7 @@ class Registry(Generic[T]):
         elif isinstance(choice, Mapping):
             options = dict(choice)
             if "name" not in options:
-                raise PomonaError(f"a {self.kind} needs a name: {{name = \"…\"}}, got {options!r}.")
+                raise PomonaError(f'a {self.kind} needs a name: {{name = "…"}}, got {options!r}.')
             name = options.pop("name")
         elif any(isinstance(choice, record) for record in self._records.values()):
             return choice
@@ -88,7 +89,7 @@ def check_type(key: str, value: Any, hint: Any) -> None:
     if not set(allowed) <= plain:
         return
     fits = any(
-        isinstance(value, a) and not (isinstance(value, bool) and a is not bool)
+        (isinstance(value, a) and not (isinstance(value, bool) and a is not bool))
         or (a is float and type(value) is int)
         for a in allowed
     )

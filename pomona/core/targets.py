@@ -20,10 +20,14 @@ DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other"})
 WHY = {
     "classifier": "the last linear layer",
     "first": "the first layer",
+    "downsample": "a shortcut",
     "embedding": "an embedding",
     "norm": "part of a normalisation",
     "bias": "a bias or another vector",
     "other": "of a kind of layer not known here",
+    "linear": "a linear layer",
+    "recurrent": "a recurrent layer",
+    "attention": "an attention layer",
 }
 
 
@@ -155,6 +159,8 @@ def candidates(model: nn.Module) -> list[Target]:
                 tags.add("first")
             if leaf == "weight" and module is last:
                 tags.add("classifier")
+            if {"downsample", "shortcut", "skip"} & set(prefix.split(".")):
+                tags.add("downsample")
             if "parametrizations" in prefix.split(".") or leaf in ("weight_g", "weight_v"):
                 tags.add("parametrized")
             known = found.get(id(parameter))
@@ -203,11 +209,29 @@ def ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 def traced(model: nn.Module) -> list[nn.Module] | None:
     """The leaf modules in the order a symbolic forward calls them, or None where it cannot be traced."""
+    graph = trace(model)
+    if graph is None:
+        return None
+    return [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
+
+
+def traced_calls(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """(module, module that takes its output) pairs of a symbolic forward; none where it cannot be traced."""
+    graph = trace(model)
+    calls = [node for node in graph.nodes if node.op == "call_module"] if graph is not None else []
+    return [
+        (model.get_submodule(str(node.target)), model.get_submodule(str(user.target)))
+        for node in calls
+        for user in node.users
+        if user.op == "call_module"
+    ]
+
+
+def trace(model: nn.Module) -> torch.fx.Graph | None:
+    """The model's symbolic forward, or None where it cannot be traced."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = torch.fx.Tracer().trace(model)
-        modules = dict(model.named_modules())
-        return [modules[str(node.target)] for node in graph.nodes if node.op == "call_module"]
+            return torch.fx.Tracer().trace(model)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None

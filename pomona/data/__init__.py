@@ -8,6 +8,8 @@ for x, y in data.batches(1000, part="test").evaluate():
     ...
 """
 
+from __future__ import annotations
+
 from . import cifar, covertype, digits, folder, idx, imdb, text  # noqa: F401  (they register themselves)
 from .augment import AUGMENTS, ResizedCrop, Standard
 from .batches import Batches

@@ -44,6 +44,7 @@ class Batches:
         self.dtype, self.rank, self.world = dtype, rank, world
         self.layout = torch.channels_last if channels_last else torch.preserve_format
         self.augment = None if augment is None else AUGMENTS.make(augment)
+        self._image = split.x.dim() == 4 and split.x.dtype == torch.uint8
         self._check(channels_last)
         self._scale, self._shift = self._affine(mean, std)
 
@@ -60,16 +61,21 @@ class Batches:
             self.batch_size % self.world == 0,
             f"batch_size {self.batch_size} does not divide among {self.world} ranks: take a multiple.",
         )
-        image = self.split.x.dim() == 4 and self.split.x.dtype == torch.uint8
         require(
-            image or (self.augment is None and not channels_last),
+            self._image or (self.augment is None and not channels_last),
             f"augment and channels_last are for images (uint8, 4 axes), "
             f"this split holds {self.split.x.dtype} with {self.split.x.dim()} axes: leave them out.",
         )
 
     def _affine(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Batch:
         """What turns raw 0 … 255 into (x/255 − mean)/std."""
-        device = self.split.x.device
+        device, shape = self.split.x.device, self.split.x.shape
+        for given in (mean, std):
+            require(
+                given is None or (self._image and len(given) in (1, shape[1])),
+                f"mean and std take one number for each of the image's channels, got {given} for {tuple(shape)}.",
+            )
+        require(min(std or [1.0]) > 0, f"std must be above 0, got {std}.")
         m = torch.tensor(mean or [0.0], dtype=torch.float64).view(-1, 1, 1)
         s = torch.tensor(std or [1.0], dtype=torch.float64).view(-1, 1, 1)
         return (1 / (255 * s)).float().to(device), (-m / s).float().to(device)
@@ -120,7 +126,7 @@ class Batches:
 
     def _ready(self, x: torch.Tensor) -> torch.Tensor:
         """Images normalised, tables in the asked dtype, tokens as they are."""
-        if self.split.x.dtype == torch.uint8:
+        if self._image:
             x = torch.addcmul(self._shift, x.float(), self._scale)
         if x.is_floating_point():
             x = x.to(self.dtype, memory_format=self.layout)

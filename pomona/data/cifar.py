@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pomona.core.errors import PomonaError
-
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source
 from .split import Split
@@ -87,14 +85,11 @@ class Cifar(Source):
         return tuple(str(n) for n in self.dictionary(folder / meta).get(key, ()))
 
     def dictionary(self, path: Path) -> dict[str, Any]:
+        content = self.content(path)
         try:
-            return unpickle(self.content(path))
+            return unpickle(content)
         except ValueError as error:
-            if isinstance(error, PomonaError):
-                raise
-            raise self.damaged(
-                path, str(error), "a dictionary of numbers, names and one uint8 array"
-            ) from error
+            raise self.damaged(path, str(error), "a dictionary of numbers, names and one uint8 array") from error
 
 
 @SOURCES.add("cifar10")

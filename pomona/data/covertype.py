@@ -73,7 +73,7 @@ class Covertype(Source):
     def table(self, path: Path) -> np.ndarray:
         """The numbers of the file, one row a patch."""
         lines = self.text(path).splitlines()
-        header = bool(lines) and lines[0][:1].isalpha()
+        header = bool(lines) and lines[0][:1] not in "+-.0123456789"
         for number, line in enumerate(lines, 1):
             columns = line.count(",") + 1
             if columns != FEATURES + 1:

@@ -54,9 +54,7 @@ class Dataset:
             raise PomonaError(f"'{self.name}' has no validation part: load it with validation=COUNT.")
         return split
 
-    def batches(
-        self, batch_size: int, *, part: str = "train", carry: bool = False, **options: Any
-    ) -> Batches:
+    def batches(self, batch_size: int, *, part: str = "train", carry: bool = False, **options: Any) -> Batches:
         """`Batches` of a part, with this data set's mean, std and (for training) augmentation.
 
         Text comes in windows of `input_shape[0]` tokens; with `carry=True` they are not shuffled and
@@ -79,17 +77,17 @@ class Dataset:
     def hold_out(self, validation: int | float, seed: int = 0) -> Dataset:
         """Move a random part of train, a count of rows or a fraction below 1, to `valid`."""
         rows = len(self.train)
-        count = round(validation * rows) if isinstance(validation, float) else validation
+        share = isinstance(validation, float)
         require(
-            0 <= count < rows and not (isinstance(validation, float) and validation >= 1),
+            0 <= validation < (1 if share else rows),
             f"validation must be a count from 0 to {rows - 1} or a fraction below 1, got {validation}.",
         )
+        count = min(round(validation * rows), rows - 1) if share else int(validation)
         if not count:
             return self
         require(
             self.valid is None,
-            f"'{self.name}' has its own validation part of {0 if self.valid is None else len(self.valid)}: "
-            "leave validation at 0.",
+            f"'{self.name}' has its own validation part, so validation must be 0, got {validation}.",
         )
         train, valid = draws.stratified(self.train.y.cpu().numpy(), count, seed)
         return dataclasses.replace(self, train=self.train.take(train), valid=self.train.take(valid))

@@ -20,9 +20,7 @@ from .sources import SOURCES, Download, Root, roots
 Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all where known
 
 
-def download(
-    name: str, root: Root = None, *, folder: str | None = None, progress: Progress | None = None
-) -> Path:
+def download(name: str, root: Root = None, *, folder: str | None = None, progress: Progress | None = None) -> Path:
     """Fetch a data set into the first data folder and return where it lies.
 
     `folder` picks one of several published layouts (`cifar-10-batches-py`). What is there already
@@ -44,7 +42,8 @@ def download(
             part = Path(scratch)
             for item in source.downloads[folder]:
                 _fetch(item, part / folder, progress)
-            os.replace(part / folder, target)
+            if not target.exists():  # another process may have been quicker
+                os.replace(part / folder, target)
     except OSError as error:
         raise PomonaError(
             f"'{name}' cannot be written to {base}: {error}; free some room or give another folder."
@@ -62,7 +61,8 @@ def _fetch(item: Download, folder: Path, progress: Progress | None) -> None:
         with urllib.request.urlopen(item.url, timeout=60) as reply:
             _copy(reply, path, digest, lambda done: progress and progress(item.name, done, _length(reply)))
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
+        status = isinstance(error, urllib.error.HTTPError)
+        reason = error if status else getattr(error, "reason", error)
         raise PomonaError(
             f"{item.url} cannot be fetched ({reason}): try again with a network, or put "
             f"'{folder.name}' into a data folder by hand."
@@ -76,9 +76,7 @@ def _fetch(item: Download, folder: Path, progress: Progress | None) -> None:
         _unpack(path, folder)
 
 
-def _copy(
-    reply: http.client.HTTPResponse, path: Path, digest: hashlib._Hash, tell: Callable[[int], object]
-) -> None:
+def _copy(reply: http.client.HTTPResponse, path: Path, digest: hashlib._Hash, tell: Callable[[int], object]) -> None:
     done = 0
     with open(path, "wb") as file:
         while block := reply.read(1 << 20):
@@ -99,7 +97,7 @@ def _unpack(archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive) as tar:
             tar.extractall(scratch, filter="data")  # refuses links and names that lead elsewhere
-    except tarfile.TarError as error:
+    except (tarfile.TarError, EOFError) as error:
         raise PomonaError(f"{archive.name} cannot be unpacked ({error}): try again.") from error
     if not (scratch / folder.name).is_dir():
         raise PomonaError(f"{archive.name} holds no folder '{folder.name}': its publisher changed it.")

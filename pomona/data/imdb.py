@@ -57,8 +57,8 @@ class Imdb(Source):
         require(self.pad in ("left", "right"), f"pad must be 'left' or 'right', got '{self.pad}'.")
 
     def read(self, folder: Path) -> Dataset:
-        train, test = self.texts(folder / "train"), self.texts(folder / "test")
-        counts = Counter(word for review in train for word in review)
+        counts: Counter[str] = Counter()
+        train, test = self.texts(folder / "train", counts), self.texts(folder / "test", Counter())
         ranked = sorted(counts, key=lambda word: (-counts[word], word))[: self.words]
         ids = {word: FIRST + i for i, word in enumerate(ranked)}
         return Dataset(
@@ -72,22 +72,24 @@ class Imdb(Source):
             labels=("neg", "pos"),
         )
 
-    def texts(self, folder: Path) -> list[list[str]]:
-        """The words of each review, the bad ones first."""
+    def texts(self, folder: Path, counts: Counter[str]) -> list[list[str]]:
+        """The words kept of each review, the bad ones first; all words are added to the counts."""
         texts = []
         for label in ("neg", "pos"):
             paths = sorted((folder / label).glob("*.txt"))
             if len(paths) != self.reviews:
                 raise self.damaged(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
-            texts += [tokenise(self.content(path).decode("utf-8", "replace")) for path in paths]
+            for path in paths:
+                words = tokenise(self.content(path).decode("utf-8", "replace"))
+                counts.update(words)
+                texts.append(words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :])
         return texts
 
     def split(self, texts: list[list[str]], ids: dict[str, int]) -> Split:
         x = np.full((len(texts), self.maxlen), PADDING, dtype=np.int64)
         for row, words in zip(x, texts, strict=True):
-            kept = words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :]
-            start = self.maxlen - len(kept) if self.pad == "left" else 0
-            row[start : start + len(kept)] = [ids.get(word, UNKNOWN) for word in kept]
+            start = self.maxlen - len(words) if self.pad == "left" else 0
+            row[start : start + len(words)] = [ids.get(word, UNKNOWN) for word in words]
         return Split.of(x, np.arange(2).repeat(self.reviews))
 
 

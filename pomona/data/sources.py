@@ -82,7 +82,12 @@ class Source:
         return PomonaError(f"{path} is damaged: {found}, expected {expected}; {self.mend(path)}.")
 
     def mend(self, path: Path) -> str:
-        return f"remove {path.parent} and {self.get()}" if self.downloads else "put a sound copy in its place"
+        """What to do about a bad file."""
+        if not self.downloads:
+            return "put a sound copy in its place"
+        names = {Path(folder).name for folder in self.folders}
+        whole = next((p for p in path.parents if p.name in names), path.parent)
+        return f"remove {whole} and {self.get()}"
 
 
 SOURCES: Registry[Source] = Registry("data set")

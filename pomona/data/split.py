@@ -26,7 +26,7 @@ class Split:
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
         """A split from arrays; targets become int64, which the losses of torch want."""
-        return cls(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.astype(np.int64)))
+        return cls(torch.from_numpy(np.require(x, requirements=["C", "W"])), torch.from_numpy(y.astype(np.int64)))
 
     def __len__(self) -> int:
         return len(self.x)

@@ -72,10 +72,7 @@ class Text(Source):
                 round(len(units) * (1 - self.valid - self.test)),
                 round(len(units) * (1 - self.test)),
             ]
-        files = [
-            next(iter(sorted(folder.glob(f"*{p}.txt"))), folder / f"{p}.txt")
-            for p in ("train", "valid", "test")
-        ]
+        files = [next(iter(sorted(folder.glob(f"*{p}.txt"))), folder / f"{p}.txt") for p in ("train", "valid", "test")]
         parts = [self.cut(file) for file in files]
         return np.concatenate(parts), [len(parts[0]), len(parts[0]) + len(parts[1])]
 

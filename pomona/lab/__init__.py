@@ -1,0 +1,12 @@
+"""The laboratory: recipes, runs that can be resumed, and what they measured.
+
+recipe = Recipe.load("recipes/digits.toml", ["method.sparsity=0.95"])
+summary = train(recipe, "runs/digits")
+"""
+
+from .env import facts
+from .evaluate import accuracy, reestimate_batchnorm
+from .recipe import Recipe
+from .run import Interrupted, plan, train
+
+__all__ = ["Interrupted", "Recipe", "accuracy", "facts", "plan", "reestimate_batchnorm", "train"]

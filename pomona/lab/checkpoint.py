@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
         _promote(folder)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise _explain(error, folder, len(data) + len(tree)) from error
+        raise explain(error, folder / CURRENT) from error
 
 
 def load(folder: Path | str, note: Callable[[str], None] | None = None) -> dict[Any, Any]:
@@ -98,7 +99,7 @@ def replace(path: Path, data: bytes) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise _explain(error, path, len(data)) from error
+        raise explain(error, path) from error
 
 
 def _promote(folder: Path) -> None:
@@ -157,12 +158,21 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _explain(error: OSError, path: Path, size: int) -> PomonaError:
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the disk as what they mean to the user."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(error, path) from error
+
+
+def explain(error: OSError, path: Path) -> PomonaError:
     """What went wrong when writing, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PomonaError(
-            f"the disk is full: '{path}' needs {size / 1e6:.1f} MB more. The last good checkpoint is untouched: "
-            "free some space and resume."
+            f"the disk is full: '{path}' could not be written. The last good checkpoint is untouched: "
+            "free some space and go on with --resume."
         )
     return PomonaError(f"'{path}' cannot be written: {error.strerror or error}.")
 
@@ -182,7 +192,11 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
             return {k: _encode(v, f"{path}/{k}", tensors, seen) for k, v in value.items()}
-        return {"$items": [[_encode(k, path, tensors, seen), _encode(v, f"{path}/{k}", tensors, seen)] for k, v in value.items()]}
+        return {
+            "$items": [
+                [_encode(k, path, tensors, seen), _encode(v, f"{path}/{k}", tensors, seen)] for k, v in value.items()
+            ]
+        }
     if isinstance(value, (list, tuple)):
         items = [_encode(v, f"{path}/{i}", tensors, seen) for i, v in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -15,7 +16,7 @@ import torch
 
 from pomona.version import __version__
 
-PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-learn", "typer", "rich", "triton")
+PACKAGES = ("numpy", "scipy", "safetensors", "scikit-learn", "typer", "rich", "triton")
 
 
 def facts() -> dict[str, Any]:
@@ -28,6 +29,7 @@ def versions() -> dict[str, str | None]:
     return {
         "pomona": __version__,
         "python": platform.python_version(),
+        "torch": torch.__version__,  # which build it is, too
         **{name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
@@ -45,6 +47,7 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def commit() -> str | None:
     """The commit this code was run from, with "+" where the tree had changes; None outside git."""
     root = Path(__file__).resolve().parents[2]

@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -72,14 +73,13 @@ class Adam(Optimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"{key} must be in [0, 1), got {beta}.")
         require(self.eps > 0, f"eps must be above 0, got {self.eps}.")
-
-    kind = torch.optim.Adam
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return self.kind(
@@ -97,7 +97,7 @@ class AdamW(Adam):
     """Adam, with weight decay applied to the weights themselves."""
 
     weight_decay: float = 0.01
-    kind = torch.optim.AdamW
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,32 @@ from typing import Any
 
 import torch
 
-from pomona import data as data_room
 from pomona import models
 from pomona.core.errors import PomonaError, require, unknown
-from pomona.core.registry import check_type, describe, parse
+from pomona.core.registry import check_type, describe, parse, plain
+from pomona.data import AUGMENTS, SOURCES, Source
 from pomona.methods import METHODS
 
 from .optim import OPTIMIZERS, RATES, SGD, Optimizer, Rate, Step
 
 DENSE = "dense"  # the method that is none
-CHOICES = ("data", "model", "method", "optimizer", "rate")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data set, read how, and what is done to its training images."""
+
+    source: Source
+    validation: int | float = 0  # rows, or the share of them, held out of train
+    augment: str | dict[str, Any] = "auto"  # "auto" is the data set's own custom, "none" is none
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The data set's own options beside the common ones."""
+        return describe(self.source) | {"validation": self.validation, "augment": self.augment}
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,7 @@ class TrainOptions:
 
     epochs: int = 10
     batch_size: int = 128
+    drop_last: bool = False  # leave out the last batch of an epoch where it is not full
     device: str = "auto"  # "auto" takes CUDA where there is one
     precision: str = "float32"  # or "bf16", by autocast
     label_smoothing: float = 0.0
@@ -82,7 +99,7 @@ class Recipe:
 
     name: str
     seed: int = 0
-    data: dict[str, Any]
+    data: DataOptions
     model: dict[str, Any]
     method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
     optimizer: Optimizer = SGD()
@@ -113,7 +130,7 @@ class Recipe:
         return {
             "name": self.name,
             "seed": self.seed,
-            "data": self.data,
+            "data": self.data.to_dict(),
             "model": self.model,
             "method": self.method,
             "optimizer": describe(self.optimizer),
@@ -126,15 +143,18 @@ class Recipe:
         return "\n".join(_lines(self.to_dict())) + "\n"
 
     def fingerprint(self) -> str:
-        """A short hash of the settings; the name is none of them."""
-        settings = {key: value for key, value in self.to_dict().items() if key != "name"}
-        return hashlib.sha256(json.dumps(_numbers(settings), sort_keys=True).encode()).hexdigest()[:12]
+        """A short hash of the settings."""
+        return hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Recipe) -> list[str]:
-        """The settings in which two recipes differ, as "key: mine, not theirs"; names are not compared."""
-        mine, theirs = dict(_leaves(self.to_dict())), dict(_leaves(other.to_dict()))
-        keys = [key for key in {**mine, **theirs} if key != "name" and mine.get(key) != theirs.get(key)]
+        """The settings in which two recipes differ, as "key: mine, not theirs"."""
+        mine, theirs = self._settings(), other._settings()
+        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         return [f"{key}: {mine.get(key)!r}, not {theirs.get(key)!r}" for key in keys]
+
+    def _settings(self) -> dict[str, Any]:
+        """Dotted key → value of all that decides the result: neither the name nor the place."""
+        return {key: _number(v) for key, v in _leaves(self.to_dict()) if key not in ("name", "train.device")}
 
 
 def _make_method(given: Any) -> dict[str, Any]:
@@ -146,7 +166,9 @@ def _make_method(given: Any) -> dict[str, Any]:
         return {"name": DENSE}
     if isinstance(spelled, Mapping) and "name" in spelled and spelled["name"] not in METHODS:
         raise unknown("method", spelled["name"], [DENSE, *METHODS])
-    return describe(METHODS.make(spelled))
+    record = METHODS.make(spelled)
+    fixed = {f.name for f in dataclasses.fields(record) if not f.init}  # nothing that can be chosen
+    return {key: value for key, value in describe(record).items() if key not in fixed}
 
 
 def _make_model(given: Any) -> dict[str, Any]:
@@ -155,14 +177,24 @@ def _make_model(given: Any) -> dict[str, Any]:
     info = models.info(name)
     with torch.device("meta"):  # refuses bad options and costs nothing
         info.make(**options)
-    follows = info.fit((1, 1, 1), 1)
+    follows = {"vocabulary", *info.fit((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in follows}
-    return {"name": name, **defaults, **options}
+    return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
 
 
-def _make_data(given: Any) -> dict[str, Any]:
+def _make_data(given: Any) -> DataOptions:
     name, options = _named("data", given)
-    return {"name": name, **options}
+    common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
+    mine = {key: options.pop(key) for key in common & options.keys()}
+    check_type("data.validation", mine.get("validation", 0), int | float)
+    augment = mine.get("augment", "auto")
+    if augment not in ("auto", "none"):
+        mine["augment"] = describe(AUGMENTS.make(augment))
+    known = {f.name for f in dataclasses.fields(SOURCES[name])} | common
+    for key in options:
+        if key not in known:
+            raise unknown(f"option of data set '{name}'", key, known)
+    return DataOptions(SOURCES.make({"name": name, **options}), **mine)
 
 
 def _make_train(given: Any) -> TrainOptions:
@@ -302,8 +334,6 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _numbers(value: Any) -> Any:
-    """The same value with 1.0 written as 1: one fingerprint for both. In lists they may differ (milestones)."""
-    if isinstance(value, Mapping):
-        return {key: _numbers(v) for key, v in value.items()}
+def _number(value: Any) -> Any:
+    """1.0 as 1, so that both have one fingerprint; within a list (milestones) they may differ."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

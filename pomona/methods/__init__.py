@@ -10,21 +10,40 @@ from typing import Any
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
 from ..core.registry import build
-from . import dpf, incremental, oneshot, random
+from . import dpf, dsr, finetune, incremental, lottery, oneshot, random, rigl, set, sfp, snip, sparse_momentum
 
-__all__ = ["DPF", "METHODS", "Incremental", "Method", "OneShot", "Random", "constructor", "method", "pruner"]
+__all__ = [
+    "DPF",
+    "DSR",
+    "METHODS",
+    "SET",
+    "SFP",
+    "SNIP",
+    "Finetune",
+    "Incremental",
+    "Lottery",
+    "Method",
+    "OneShot",
+    "Random",
+    "RigL",
+    "SparseMomentum",
+    "constructor",
+    "method",
+    "pruner",
+]
 
 
 def pruner(choice: Any) -> Pruner:
     """A pruner from a method's record, or any other spelling of it: "dpf(sparsity=0.9)"."""
-    return Pruner(METHODS.make(choice))
+    record = METHODS.make(choice)
+    return lottery.Rounds(record) if isinstance(record, lottery.Lottery) else Pruner(record)
 
 
 def constructor(record: type[Method]) -> Callable[..., Pruner]:
     """The public face of a method: takes its options, gives a pruner."""
 
     def make(**options: Any) -> Pruner:
-        return Pruner(build(record, "method", options))
+        return pruner(build(record, "method", options))
 
     fields = [f for f in dataclasses.fields(record) if f.init]
     make.__name__ = make.__qualname__ = record.__name__
@@ -37,6 +56,14 @@ def constructor(record: type[Method]) -> Callable[..., Pruner]:
 
 
 DPF = constructor(dpf.DPF)
+DSR = constructor(dsr.DSR)
+Finetune = constructor(finetune.Finetune)
 Incremental = constructor(incremental.Incremental)
+Lottery = constructor(lottery.Lottery)
 OneShot = constructor(oneshot.OneShot)
 Random = constructor(random.Random)
+RigL = constructor(rigl.RigL)
+SET = constructor(set.SET)
+SFP = constructor(sfp.SFP)
+SNIP = constructor(snip.SNIP)
+SparseMomentum = constructor(sparse_momentum.SparseMomentum)

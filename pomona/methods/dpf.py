@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..compressors import COMPRESSORS, Compressor
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, method
+from ..core.method import Masks, Method, Targets, Time, method
 from ..scores import magnitude
 
 
@@ -37,8 +37,8 @@ class DPF(Method):
             f"{1 - self.settle:g} of training: lower until or settle.",
         )
 
-    def due(self, step: int, total: int) -> bool:
-        return step % self.every == 0 and step <= (1 - self.settle) * total
+    def due(self, time: Time) -> bool:
+        return time.each(self.every) and time.step <= (1 - self.settle) * time.total
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, method
+from ..core.method import Masks, Method, Targets, Time, method
 from ..scores import among, magnitude
 
 
@@ -20,8 +20,10 @@ class Incremental(Method):
         super().__post_init__()
         require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
 
-    def due(self, step: int, total: int) -> bool:
-        return step % self.every == 0 and step <= total
+    def due(self, time: Time) -> bool:
+        return time.each(self.every) and time.step <= time.total
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+        masks = self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+        # Units of several sizes can come nearest to the count with a pruned one among them.
+        return {name: mask & targets.masks[name] for name, mask in masks.items()}

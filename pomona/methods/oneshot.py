@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, method
+from ..core.method import Masks, Method, Targets, Time, method
 from ..schedules import Constant, Schedule
 from ..scores import magnitude
 
@@ -30,8 +30,8 @@ class OneShot(Method):
     def timed(self) -> bool:
         return self.at > 0
 
-    def due(self, step: int, total: int) -> bool:
-        return step == round(self.at * total)
+    def due(self, time: Time) -> bool:
+        return time.step == round(self.at * time.total)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(magnitude(targets.latent), sparsity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .. import scores
-from ..core.method import Masks, Method, Targets, method
+from ..core.method import Masks, Method, Targets, Time, method
 from ..schedules import Constant, Schedule
 
 
@@ -21,8 +21,8 @@ class Random(Method):
     def timed(self) -> bool:
         return False
 
-    def due(self, step: int, total: int) -> bool:
-        return step == 0
+    def due(self, time: Time) -> bool:
+        return time.step == 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(scores.random(targets.latent, self.seed), sparsity)

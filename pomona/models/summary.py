@@ -73,9 +73,8 @@ class Summary:
     def __rich__(self) -> Table:
         table = Table("layer", "kind", "weight", show_footer=True)
         table.columns[0].footer = "total"
-        for title, total in zip(
-            ("params", "non-zeros", "sparsity", "MACs", "MACs left"), cells(self), strict=True
-        ):
+        titles = ("params", "non-zeros", "sparsity", "MACs", "MACs left")
+        for title, total in zip(titles, cells(self), strict=True):
             table.add_column(title, footer=total, justify="right", no_wrap=True)
         for layer in self.layers:
             table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *cells(layer))
@@ -101,18 +100,16 @@ def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summ
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model runs past hooks
     batch = input_shape if isinstance(input_shape, torch.Tensor) else example(model, input_shape)
-    require(
-        batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got {tuple(batch.shape)}."
-    )
+    shape = tuple(batch.shape)
+    require(batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got shape {shape}.")
     counter = Counter(len(batch))
     with watched(model, counter):
         try:
             model(batch)
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            raise PomonaError(
-                f"{type(model).__name__} does not run on samples of shape {tuple(batch.shape[1:])}: {reason}"
-            ) from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            name = type(model).__name__
+            raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
     return counter.summary(model)
 
 
@@ -165,7 +162,8 @@ class Counter:
             steps = inputs[0].data.numel() // module.input_size  # `data` also opens a packed sequence
             self.add(module, steps, *weights(module))
         elif isinstance(module, nn.MultiheadAttention):
-            self.attention(module, *inputs[:3])
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            self.attention(module, named["query"], named["key"], named["value"])
         elif isinstance(module, NORMS):
             self.elementwise += 2 * out.numel() // self.samples
         elif isinstance(module, nn.ReLU):
@@ -204,10 +202,9 @@ class Counter:
             seen.update(own)
             if own or module in self.macs:
                 shape = next((tuple(w.shape) for w in weights(module)), ())
-                counts = sum(p.numel() for p in own), sum(map(self.nonzeros, own))
-                layers.append(
-                    Layer(name, type(module).__name__, shape, *counts, *self.macs.get(module, (0, 0)))
-                )
+                params, nonzeros = sum(p.numel() for p in own), sum(map(self.nonzeros, own))
+                macs, left = self.macs.get(module, (0, 0))
+                layers.append(Layer(name, type(module).__name__, shape, params, nonzeros, macs, left))
         return Summary(tuple(layers), self.elementwise)
 
 

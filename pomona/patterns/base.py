@@ -20,6 +20,7 @@ class Pattern(ABC):
     """
 
     name: ClassVar[str]
+    outputs: ClassVar[bool] = False  # whether whole outputs fall, and their biases and norms must follow
 
     @property
     def sparsity(self) -> float | None:

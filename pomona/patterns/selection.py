@@ -21,7 +21,10 @@ from pomona.core.errors import PomonaError, require
 Array = NDArray[Any]
 
 CHUNK = 1 << 18  # entries worked on at a time on CPU: a chunk and its masks stay in the cache
-RANKED = 64  # columns up to which comparing all pairs of a row beats a partition on CPU
+RANKED = 8  # columns up to which comparing all pairs of a row beats a partition on CPU
+
+# The integers as wide as a float, and the bits of its infinity: all above are NaNs.
+_BITS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (torch.int64, 0x7FF0_0000_0000_0000)}
 
 
 @torch.no_grad()
@@ -99,12 +102,14 @@ def _kernels(*scores: Tensor) -> ModuleType | None:
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores: the sign-and-magnitude bits of a float as a plain integer."""
+    """Integers in the order of the scores, made from their bits without a comparison."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    bits = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
-    top = torch.iinfo(bits.dtype).max
-    magnitude = bits & top
-    return torch.where(bits < 0, -magnitude, magnitude).masked_fill_(wide.isnan(), top)
+    kind, infinity = _BITS[wide.dtype]
+    bits, top = wide.view(kind), torch.iinfo(kind).max
+    sign = bits >> (torch.iinfo(kind).bits - 1)
+    keys = (bits ^ (sign & top)).sub_(sign)  # minus the magnitude where the sign is set: both zeros are 0
+    gap = top + 1 - infinity
+    return keys.sub_(gap).clamp_(max=infinity - gap + 1)  # negative NaNs wrap round to the other NaNs
 
 
 def _keep_by_topk(keys: Tensor, keep: int) -> Tensor:
@@ -157,7 +162,7 @@ def _likely_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any
     below, inside = 0, []
     for chunk in chunks:
         under = chunk < high  # a NaN is not under anything, so it counts as above
-        below += np.count_nonzero(under)
+        below += int(np.count_nonzero(under))
         inside.append(chunk[under > (chunk <= low)])
     middle = np.concatenate(inside)
     k = keep - (total - below)
@@ -174,7 +179,7 @@ def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) ->
         np.logical_not(np.less_equal(chunk, threshold, out=mask), out=mask)
         if lost:
             mask[:] = False
-        left -= np.count_nonzero(mask)
+        left -= int(np.count_nonzero(mask))
     for chunk, mask in zip(chunks, masks, strict=True):
         if left <= 0:
             break
@@ -197,10 +202,12 @@ def _keep_by_rank(keys: Array, keep: int, mask: Array) -> None:
 
 
 def _keep_by_partition(keys: Array, keep: int, mask: Array) -> None:
-    """Find the threshold of each long row, then keep what is above it and the first ties."""
+    """Find the threshold of each row, then keep what is above it and the first ties."""
     kth = keys.shape[1] - keep
     least = np.partition(keys, kth, axis=1)[:, kth, None]
-    np.greater(keys, least, out=mask)
-    ties = keys == least
-    left = keep - np.count_nonzero(mask, axis=1, keepdims=True)
-    mask |= ties & (np.cumsum(ties, axis=1, dtype=np.int32) <= left)
+    if np.count_nonzero(np.greater_equal(keys, least, out=mask)) == keep * len(keys):
+        return
+    over = np.flatnonzero(mask.sum(axis=1) > keep)
+    above, ties = keys[over] > least[over], keys[over] == least[over]
+    left = keep - above.sum(axis=1, keepdims=True)
+    mask[over] = above | (ties & (ties.cumsum(axis=1) <= left))

@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ class Units(Pattern):
         sizes = [s.numel() // max(u.numel(), 1) for s, u in zip(scores, units, strict=True)]
         kept = keep_units(units, sizes, sparsity)
         return [
-            k.expand(view).reshape(s.shape).contiguous()
-            for k, s, (view, _) in zip(kept, scores, views, strict=True)
+            k.expand(view).reshape(s.shape).contiguous() for k, s, (view, _) in zip(kept, scores, views, strict=True)
         ]
 
     def reduce(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
@@ -50,9 +50,7 @@ def keep_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -
     # Units of several sizes: walk down the ranking, and stop where the weights kept are nearest.
     flat = torch.cat([u.flatten() for u in units])
     order = flat.argsort(descending=True, stable=True)
-    size = torch.cat(
-        [torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)]
-    )
+    size = torch.cat([torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)])
     kept = size[order].cumsum(0)
     distance = (torch.cat([kept.new_zeros(1), kept]) - (weights - pruned)).abs()
     mask = torch.zeros_like(flat, dtype=torch.bool)
@@ -117,7 +115,9 @@ class Kernel(Units):
 @PATTERNS.add("filter")
 @dataclass(frozen=True)
 class Filter(Units):
-    """Whole output channels, ranked by their L1 or L2 norm."""
+    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them."""
+
+    outputs: ClassVar[bool] = True
 
     norm: int = 2
 

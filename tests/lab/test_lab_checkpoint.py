@@ -24,8 +24,10 @@ def same(a, b) -> bool:
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
     if isinstance(a, dict):
-        return list(a) == list(b) and all(type(j) is type(k) for j, k in zip(a, b, strict=True)) and all(
-            same(a[k], b[k]) for k in a
+        return (
+            list(a) == list(b)
+            and all(type(j) is type(k) for j, k in zip(a, b, strict=True))
+            and all(same(a[k], b[k]) for k in a)
         )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
@@ -42,9 +44,9 @@ leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | t
 keys = st.text(max_size=4) | st.integers() | st.sampled_from(["$tensor", "0", "a/b"])
 nests = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(keys, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -163,7 +163,7 @@ def test_attention_counts_its_projections(own_sizes):
             self.memory = nn.Parameter(torch.ones(1, 3, 6 if own_sizes else 8))
 
         def forward(self, x):
-            return self.attention(x, key=self.memory, value=self.memory)[0]
+            return self.attention(key=self.memory, value=self.memory, query=x)[0]
 
     model, inner = Attend(), 6 if own_sizes else 8
     result = summary(model, (5, 8))

@@ -1,0 +1,32 @@
+"""What must go with a filter: its bias, and the batch norm behind it, or the channel would leak a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .targets import Target, traced_calls
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def companions(model: nn.Module, leaders: Sequence[Target]) -> list[tuple[Target, Target]]:
+    """(companion, leader) pairs: vectors with one entry for each output of the leader."""
+    behind = {module: user for module, user in traced_calls(model) if isinstance(user, NORMS)}
+    names = {module: name for name, module in model.named_modules()}
+    taken = {(leader.module, leader.leaf) for leader in leaders}
+    pairs = []
+    for leader in leaders:
+        if leader.leaf != "weight":  # recurrent and attention weights hold several gates or heads
+            continue
+        for module in (leader.module, behind.get(leader.module)):
+            for leaf in ("weight", "bias"):
+                vector = None if module is None else module._parameters.get(leaf)
+                if vector is None or vector.ndim != 1 or (module, leaf) in taken:
+                    continue
+                if vector.shape[0] == leader.shape[leader.rows]:
+                    name = f"{names[module]}.{leaf}".removeprefix(".")  # type: ignore[index]
+                    tags = frozenset({"bias" if module is leader.module else "norm"})
+                    pairs.append((Target(name, module, leaf, vector.shape, tags), leader))  # type: ignore[arg-type]
+    return pairs

@@ -1,0 +1,551 @@
+"""A run: one recipe trained into one folder, which can be stopped, killed and resumed at any step.
+
+    recipe.toml        all settings, resolved
+    env.json           versions, machine, commit and command
+    metrics.jsonl      one line an epoch, one line a mask update
+    checkpoint/        the state to resume from, and checkpoint.previous/ the one before
+    model.safetensors  the trained weights
+    summary.json       what was reached; its presence says that the run is complete
+
+A line of an epoch has `epoch`, `step`, `loss`, `lr`, `sparsity` (of what is pruned), `seconds` and
+`images_per_second`, and where it was evaluated `test_loss` and `accuracy` in per cent (for a text
+`perplexity`), these again with `valid_` before them where there is a validation part, and with
+`_reestimated` behind them where fresh batch-norm statistics were called for.
+
+The order of the data, the rate and the model's first weights are pure functions of the recipe, so a
+resumed run is the uninterrupted one, bit for bit on a CPU. Under torchrun it is data parallel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from pomona import data, models
+from pomona.core.errors import PomonaError, require
+from pomona.core.pruner import Pruner
+from pomona.core.registry import describe
+from pomona.data import Batches, Dataset
+from pomona.methods import pruner
+
+from . import checkpoint, env
+from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
+from .recipe import DENSE, Recipe
+from .team import Team, assembled
+
+Note = Callable[[str], None]
+METRICS = "metrics.jsonl"
+
+
+class Progress(Protocol):
+    """Who is told how a run goes. A resumed run first tells the steps it has behind it."""
+
+    def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None: ...
+
+    def step(self, loss: float | None = None) -> None:
+        """After every step; with the loss where it was read."""
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """After every epoch, with its line of the metrics."""
+
+    def close(self) -> None:
+        """At the end, whatever it was."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; a checkpoint was written first."""
+
+    def __init__(self, folder: Path, step: int, total: int) -> None:
+        super().__init__(
+            f"stopped after step {step} of {total}, with a checkpoint in '{folder}': "
+            "the same command with --resume goes on from there."
+        )
+        self.folder, self.step, self.total = folder, step, total
+
+
+def train(
+    recipe: Recipe,
+    folder: Path | str,
+    *,
+    resume: bool = False,
+    data_dir: Path | str | None = None,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] | None = None,
+    note: Note = warnings.warn,
+) -> dict[str, Any]:
+    """Train a recipe in a folder and return its summary, which is also in `summary.json`.
+
+    Nothing is written before the whole recipe is known to work. Ctrl-C, SIGTERM or `stop()`, asked
+    after every step, end the run with `Interrupted` once a checkpoint is written. With `resume` it
+    goes on from there; a complete run gives its summary back. `note` is told what a person should
+    know, such as a damaged checkpoint.
+    """
+    folder = Path(folder)
+    with assembled(recipe.train.device) as (team, device), _own_random(device):
+        done = check_folder(recipe, folder, resume)
+        team.wait()  # all have looked before one begins to write
+        if done is not None:
+            return done
+        run = Run(recipe, folder, team, device, data_dir, progress, note)
+        try:
+            run.open(resume)
+            with _signals() as asked:
+                run.loop(lambda: asked() or (stop is not None and stop()))
+            return run.finish()
+        finally:
+            run.close()
+
+
+def plan(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+    """What `train` would do, after all the checks it would make; nothing is trained or written."""
+    with assembled(recipe.train.device) as (team, device), _own_random(device):
+        run = Run(recipe, Path(), team, device, data_dir)
+        cost = models.summary(run.model, run.data.input_shape)
+        return {
+            "fingerprint": recipe.fingerprint(),
+            "device": str(device),
+            "data": run.data.describe(),
+            "model": run.built,
+            "params": cost.params,
+            "macs": cost.macs,
+            "pruned": {} if run.pruner is None else {k: m.numel() for k, m in run.pruner.masks().items()},
+            "steps_per_epoch": run.per_epoch,
+            "steps": run.total,
+        }
+
+
+class Run:
+    """The state of a run and what is done with it. Making one checks everything and writes nothing."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        team: Team,
+        device: torch.device,
+        data_dir: Path | str | None = None,
+        progress: Progress | None = None,
+        note: Note = warnings.warn,
+    ) -> None:
+        self.recipe, self.folder, self.team, self.device = recipe, folder, team, device
+        self.options = recipe.train
+        self.progress = progress if team.first else None
+        self.note: Note = note if team.first else lambda text: None
+        torch.manual_seed(recipe.seed)
+        self.data = load_data(recipe, data_dir, device)
+        self.built = model_options(recipe, self.data)
+        self.model = models.build(**self.built).to(device)
+        if not team.first:
+            torch.manual_seed(recipe.seed + team.rank)  # the same weights, but other draws for dropout
+        self.channels_last = device.type == "cuda" and self.data.kind == "image"
+        if self.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        models.summary(self.model, self.data.input_shape)  # refuses a model that does not run on this data
+        self.batches = self.training(rank=team.rank, world=team.world)
+        self.per_epoch = len(self.batches)
+        self.total = self.per_epoch * self.options.epochs
+        self.rate = recipe.rate.over(recipe.optimizer.lr, self.total, self.per_epoch)
+        self.network = team.wrap(self.model, device)
+        self.optimizer = recipe.optimizer.build(p for p in self.model.parameters() if p.requires_grad)
+        self.pruner = build_pruner(recipe)
+        if self.pruner is not None:
+            self.pruner.attach(self.model, self.optimizer, self.total, self.per_epoch)
+        # The loss is read at every step where that costs nothing, and from a GPU now and then.
+        self.interval = 1 if device.type == "cpu" else self.options.log_every
+        self.losses: list[Tensor] = []  # of the steps since the last reading
+        self.step = 0
+        self.loss = 0.0  # summed over the epoch, as far as it was read
+        self.updates = 0  # of the pruner's history that stand in metrics.jsonl
+        self.seconds = 0.0  # of the sessions before this one
+        self.started = self.lap = time.perf_counter()
+        self.lap_steps = 0  # steps since the lap began: with the epoch, or when resumed within it
+        self.pace = 0.0  # samples per second of the last lap
+        self.metrics: Any = None
+
+    @property
+    def elapsed(self) -> float:
+        return self.seconds + time.perf_counter() - self.started
+
+    def training(self, **options: Any) -> Batches:
+        """The training batches."""
+        choice = self.recipe.data.augment
+        if choice != "auto":
+            options["augment"] = None if choice == "none" else choice
+        return self.data.batches(
+            self.options.batch_size,
+            seed=self.recipe.seed,
+            drop_last=self.options.drop_last,
+            channels_last=self.channels_last,
+            **options,
+        )
+
+    # ---- the folder
+
+    def open(self, resume: bool) -> None:
+        """Begin the folder, or take up what is in it."""
+        if resume and checkpoint.found(self.folder):
+            self.restore(checkpoint.load(self.folder, self.note))
+        elif self.team.first:
+            with checkpoint.writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.replace(self.folder / "recipe.toml", self.recipe.to_toml().encode())
+            _cut(self.folder / METRICS, 0)
+        if self.team.first:
+            checkpoint.replace(self.folder / "env.json", _json(env.facts() | {"data": self.data.describe()}))
+            with checkpoint.writing(self.folder / METRICS):
+                self.metrics = (self.folder / METRICS).open("ab")
+        if self.progress is not None:
+            self.progress.start(self.options.epochs, self.per_epoch, self.recipe.name)
+            for _ in range(self.step):
+                self.progress.step()
+
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs; the pruner's part rides in the optimizer's."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "step": self.step,
+            "loss": self.loss,
+            "updates": self.updates,
+            "seconds": self.elapsed,
+            "metrics": self.metrics.tell(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint, with all metrics up to here safely on the disk before it."""
+        self.read_losses()
+        if self.team.first:
+            self.write_updates()
+            with checkpoint.writing(self.folder / METRICS):
+                os.fsync(self.metrics.fileno())
+            checkpoint.save(self.folder, self.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+        compare_models(state["model"], self.model.state_dict(), self.folder)
+        compare_recipes(self.recipe, Recipe.load(state["recipe"]), self.folder)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
+        self.seconds = state["seconds"]
+        if self.team.first:
+            _cut(self.folder / METRICS, state["metrics"])
+            torch.set_rng_state(state["random"])
+            if self.device.type == "cuda" and state["random_cuda"] is not None:
+                torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        else:  # only the first rank's dropout is continued; the others draw anew
+            torch.manual_seed(self.recipe.seed + self.step + self.team.rank)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a line to the metrics."""
+        with checkpoint.writing(self.folder / METRICS):
+            self.metrics.write(json.dumps(row).encode() + b"\n")
+            self.metrics.flush()
+
+    def write_updates(self) -> None:
+        """The pruner's mask updates since the last time."""
+        history = [] if self.pruner is None else self.pruner.history
+        for record in history[self.updates :]:
+            self.write({"kind": "update", **record})
+        self.updates = len(history)
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            with suppress(OSError):  # a full disk was told already, and closing would try again
+                self.metrics.close()
+        if self.progress is not None:
+            self.progress.close()
+
+    # ---- training
+
+    def loop(self, stop: Callable[[], bool]) -> None:
+        """Train to the last step; stopped before it, leave a checkpoint and raise `Interrupted`."""
+        while self.step < self.total:
+            epoch, start = divmod(self.step, self.per_epoch)
+            for inputs, targets in self.batches.epoch(epoch, start):
+                self.losses.append(self.advance(inputs, targets))
+                self.step += 1
+                self.lap_steps += 1
+                last = self.step % self.per_epoch == 0
+                loss = self.read_losses() if last or self.step % self.interval == 0 else None
+                if last:
+                    self.end_lap()
+                if self.progress is not None:
+                    self.progress.step(loss)
+                if last and self.step < self.total:
+                    self.end_epoch()
+                stopped = self.step < self.total and self.agree(stop())
+                if stopped or self.due():
+                    self.save()
+                if stopped:
+                    raise Interrupted(self.folder, self.step, self.total)
+
+    def advance(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One step of training."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self.step)
+        with autocast(self.device, self.options.precision):
+            logits = self.network(inputs)
+        loss = cross_entropy(logits, targets, label_smoothing=self.options.label_smoothing)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.options.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.optimizer.step()
+        return loss.detach()
+
+    def due(self) -> bool:
+        """Whether a checkpoint is to be written after this step; the last step always has one."""
+        every, steps = self.options.checkpoint_every * self.per_epoch, self.options.checkpoint_steps
+        return (
+            self.step == self.total or (every > 0 and self.step % every == 0) or (steps > 0 and self.step % steps == 0)
+        )
+
+    def read_losses(self) -> float | None:
+        """Take the losses since the last reading off the device; the last one, or an error if one is not finite."""
+        if not self.losses:
+            return None
+        losses = self.team.mean(torch.stack(self.losses)).tolist()
+        first = self.step - len(losses) + 1
+        self.losses.clear()
+        for step, loss in enumerate(losses, first):
+            if not math.isfinite(loss):
+                raise PomonaError(
+                    f"the loss is {loss} at step {step} of {self.total}: lower optimizer.lr "
+                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start anew."
+                )
+            self.loss += loss
+        return float(losses[-1])
+
+    def agree(self, stop: bool) -> bool:
+        """Whether any rank was asked to stop; asked of all of them at the steps where losses are read."""
+        if self.team.world == 1:
+            return stop
+        return self.step % self.interval == 0 and self.team.any(stop, self.device)
+
+    # ---- measuring
+
+    def end_epoch(self) -> dict[str, Any]:
+        """Evaluate where it is due, and write the epoch's line."""
+        epoch = self.step // self.per_epoch
+        row = {
+            "kind": "epoch",
+            "epoch": epoch,
+            "step": self.step,
+            "loss": self.loss / self.per_epoch,
+            "lr": self.rate(self.step - 1),
+            "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
+        }
+        if epoch % self.options.eval_every == 0 or self.step == self.total:
+            row |= self.evaluate()
+        row |= {"seconds": self.elapsed, "images_per_second": self.pace}
+        if self.team.first:
+            self.write_updates()
+            self.write(row)
+        if self.progress is not None:
+            self.progress.epoch(row)
+        self.loss, self.lap_steps, self.lap = 0.0, 0, time.perf_counter()
+        return row
+
+    def end_lap(self) -> None:
+        """Note the pace of the epoch's training, before anything is measured or written."""
+        rows = min(len(self.batches.split), self.per_epoch * self.options.batch_size) / self.per_epoch
+        self.pace = rows * self.lap_steps / max(time.perf_counter() - self.lap, 1e-9)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy (perplexity of a text) on test, and on valid where there is one.
+
+        Soon after a mask change the batch-norm statistics are stale: the accuracy with fresh ones, of
+        a copy, is then given beside it.
+        """
+        scores = self.score(self.model, "test")
+        if self.data.valid is not None:
+            scores |= {f"valid_{key}": value for key, value in self.score(self.model, "valid").items()}
+        if self.stale():
+            batches = self.training().epoch(max(self.step - 1, 0) // self.per_epoch)
+            fresh = reestimate_batchnorm(self.model, batches, self.options.reestimate, self.options.precision)
+            scores |= {f"{key}_reestimated": value for key, value in self.score(fresh, "test").items()}
+        return scores
+
+    def score(self, model: nn.Module, part: str) -> dict[str, float]:
+        text = self.data.kind == "text"
+        size = self.options.batch_size if text else self.options.eval_batch_size
+        batches = self.data.batches(size, part=part, channels_last=self.channels_last)
+        scores = measure(model, batches.evaluate(), self.options.precision)
+        return {"test_loss" if part == "test" else "loss": scores["loss"]} | (
+            {"perplexity": scores["perplexity"]} if text else {"accuracy": scores["accuracy"]}
+        )
+
+    def stale(self) -> bool:
+        """Whether the mask changed so lately that running statistics cannot have followed."""
+        if self.pruner is None or not self.options.reestimate or not batchnorms(self.model):
+            return False
+        return self.step - self.pruner.last_change <= getattr(self.pruner.method, "every", 0)
+
+    def finish(self) -> dict[str, Any]:
+        """Let go of the pruner, evaluate what is left, and write the model and the summary."""
+        if self.pruner is not None:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.pruner.finish()
+            for warning in caught:
+                self.note(str(warning.message))
+        row = self.end_epoch()
+        cost = models.summary(self.model, self.data.input_shape)
+        summary = {
+            "name": self.recipe.name,
+            "fingerprint": self.recipe.fingerprint(),
+            "seed": self.recipe.seed,
+            "data": self.recipe.data.name,
+            "model": self.recipe.model["name"],
+            "method": self.recipe.method["name"],
+            **{key: value for key, value in row.items() if key not in ("kind", "lr")},
+            "model_sparsity": cost.sparsity,
+            "params": cost.params,
+            "nonzeros": cost.nonzeros,
+            "macs": cost.macs,
+            "macs_left": cost.macs_left,
+            "device": str(self.device),
+            "world": self.team.world,
+            **env.facts(),
+        }
+        if self.team.first:
+            weights = {
+                name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for name, tensor in self.model.state_dict().items()
+            }
+            about = {"pomona": json.dumps(self.built)}
+            checkpoint.replace(self.folder / "model.safetensors", safetensors.torch.save(weights, about))
+            checkpoint.replace(self.folder / "summary.json", _json(summary))
+        return summary
+
+
+def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
+    """The recipe's data set, on the device."""
+    options = describe(recipe.data.source)
+    return data.load(options.pop("name"), root=data_dir, device=device, validation=recipe.data.validation, **options)
+
+
+def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
+    """Name and options of the model, with what follows from the data unless the recipe says otherwise."""
+    info = models.info(recipe.model["name"])
+    if not _fits(info, dataset.kind):
+        fitting = [name for name in models.names() if _fits(models.info(name), dataset.kind)]
+        raise PomonaError(
+            f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
+            f"choose one of {', '.join(fitting)}."
+        )
+    follows = info.fit(dataset.input_shape, dataset.classes)
+    if info.tokens:
+        follows["vocabulary"] = dataset.vocab
+    return {**follows, **recipe.model}
+
+
+def _fits(info: models.Info, kind: str) -> bool:
+    """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
+    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+
+
+def build_pruner(recipe: Recipe) -> Pruner | None:
+    """The recipe's pruner, or None for a dense run; a method's own seed is counted from the run's."""
+    if recipe.method["name"] == DENSE:
+        return None
+    options = dict(recipe.method)
+    if "seed" in options:
+        options["seed"] += recipe.seed
+    return pruner(options)
+
+
+def compare_recipes(mine: Recipe, theirs: Recipe, folder: Path) -> None:
+    """Refuse to go on with a run under other settings, naming the first few."""
+    differences = mine.differences(theirs)
+    require(
+        not differences,
+        f"the run in '{folder}' was begun with other settings ({'; '.join(differences[:3])}): "
+        "resume it with the recipe it was begun with, or give another folder.",
+    )
+
+
+def compare_models(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: Path) -> None:
+    """Refuse a checkpoint of another model, naming the first tensor that differs."""
+    for name in {**mine, **theirs}:
+        there, here = (_shape(side.get(name)) for side in (theirs, mine))
+        require(
+            there == here,
+            f"the checkpoint in '{folder}' is of another model: '{name}' is {there} there and {here} here. "
+            "Resume with the recipe it was made by, or start anew in another folder.",
+        )
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{'×'.join(map(str, tensor.shape)) or 'a number'}"
+
+
+def check_folder(recipe: Recipe, folder: Path, resume: bool) -> dict[str, Any] | None:
+    """Refuse a folder that is in use, or of another recipe; the summary if its run is complete."""
+    if folder.exists() and not folder.is_dir():
+        raise PomonaError(f"'{folder}' is a file: give a folder for the run.")
+    if not resume:
+        used = folder.is_dir() and any(folder.iterdir())
+        require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
+        return None
+    written = folder / "recipe.toml"
+    require(written.is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
+    compare_recipes(recipe, Recipe.load(written), folder)
+    done = folder / "summary.json"
+    return json.loads(done.read_bytes()) if done.is_file() else None
+
+
+def _cut(path: Path, size: int) -> None:
+    """Drop what was written after a checkpoint."""
+    if path.exists() and path.stat().st_size > size:
+        with checkpoint.writing(path):
+            os.truncate(path, size)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def _own_random(device: torch.device) -> Iterator[None]:
+    """A run seeds torch's generators; its caller's are given back afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM came. A second one is not waited for: it raises KeyboardInterrupt."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

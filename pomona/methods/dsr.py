@@ -1,0 +1,79 @@
+"""Dynamic sparse reparameterization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..core.errors import PomonaError, require
+from ..core.method import Masks, Method, Targets, Time, method
+from ..core.targets import DENSE
+from ..schedules import Constant, Schedule
+from ..scores import random
+from . import evolve
+
+
+@method("dsr", paper="Mostafa & Wang, ICML 2019", weights="hard")
+@dataclass(frozen=True, kw_only=True)
+class DSR(Method):
+    """Weights below one threshold for all layers go, as many grow at random where most are left.
+
+    The threshold follows the number that should move: halved above 1.1 times that, doubled below 0.9.
+    """
+
+    dense: ClassVar[frozenset[str]] = DENSE | {"first", "downsample"}
+
+    every: int = 100  # steps between updates; doubled at 1/8, 2/5 and 7/10 of training
+    churn: float = 0.0137  # N_p over all prunable weights: the authors' 20,000 of WideResNet-28-2
+    threshold: float = 1e-3  # H at the start
+    until: float = 0.95  # share of training after which the masks are at rest
+    seed: int = 0
+    allocation: str = "uniform"
+    schedule: Schedule = field(default=Constant(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.every >= 1, f"every counts steps between updates and must be ≥ 1, got {self.every}.")
+        require(0 < self.churn < 1, f"churn is a share of all weights in (0, 1), got {self.churn}.")
+        require(self.threshold > 0, f"threshold must be above 0, got {self.threshold}.")
+        require(
+            self.pattern.sparsity is None,
+            f"{self.pattern} fixes every layer's sparsity, and dsr moves weights between layers.",
+        )
+
+    def due(self, time: Time) -> bool:
+        doublings = sum(time.step >= share * time.total for share in (1 / 8, 2 / 5, 7 / 10))
+        return 0 < time.step < self.until * time.total and time.each(self.every * 2**doublings)
+
+    def start(self, targets: Targets, sparsity: float) -> Masks:
+        masks = self.select(random(targets.latent, self.seed), sparsity)
+        for name, mask in masks.items():
+            if not bool(mask.any()):
+                raise PomonaError(
+                    f"at {sparsity:.2%} {name} ({mask.numel()} weights) would start with none, and dsr grows only "
+                    "where some are left: lower the sparsity, or leave the layer out."
+                )
+        targets.memory.update(kept=sum(int(m.sum()) for m in masks.values()), threshold=self.threshold)
+        return masks
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        memory, threshold = targets.memory, targets.memory["threshold"]
+        kept = {}
+        for name, mask in targets.masks.items():
+            weight = targets.latent[name].abs()
+            small = min(int((mask & (weight < threshold)).sum()), int(mask.sum()) - 1)
+            kept[name] = evolve.drop(self.pattern, weight, mask, small)
+        active = {name: int(mask.sum()) for name, mask in kept.items()}
+        moved = memory["kept"] - sum(active.values())
+        goal = self.churn * sum(mask.numel() for mask in kept.values())
+        memory["threshold"] = (
+            threshold / 2 if moved > 1.1 * goal else threshold * 2 if moved < 0.9 * goal else threshold
+        )
+        # Free entries that were not dropped just now.
+        room = {name: mask.numel() - int(targets.masks[name].sum()) for name, mask in kept.items()}
+        growth = evolve.share_out(moved, {n: float(a) for n, a in active.items()}, room)
+        draws = random(targets.latent, seed=self.seed + 1 + targets.time.step)
+        return {
+            n: evolve.grow(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])
+            for n, m in kept.items()
+        }

@@ -1,0 +1,34 @@
+"""Fine-tuning with a fixed mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.method import Masks, Method, Targets, Time, method
+from ..schedules import Constant, Schedule
+
+
+@method("finetune", paper="Han et al., NeurIPS 2015", weights="hard")
+@dataclass(frozen=True, kw_only=True)
+class Finetune(Method):
+    """Hold the zeros that a model has, whoever made them: a stage that any method can be followed by.
+
+    With `pattern=Filter()` the biases and batch norms of removed filters are held at zero too.
+    """
+
+    sparsity: float | None = field(default=0.0, init=False)
+    allocation: str = field(default="global", init=False)
+    schedule: Schedule = field(default=Constant(), init=False)
+
+    def _check(self) -> None:
+        """No sparsity is asked for, so none can be wrong."""
+
+    @property
+    def timed(self) -> bool:
+        return False
+
+    def due(self, time: Time) -> bool:
+        return time.step == 0
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        return {name: weight != 0 for name, weight in targets.latent.items()}

@@ -1,0 +1,176 @@
+"""The lottery ticket: train, prune, go back to the start, train again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..core.errors import PomonaError, require
+from ..core.method import Masks, Method, Targets, Time, method
+from ..core.pruner import Pruner
+from ..core.registry import describe
+from ..core.targets import prunable, unwrap
+from ..schedules import Constant, Schedule
+from ..scores import among, magnitude
+from .finetune import Finetune
+
+Train = Callable[[nn.Module, Pruner, int], Any]
+
+
+@method("lottery", paper="Frankle & Carbin, ICLR 2019", weights="hard")
+@dataclass(frozen=True, kw_only=True)
+class Lottery(Method):
+    """Iterative magnitude pruning with rewinding, in rounds of a full training each.
+
+    A round trains to the end, prunes ⌈rate · remaining⌉ of the weights and sets the rest back to what they
+    were after `rewind` steps of the first round. `retrainings` sets the rate so that so many rounds suffice.
+    """
+
+    rate: float = 0.2
+    retrainings: int | None = None
+    rewind: int = 0
+    schedule: Schedule = field(default=Constant(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.rate < 1, f"rate is the part pruned each round, in (0, 1), got {self.rate}.")
+        require(
+            self.retrainings is None or self.retrainings >= 1,
+            f"retrainings counts rounds after the first training and must be ≥ 1, got {self.retrainings}.",
+        )
+        require(self.rewind >= 0, f"rewind is a step of the first training and must be ≥ 0, got {self.rewind}.")
+
+    def levels(self, count: int) -> list[float]:
+        """The sparsity of each training in turn, of `count` weights; the first is dense."""
+        goal = round(self.target * count)
+        rate = self.rate if self.retrainings is None else 1 - (1 - self.target) ** (1 / self.retrainings)
+        pruned = [0]
+        while pruned[-1] < goal:
+            pruned.append(min(goal, pruned[-1] + math.ceil(rate * (count - pruned[-1]) - 1e-9)))
+        return [n / count for n in pruned]
+
+    def due(self, time: Time) -> bool:
+        raise PomonaError("lottery trains several times: call pm.Lottery(…).rounds(model, train) instead of attach.")
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        return self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+
+
+class Rounds(Pruner):
+    """What `pm.Lottery(…)` gives."""
+
+    method: Lottery
+
+    def rounds(self, model: nn.Module, train: Train, folder: str | Path | None = None) -> list[dict[str, Any]]:
+        """Find a ticket; the model holds it, trained, at the end.
+
+        `train(model, pruner, round)` must attach the pruner to the model and a new optimizer, train to the
+        end and finish it. What it returns stands in the list that comes back, with the sparsity of each round.
+        With a `folder` finished rounds are kept there, and a second call goes on behind them.
+        """
+        targets = prunable(model, self.method.include, self.method.exclude, self.method.dense).targets
+        require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
+        names = tuple(target.name for target in targets)
+        levels = self.method.levels(sum(target.shape.numel() for target in targets))
+        shelf = Shelf(None if folder is None else Path(folder), describe(self.method))
+        done: list[dict[str, Any]] = shelf.results()
+        if done:
+            model.load_state_dict(shelf.read("model"))
+        for index in range(len(done), len(levels)):
+            if index:
+                self.rewind(model, names, levels[index], shelf)
+            hold = Holder(Finetune(include=names, pattern=self.method.pattern), None if index else self.method.rewind)
+            result = train(model, hold, index)
+            require(hold.finished, "train(model, pruner, round) must attach the pruner, train, and finish() it.")
+            if index == 0:
+                shelf.write("rewind", hold.snapshot)
+            shelf.write("model", model.state_dict())
+            done.append({"round": index, "sparsity": levels[index], "result": result})
+            shelf.record(done)
+        return done
+
+    @torch.no_grad()
+    def rewind(self, model: nn.Module, names: tuple[str, ...], sparsity: float, shelf: Shelf) -> None:
+        """Prune what was trained, and set the rest back."""
+        trained = {name: p.detach() for name, p in unwrap(model).named_parameters() if name in names}
+        masks = {name: weight != 0 for name, weight in trained.items()}
+        masks = self.method.update(Targets(trained, masks, Time(0, 1)), sparsity)
+        model.load_state_dict(shelf.read("rewind"))
+        for name, parameter in unwrap(model).named_parameters():
+            if name in masks:
+                parameter.masked_fill_(~masks[name], 0)
+
+
+class Holder(Pruner):
+    """Holds a round's zeros, and remembers the weights after `rewind` steps."""
+
+    def __init__(self, method: Method, rewind: int | None) -> None:
+        super().__init__(method)
+        self.wanted = rewind
+        self.snapshot: dict[str, Tensor] = {}
+
+    def attach(self, model: nn.Module, optimizer: Any, total_steps: int | None = None, *args: Any, **kw: Any) -> Pruner:
+        require(
+            not self.wanted or (total_steps is not None and self.wanted <= total_steps),
+            f"rewind={self.wanted} lies past the end of training, which has {total_steps} steps.",
+        )
+        super().attach(model, optimizer, total_steps, *args, **kw)
+        self.remember()
+        return self
+
+    def advance(self) -> None:
+        super().advance()
+        self.remember()
+
+    def remember(self) -> None:
+        if self.step == self.wanted and self.model is not None:
+            self.snapshot = {name: value.detach().clone() for name, value in unwrap(self.model).state_dict().items()}
+
+
+class Shelf:
+    """Where finished rounds are kept: in a folder, or in memory."""
+
+    def __init__(self, folder: Path | None, method: dict[str, Any]) -> None:
+        self.folder, self.method = folder, method
+        self.memory: dict[str, dict[str, Tensor]] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+        self.memory[name] = tensors
+        if self.folder is not None:
+            partial = self.folder / f"{name}.partial"
+            save_file(tensors, partial)
+            partial.replace(self.folder / f"{name}.safetensors")
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        if name not in self.memory:
+            self.memory[name] = load_file(self.folder / f"{name}.safetensors")  # type: ignore[operator]
+        return self.memory[name]
+
+    def record(self, done: list[dict[str, Any]]) -> None:
+        if self.folder is not None:
+            partial = self.folder / "rounds.partial"
+            partial.write_text(json.dumps({"method": self.method, "rounds": done}, indent=1))
+            partial.replace(self.folder / "rounds.json")
+
+    def results(self) -> list[dict[str, Any]]:
+        """The rounds that were finished before."""
+        path = None if self.folder is None else self.folder / "rounds.json"
+        if path is None or not path.exists():
+            return []
+        kept = json.loads(path.read_text())
+        require(
+            kept["method"] == json.loads(json.dumps(self.method)),
+            f"{path} is of another lottery: choose another folder.",
+        )
+        return kept["rounds"]

@@ -1,0 +1,257 @@
+"""The five rules of "the model is always plain", for every registered method and several patterns."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from kit import TARGETS, Net, adam, attached, hooks, loss_at, obeys, same, saved, sgd, train
+from torch import Tensor
+
+import pomona as pm
+from pomona.methods import METHODS, pruner
+from pomona.patterns import Pattern, matrix
+
+TOTAL = 40
+PATTERNS = {
+    "unstructured": pm.Unstructured(),
+    "balanced": pm.Balanced(block=4),
+    "nm": pm.NM(2, 4),
+    "block": pm.Block((2, 2)),
+    "kernel": pm.Kernel(),
+    "filter": pm.Filter(norm=1),
+}
+every_method = pytest.mark.parametrize("name", list(METHODS))
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
+every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
+
+
+def make_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
+    """A pruner that updates often, whatever the method; options it does not have are left out."""
+    record = METHODS[name]
+    options = {"sparsity": 0.8 if pattern.sparsity is None else None, "pattern": pattern, "every": 4, **more}
+    known = {f.name for f in fields(record) if f.init}
+    return pruner({"name": name, **{k: v for k, v in options.items() if k in known}})
+
+
+def free(name: str) -> bool:
+    """Whether weights may grow again between a free method's cuts."""
+    return METHODS[name].weights == "free"
+
+
+def fits(pattern: Pattern, mask: Tensor) -> bool:
+    """Whether a mask has the pattern's structure."""
+    rows = mask.reshape(matrix(mask.shape))
+    if isinstance(pattern, (pm.NM, pm.Balanced)):
+        return rows.reshape(-1, 4).sum(1).unique().numel() == 1
+    if isinstance(pattern, pm.Block):
+        tiles = rows.unflatten(1, (-1, 2)).unflatten(0, (-1, 2)).movedim(2, 1).flatten(2)
+        return torch.equal(tiles.any(2), tiles.all(2))
+    units = {pm.Kernel: 2, pm.Filter: 1}.get(type(pattern), mask.ndim)
+    units = mask.reshape(*mask.shape[:units], -1)
+    return torch.equal(units.any(-1), units.all(-1))
+
+
+def slack(pattern: Pattern, masks: dict[str, Tensor]) -> float:
+    """How far the count of zeros may be from the one asked for: half the largest unit."""
+    if isinstance(pattern, pm.Unstructured):
+        return 0.5
+    if isinstance(pattern, (pm.NM, pm.Balanced)):
+        return sum(m.numel() for m in masks.values()) / 8  # half a weight in each block of four
+    return 0.5 + max({pm.Block: 4, pm.Kernel: 9}.get(type(pattern), m[0].numel()) for m in masks.values()) / 2
+
+
+# ---- 1: at every forward the weights obey the mask, with the zeros asked for
+
+
+@every_method
+@every_pattern
+def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> None:
+    model, optimizer, pruner = attached(make_pruner(name, pattern), TOTAL)
+    masks = pruner.masks()
+    size = sum(mask.numel() for mask in masks.values())
+
+    def check(*_: Any) -> None:
+        if not free(name):
+            assert obeys(model, pruner)
+        assert all(fits(pattern, mask) for mask in masks.values())
+        asked = pruner.history[-1]["sparsity"] if pruner.history else 0.0
+        pruned = sum(int((~mask).sum()) for mask in masks.values())
+        assert abs(pruned - asked * size) <= slack(pattern, masks)
+        assert pruner.sparsity() == pytest.approx(pruned / size)
+
+    handle = model.register_forward_pre_hook(check)
+    train(model, optimizer, range(TOTAL))
+    handle.remove()
+    pruner.finish()
+    check()
+    assert obeys(model, pruner)
+    assert pruner.history[-1]["sparsity"] == pruner.method.target
+
+
+@every_method
+@pytest.mark.parametrize("allocation", ["uniform", "erk"])
+def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> None:
+    model, optimizer, pruner = attached(make_pruner(name, allocation=allocation), TOTAL)
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    shares = {k: 0.8 for k in TARGETS}
+    if allocation == "erk":  # density = ε · Σ dims / Π dims, nothing capped here
+        sizes = {k: m.numel() for k, m in pruner.masks().items()}
+        raw = {k: sum(m.shape) / m.numel() for k, m in pruner.masks().items()}
+        epsilon = 0.2 * sum(sizes.values()) / sum(raw[k] * sizes[k] for k in sizes)
+        shares = {k: 1 - epsilon * raw[k] for k in sizes}
+        assert min(shares.values()) > 0
+    assert pruner.method.allocation == allocation
+    for key, mask in pruner.masks().items():
+        assert int((~mask).sum()) == round(shares[key] * mask.numel())
+
+
+# ---- 2: the state loads into an untouched copy
+
+
+@every_method
+def test_state_dict_loads_strictly_at_every_moment(name: str) -> None:
+    keys = list(Net().state_dict())
+    model, optimizer, pruner = attached(make_pruner(name), TOTAL)
+
+    def check(*_: Any) -> None:
+        assert list(model.state_dict()) == keys
+        assert set(map(type, model.modules())) == set(map(type, Net().modules()))
+        Net().double().load_state_dict(model.state_dict(), strict=True)
+
+    check()
+    model.register_forward_pre_hook(check)
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    check()
+
+
+# ---- 3: stopped and resumed is not stopped at all
+
+
+def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "masks": pruner.masks()}
+
+
+@every_method
+@every_optimizer
+@pytest.mark.parametrize("order", ["model first", "model last", "model before attach"])
+@pytest.mark.parametrize("way", ["pruner", "optimizer"])
+@pytest.mark.parametrize("stop", [0, 17, 32])
+def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str, stop: int) -> None:
+    model, optimizer, pruner = attached(make_pruner(name), TOTAL, make)
+    train(model, optimizer, range(stop))
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if way == "pruner":
+        del file["optimizer"]["pomona"]
+        file["pruner"] = pruner.state_dict()
+    file = saved(file)
+    train(model, optimizer, range(stop, TOTAL))
+    pruner.finish()
+
+    other, twin = Net(seed=7).double(), make_pruner(name)
+    if order == "model before attach":
+        other.load_state_dict(file["model"])
+    again = make(other)
+    twin.attach(other, again, total_steps=TOTAL)
+    if order == "model first":
+        other.load_state_dict(file["model"])
+    again.load_state_dict(file["optimizer"])
+    if way == "pruner":
+        twin.load_state_dict(file["pruner"])
+    if order == "model last":
+        other.load_state_dict(file["model"])
+    assert twin.step == stop
+    train(other, again, range(stop, TOTAL))
+    twin.finish()
+
+    assert same(everything(other, again, twin), everything(model, optimizer, pruner))
+    assert twin.history == pruner.history
+
+
+# ---- 4: copies
+
+
+@every_method
+def test_a_copied_model_is_plain(name: str) -> None:
+    model, optimizer, pruner = attached(make_pruner(name), TOTAL)
+    train(model, optimizer, range(30))
+    loss_at(model, 0).backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(twin.state_dict(), model.state_dict())
+        assert hooks(twin, sgd(twin)) == hooks(Net().double(), sgd(Net().double()))
+        train(twin, sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
+        assert twin.conv1.weight[~pruner.masks()["conv1.weight"]].any()
+
+
+@every_method
+@every_optimizer
+@pytest.mark.parametrize("stop", [0, 18])
+def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: int) -> None:
+    one = attached(make_pruner(name), TOTAL, make)
+    train(*one[:2], range(stop))
+    model, optimizer, pruner = copy.deepcopy(one)
+    assert same(everything(model, optimizer, pruner), everything(*one))
+    before = copy.deepcopy(one[0].state_dict())
+
+    train(model, optimizer, range(stop, TOTAL))
+    assert same(one[0].state_dict(), before), "the copy trained the original"
+    train(*one[:2], range(stop, TOTAL))
+    one[2].finish()
+    pruner.finish()
+    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert pruner.history == one[2].history
+
+
+# ---- finish
+
+
+@every_method
+def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
+    model = Net().double()
+    optimizer = sgd(model)
+    before = hooks(model, optimizer)
+    pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    assert hooks(model, optimizer) != before
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    assert obeys(model, pruner)
+    assert hooks(model, optimizer) == before
+    assert "pomona" not in optimizer.state_dict()
+    size = sum(mask.numel() for mask in pruner.masks().values())
+    assert sum(int((~mask).sum()) for mask in pruner.masks().values()) == round(0.8 * size)
+
+
+# ---- memory
+
+
+def living() -> int:
+    """Bytes in the storages of all living tensors."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@every_method
+def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> None:
+    copies = {"hard": 0, "free": 0, "soft": 1, "score": 2}[METHODS[name].weights]
+    model = Net().double()
+    optimizer = sgd(model)
+    train(model, optimizer, range(1))
+    before = living()
+    pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    train(model, optimizer, range(TOTAL))
+    size = sum(mask.numel() for mask in pruner.masks().values())
+    assert all(mask.dtype == torch.bool for mask in pruner.masks().values())
+    assert 0 <= living() - before - size * (1 + 8 * copies) < 200  # a few scalars: δ, zero
+    packed = pruner.state_dict()["masks"]
+    assert all(packed[k].dtype == torch.uint8 and packed[k].numel() == -(-m.numel() // 8) for k, m in pruner.masks().items())
+    pruner.finish()
+    assert living() - before < size + 200, "the dense copy outlived finish"

@@ -1,0 +1,115 @@
+"""A small network and its training loop, shared by the tests of the engine."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+
+class Net(nn.Module):
+    """Convolutions, batch norm, a hidden and a last linear layer; every row divides by four."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv1 = nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 12, 3, stride=2)
+        self.hidden = nn.Linear(12, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv1(x)))
+        x = F.relu(self.conv2(x)).mean((2, 3))
+        return self.head(F.relu(self.hidden(x)))
+
+
+TARGETS = ("conv1.weight", "conv2.weight", "hidden.weight")
+
+
+def batch(step: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    """The batch of a step, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(size, 4, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(5, (size,), generator=generator)
+
+
+def loss_at(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step)
+    return F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+    """The user's loop."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_at(model, step).backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        model.parameters(), **{"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-3, **options}
+    )
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), **{"lr": 0.01, "weight_decay": 5e-3, **options})
+
+
+def attached(pruner: Any, total: int = 40, make: Any = sgd, seed: int = 0) -> tuple[Net, Optimizer, Any]:
+    """A network in float64, its optimizer, and the pruner at work on both."""
+    model = Net(seed).double()
+    optimizer = make(model)
+    pruner.attach(model, optimizer, total_steps=total)
+    return model, optimizer, pruner
+
+
+def saved(state: Any) -> Any:
+    """A state as it comes back from a file, nothing unpickled."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal to the last bit."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def obeys(model: nn.Module, pruner: Any) -> bool:
+    """Whether the weights are zero off the masks, with no −0.0 among them, and nowhere else."""
+    weights = dict(model.named_parameters())
+    return all(
+        torch.equal(weights[name] != 0, mask) and not weights[name][~mask].signbit().any()
+        for name, mask in pruner.masks().items()
+    )
+
+
+def hooks(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """How many hooks hang on every module, parameter and the optimizer."""
+    holders = {
+        "optimizer": optimizer,
+        **{f"module {name}": module for name, module in model.named_modules()},
+        **{f"parameter {name}": parameter for name, parameter in model.named_parameters()},
+    }
+    names = {"_backward_hooks", "_post_accumulate_grad_hooks"}
+    return {
+        f"{holder}.{key}": len(getattr(value, key) or ())
+        for holder, value in holders.items()
+        for key in names | {k for k in vars(value) if k.endswith("hooks")}
+        if hasattr(value, key)
+    }

@@ -1,0 +1,235 @@
+"""Recipes: every default visible, every mistake named, and what is written is what is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pomona.core.errors import PomonaError
+from pomona.lab import recipe as recipes
+from pomona.lab.recipe import Recipe, TrainOptions
+from pomona.methods import METHODS
+
+BASE = {"data": "digits", "model": "mlp"}
+
+
+def test_the_shortest_recipe_shows_every_default():
+    table = tomllib.loads(Recipe.load({**BASE, "method": "dpf"}).to_toml())
+    assert set(table) == {"name", "seed", "data", "model", "method", "optimizer", "rate", "train"}
+    assert set(table["train"]) == {f.name for f in dataclasses.fields(TrainOptions)}
+    assert table["method"]["sparsity"] == 0.9
+    assert table["method"]["schedule"] == {"name": "cubic", "start": 0.0, "until": 0.75}
+    assert table["method"]["settle"] == 0.1
+    assert table["optimizer"] == {
+        "name": "sgd",
+        "lr": 0.1,
+        "weight_decay": 1e-4,
+        "momentum": 0.9,
+        "nesterov": True,
+    }
+    assert table["model"]["hidden"] == [512, 512]
+    assert "num_classes" not in table["model"]  # follows from the data
+
+
+def test_an_option_that_is_not_set_is_a_comment():
+    assert "# compressor is not set" in Recipe.load({**BASE, "method": "dpf"}).to_toml()
+
+
+@pytest.mark.parametrize("name", [*METHODS, "dense"])
+def test_every_method_round_trips(name):
+    recipe = Recipe.load({**BASE, "method": name})
+    assert Recipe.load(tomllib.loads(recipe.to_toml())) == recipe
+    assert Recipe.load(recipe.to_dict()) == recipe
+
+
+numbers = st.floats(1e-6, 1e3, allow_nan=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "name": st.text(max_size=12).filter(lambda s: s.isprintable() or s.isascii()),
+            "seed": st.integers(0, 2**63 - 1),
+            "method": st.sampled_from(
+                [
+                    "dense",
+                    "oneshot(sparsity=0.5, at=0.75)",
+                    {"name": "dpf", "sparsity": 0.5, "pattern": {"name": "balanced", "block": 4}},
+                    {"name": "incremental", "include": ['we"ird.*', "ünï\\code"], "allocation": "erk"},
+                ]
+            ),
+            "optimizer": st.fixed_dictionaries({"lr": numbers, "weight_decay": numbers}),
+            "rate": st.fixed_dictionaries({"milestones": st.lists(st.integers(0, 300) | st.floats(0, 1), max_size=4)}),
+            "train": st.fixed_dictionaries({"epochs": st.integers(1, 999), "clip": numbers}),
+        }
+    )
+)
+def test_what_is_written_is_what_is_read(given):
+    recipe = Recipe.load({**BASE, **given})
+    again = Recipe.load(tomllib.loads(recipe.to_toml()))
+    assert again == recipe
+    assert again.to_toml() == recipe.to_toml()
+    assert again.fingerprint() == recipe.fingerprint()
+    assert again.differences(recipe) == []
+
+
+@given(st.text())
+def test_any_text_can_be_written(text):
+    text = text.encode("utf-8", "ignore").decode()
+    assert tomllib.loads(f"x = {recipes._value(text)}") == {"x": text}
+    assert tomllib.loads(f"{recipes._key(text)} = 1") == {text: 1}
+
+
+def test_a_file_is_called_after_itself(tmp_path):
+    path = tmp_path / "quick.toml"
+    path.write_text('data = "digits"\nmodel = "mlp"\n[train]\nepochs = 3\n')
+    recipe = Recipe.load(path, ["seed=7"])
+    assert (recipe.name, recipe.seed, recipe.train.epochs) == ("quick", 7, 3)
+
+
+def test_overrides():
+    source = {**BASE, "method": "dpf(sparsity=0.8)", "train": {"epochs": 4}}
+    recipe = Recipe.load(
+        source,
+        [
+            "train.epochs=9",
+            "method.sparsity = 0.95",
+            "method.pattern=filter",
+            "method.schedule.name=linear",
+            "model.hidden=[32, 16]",
+            "rate=cosine(warmup=1)",
+            "optimizer.nesterov=false",
+            "train.precision=bf16",
+            'name="a = b"',
+        ],
+    )
+    assert recipe.train.epochs == 9
+    assert recipe.method["sparsity"] == 0.95
+    assert recipe.method["pattern"]["name"] == "filter"
+    assert recipe.method["schedule"]["name"] == "linear"
+    assert recipe.model["hidden"] == [32, 16]
+    assert (recipe.rate.name, recipe.rate.warmup) == ("cosine", 1)
+    assert recipe.optimizer.nesterov is False
+    assert recipe.train.precision == "bf16"
+    assert recipe.name == "a = b"
+    assert source == {**BASE, "method": "dpf(sparsity=0.8)", "train": {"epochs": 4}}  # left as it was
+
+
+def test_a_whole_section_is_replaced_by_a_name():
+    recipe = Recipe.load({**BASE, "method": {"name": "dpf", "every": 4}}, ["method=incremental(every=8)"])
+    assert (recipe.method["name"], recipe.method["every"]) == ("incremental", 8)
+
+
+def test_an_optimizer_without_a_name_is_the_default_one():
+    assert Recipe.load({**BASE, "optimizer": {"lr": 0.3}}).optimizer.name == "sgd"
+
+
+def test_the_fingerprint_knows_settings_and_not_the_name():
+    recipe = Recipe.load({**BASE, "name": "a"})
+    assert recipe.fingerprint() == Recipe.load({**BASE, "name": "b"}).fingerprint()
+    assert recipe.fingerprint() == Recipe.load({**BASE, "train": {"clip": 0}}).fingerprint()
+    assert recipe.fingerprint() == Recipe.load({**BASE, "train": {"device": "cpu"}}).fingerprint()
+    assert recipe.fingerprint() != Recipe.load({**BASE, "seed": 1}).fingerprint()
+    assert len({Recipe.load({**BASE, "method": m}).fingerprint() for m in METHODS}) == len(list(METHODS))
+    # Here 1 is an epoch and 1.0 a share of training.
+    whole, share = ({**BASE, "rate": {"milestones": [m]}} for m in (1, 1.0))
+    assert Recipe.load(whole).fingerprint() != Recipe.load(share).fingerprint()
+
+
+def test_differences_name_the_setting():
+    a, b = Recipe.load(BASE), Recipe.load({**BASE, "name": "other", "train": {"epochs": 3}})
+    assert b.differences(a) == ["train.epochs: 3, not 10"]
+
+
+def test_augmentation_is_a_choice():
+    assert Recipe.load(BASE).data.augment == "auto"
+    recipe = Recipe.load(BASE, ["data.augment=standard(pad=1)"])
+    assert recipe.data.to_dict() == {
+        "name": "digits",
+        "validation": 0,
+        "augment": {"name": "standard", "pad": 1},
+    }
+    assert Recipe.load(tomllib.loads(recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"optimiser": {}}, "unknown key of the recipe 'optimiser': did you mean 'optimizer'"),
+        ({"epochs": 3}, "did you mean 'train.epochs'"),
+        ({"sparsity": 0.5}, "did you mean 'method.sparsity'"),
+        ({"train": {"epoch": 3}}, "unknown option of train 'epoch': did you mean 'epochs'"),
+        ({"train": {"epochs": "three"}}, "train.epochs takes int, got 'three'"),
+        ({"train": {"epochs": True}}, "train.epochs takes int, got True"),
+        ({"train": {"epochs": 0}}, "train.epochs must be at least 1, got 0"),
+        ({"train": {"precision": "fp16"}}, "unknown precision 'fp16'"),
+        ({"train": {"device": "gpu"}}, "unknown device 'gpu'"),
+        ({"train": {"label_smoothing": 1.0}}, "label_smoothing must be in"),
+        ({"train": 3}, "train is a table"),
+        ({"seed": -1}, "seed must be in"),
+        ({"seed": "x"}, "seed takes int"),
+        ({"name": 3}, "name takes str"),
+        ({"method": "dfp"}, "unknown method 'dfp': did you mean 'dpf'"),
+        ({"method": "dens"}, "did you mean 'dense'"),
+        ({"method": "dense(sparsity=0.9)"}, "prunes nothing and has no option 'sparsity'"),
+        ({"method": {"sparsity": 0.9}}, "a method needs a name"),
+        ({"method": "dpf(sparsity=1.0)"}, r"\[0, 1\), got 1.0"),
+        ({"method": "dpf(sparsity=-0.1)"}, r"\[0, 1\), got -0.1"),
+        ({"method": "dpf(sparsty=0.9)"}, "did you mean 'sparsity'"),
+        ({"method": "dpf(sparsity=0.9"}, "is not of the form"),
+        ({"method": {"name": "dpf", "pattern": "filtr"}}, "did you mean 'filter'"),
+        ({"model": "resnet21"}, "unknown model 'resnet21': did you mean 'resnet2"),
+        ({"model": "resnet20(depth=3)"}, "option of model 'resnet20'"),
+        ({"model": {"name": "resnet20", "affine": 3}}, "affine takes bool, got 3"),
+        ({"model": {}}, "model needs a name"),
+        ({"data": "digit"}, "did you mean 'digits'"),
+        ({"data": "digits(validaton=3)"}, "did you mean 'validation'"),
+        ({"data": "digits(validation='x')"}, "data.validation takes int or float"),
+        ({"data": {"name": "digits", "augment": "standrd"}}, "did you mean 'standard'"),
+        ({"optimizer": {"lr": "high"}}, "lr takes float, got 'high'"),
+        ({"optimizer": 3}, "3 is no optimizer"),
+        ({"rate": {"gama": 0.1}}, "did you mean 'gamma'"),
+    ],
+)
+def test_mistakes_are_named(change, says):
+    with pytest.raises(PomonaError, match=says):
+        Recipe.load({**BASE, **change})
+
+
+@pytest.mark.parametrize("section", ["data", "model"])
+def test_data_and_model_are_needed(section):
+    with pytest.raises(PomonaError, match=f"a recipe needs a {section}"):
+        Recipe.load({key: value for key, value in BASE.items() if key != section})
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.epochs", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("train..epochs=3", "is not of the form key=value"),
+        ("seed.x=3", "'seed.x' cannot be set: seed is 5, which has no options"),
+        ("train.epochs=3x", "train.epochs takes int, got '3x'"),
+        ("trian.epochs=3", "did you mean 'train'"),
+    ],
+)
+def test_bad_overrides_are_named(override, says):
+    with pytest.raises(PomonaError, match=says):
+        Recipe.load({**BASE, "seed": 5}, [override])
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(PomonaError, match="cannot be read: No such file"):
+        Recipe.load(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("seed = = 3")
+    with pytest.raises(PomonaError, match=r"bad.toml' is no valid TOML: .*line 1"):
+        Recipe.load(bad)
+    bad.write_bytes(b"\xff\xfe")
+    with pytest.raises(PomonaError, match="is no valid TOML"):
+        Recipe.load(bad)
