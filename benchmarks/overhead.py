@@ -12,12 +12,12 @@ quickest of topk, kthvalue and sort.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import record
 import selection
 import torch
 from torch import nn

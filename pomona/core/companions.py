@@ -20,13 +20,14 @@ def companions(model: nn.Module, leaders: Sequence[Target]) -> list[tuple[Target
     for leader in leaders:
         if leader.leaf != "weight":  # recurrent and attention weights hold several gates or heads
             continue
-        for module in (leader.module, behind.get(leader.module)):
+        follower = behind.get(leader.module)
+        for module in (leader.module,) if follower is None else (leader.module, follower):
             for leaf in ("weight", "bias"):
-                vector = None if module is None else module._parameters.get(leaf)
+                vector = module._parameters.get(leaf)
                 if vector is None or vector.ndim != 1 or (module, leaf) in taken:
                     continue
                 if vector.shape[0] == leader.shape[leader.rows]:
-                    name = f"{names[module]}.{leaf}".removeprefix(".")  # type: ignore[index]
+                    name = f"{names[module]}.{leaf}".removeprefix(".")
                     tags = frozenset({"bias" if module is leader.module else "norm"})
-                    pairs.append((Target(name, module, leaf, vector.shape, tags), leader))  # type: ignore[arg-type]
+                    pairs.append((Target(name, module, leaf, vector.shape, tags), leader))
     return pairs

@@ -36,8 +36,9 @@ class Update:
         slot.mask.copy_(mask)
         self.kept.append(slot.mask.sum())
         self.sizes.append(mask.numel())
-        self.lost.append(torch.linalg.vector_norm(slot.source - slot.sparse()))
-        self.whole.append(torch.linalg.vector_norm(slot.source))
+        wide = torch.promote_types(slot.source.dtype, torch.float32)  # squares overflow in half precision
+        self.lost.append(torch.linalg.vector_norm(slot.source - slot.sparse(), dtype=wide))
+        self.whole.append(torch.linalg.vector_norm(slot.source, dtype=wide))
 
     def close(self) -> dict[str, Any]:
         """The record for `history`; tensors in it stay on the device."""

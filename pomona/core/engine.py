@@ -11,6 +11,8 @@ Between steps the parameters hold their sparse values; what the optimizer moves 
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import distributed, guards
 from .errors import PomonaError
@@ -36,6 +39,7 @@ class Slot:
     mask: Tensor
     latent: Tensor | None  # None: the optimizer moves the parameter itself
     flipped: Tensor | None = None  # the step at which each mask entry last changed, where that is tracked
+    parked: Tensor | None = None  # what the first cut took, until the first step: a state may want it back
     leader: Slot | None = None  # the slot whose removed outputs this one follows
     version: int = -1  # the parameter's version right after the last projection
 
@@ -79,7 +83,8 @@ class Slot:
 
     def stale(self) -> bool:
         """Whether the model holds another tensor under this name, or holds it elsewhere, than the slot knows."""
-        return self.target.parameter is not self.parameter or self.parameter.device != self.mask.device
+        now = self.target.parameter
+        return now is not self.parameter or now.device != self.mask.device or now.dtype != self.source.dtype
 
     def follow(self) -> None:
         """Take over the tensor that the model holds now."""
@@ -93,6 +98,16 @@ class Slot:
         """Give the model the sparse value."""
         self.method.project(self.source, self.mask, self.parameter)
         self.version = self.parameter._version
+
+    def park(self) -> None:
+        """Keep the value until the first step, where there is no latent to keep it."""
+        if self.latent is None:
+            self.parked = self.parameter.detach().clone()
+
+    def unpark(self) -> None:
+        """Undo the first cut, unless the user has written the parameter since."""
+        if self.parked is not None and self.parameter._version == self.version:
+            self.parameter.copy_(self.parked)
 
     def hold(self) -> None:
         """Keep the model sparse between two updates; free weights grow there."""
@@ -110,11 +125,13 @@ class Slot:
         if self.parameter.grad is not None:
             masked(self.parameter.grad, self.mask, self.parameter.grad)
 
-    def accept(self) -> None:
-        """Take the parameter's value, whoever wrote it, as the latent."""
-        if self.latent is not None:
+    def accept(self) -> bool:
+        """Where the user wrote the parameter since the last projection, take its value as the latent."""
+        edited = guards.edited(self)
+        if edited and self.latent is not None:
             self.latent.copy_(self.parameter)
             self.method.bound(self.latent)
+        return edited
 
 
 class Owner(Protocol):
@@ -142,26 +159,34 @@ class Engine:
         self.active: list[Slot] = []  # the slots that hold their latent right now
         self.held: dict[nn.Parameter, Tensor] = {}  # the gradients of a step that an update replaced
         self.waiting = False  # for the optimizer to call its closure
-        self.handles: list[Any] = []
+        self.key = free_key(optimizers[-1])
+        self.handles: list[Any] = [watch(self)]
         for optimizer in optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self.before))
-            self.handles.append(optimizer.register_step_post_hook(self.after))
+            self.handles.append(optimizer.register_step_pre_hook(self.uncompiled(self.before)))
+            self.handles.append(optimizer.register_step_post_hook(self.uncompiled(self.after)))
         for slot in slots:
-            if slot.hard and slot.parameter.requires_grad:
-                # So that clipping sees the gradient that will be used.
-                self.handles.append(slot.parameter.register_post_accumulate_grad_hook(self.on_gradient(slot)))
+            self.follow_gradient(slot)
+
+    def uncompiled(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that torch.compile leaves alone, and that knows whose it is."""
+        wrapper = torch.compiler.disable(hook)  # here and not as a decorator: it takes a second to import
+        wrapper.engine = self
+        return wrapper
+
+    def follow_gradient(self, slot: Slot) -> None:
+        """Mask a hard slot's gradient as it is made, so that clipping sees the one that will be used."""
+        if slot.hard and slot.parameter.requires_grad:
+            self.handles.append(slot.parameter.register_post_accumulate_grad_hook(self.on_gradient(slot)))
 
     def carry_state(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
         """Let a state ride in the optimizer's, so that stacks which know nothing of us resume too."""
-        taken = len(guards.engines(self.clock))
-        key = "pomona" if taken == 1 else f"pomona_{taken}"
 
         def on_save(_: Optimizer, state: dict[str, Any]) -> None:
-            state[key] = save()
+            state[self.key] = save()
 
         def on_load(_: Optimizer, state: dict[str, Any]) -> None:
-            if key in state:
-                load(state[key])
+            if self.key in state:
+                load(state[self.key])
 
         self.handles.append(self.clock.register_state_dict_post_hook(on_save))
         self.handles.append(self.clock.register_load_state_dict_pre_hook(on_load))
@@ -179,7 +204,6 @@ class Engine:
 
     # ---- the step
 
-    @torch.compiler.disable
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook."""
@@ -197,7 +221,6 @@ class Engine:
             return (args[0], wrapped, *args[2:]), kwargs
         return args, {**kwargs, "closure": wrapped}
 
-    @torch.compiler.disable
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
@@ -233,9 +256,8 @@ class Engine:
         ids = {id(p) for p in own}
         active = [s for s in self.slots if id(s.parameter) in ids]
         for slot in active:
-            if guards.edited(slot):
+            if slot.accept():
                 guards.warn_edited(slot.name)
-                slot.accept()
                 slot.project()
         self.active = active
         soft = [s for s in active if s.latent is not None]
@@ -278,13 +300,12 @@ class Engine:
     def on_gradient(self, slot: Slot) -> Callable[[Tensor], None]:
         """A post-accumulate-grad hook that masks, unless an update is about to look at the dense gradient."""
 
-        @torch.compiler.disable
         @torch.no_grad()
         def mask(_: Tensor) -> None:
             if not self.owner.wants_gradient():
                 slot.mask_gradient()
 
-        return mask
+        return self.uncompiled(mask)
 
     def start(self) -> None:
         """Follow the model: a parameter that was replaced or moved to a device since, if an optimizer moves it."""
@@ -293,9 +314,12 @@ class Engine:
             guards.require_owned(self.slots, self.optimizers)
         for slot in changed:
             slot.follow()
+            self.follow_gradient(slot)
         if not self.started:
             distributed.agree(self.slots)
             self.started = True
+            for slot in self.slots:
+                slot.parked = None
 
     @torch.no_grad()
     def recover(self) -> None:
@@ -313,6 +337,14 @@ class Engine:
             slot.hold()
 
     @torch.no_grad()
+    def refresh(self) -> None:
+        """Give the model its sparse values, from what the user may have loaded since the last step."""
+        self.recover()
+        for slot in self.slots:
+            slot.accept()
+            slot.hold()
+
+    @torch.no_grad()
     def cut(self, last: bool = False) -> None:
         """Put new masks in force: free weights are cut too, and optimizers forget what hard ones drop.
 
@@ -325,3 +357,22 @@ class Engine:
                 slot.project()
         for optimizer in self.optimizers:
             guards.clear_state(optimizer, [s for s in self.slots if s.hard])
+
+
+def free_key(optimizer: Optimizer) -> str:
+    """The key under which a state rides in the optimizer's: "pomona", or with a number where that is taken."""
+    taken = {engine.key for engine in guards.engines(optimizer)}
+    keys = itertools.chain(["pomona"], (f"pomona_{n}" for n in itertools.count(2)))
+    return next(key for key in keys if key not in taken)
+
+
+def watch(engine: Engine) -> Any:
+    """Refuse steps of an optimizer that is not attached and moves pruned weights: it would undo the pruning."""
+    watched = weakref.ref(engine)
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = watched()
+        if alive is not None and guards.unwrap_optimizer(optimizer) not in alive.optimizers:
+            guards.refuse_foreign(optimizer, alive.slots)
+
+    return register_optimizer_step_pre_hook(torch.compiler.disable(check))

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """The torch optimizer inside accelerate's and Opacus' wrappers: its step is the one that moves weights."""
     while True:
-        inner = getattr(optimizer, "original_optimizer", None) or getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, Optimizer):
+        names = ("original_optimizer", "optimizer", "base_optimizer")
+        inner = next((i for i in (getattr(optimizer, name, None) for name in names) if isinstance(i, Optimizer)), None)
+        if inner is None:
             break
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
@@ -91,8 +92,8 @@ def require_owned(slots: Iterable[Slot], optimizers: Sequence[Optimizer]) -> Non
 
 def engines(optimizer: Optimizer) -> list[Engine]:
     """The engines that are joined to an optimizer."""
-    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    return [owner for owner in owners if owner is not None and type(owner).__name__ == "Engine"]
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return [hook.engine for hook in hooks if hasattr(hook, "engine")]
 
 
 def refuse_overlap(slots: Iterable[Slot], optimizers: Iterable[Optimizer]) -> None:
@@ -101,6 +102,17 @@ def refuse_overlap(slots: Iterable[Slot], optimizers: Iterable[Optimizer]) -> No
     for slot in slots:
         if id(slot.parameter) in held:
             raise PomonaError(f"{slot.name} is pruned by another pruner already: finish() that one first.")
+
+
+def refuse_foreign(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
+    """Refuse a step that moves weights which a pruner holds and this optimizer knows nothing of."""
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for slot in slots:
+        if id(slot.target.parameter) in moved:
+            raise PomonaError(
+                f"{slot.name} is held by a pruner that is attached to another optimizer: finish() the pruner first, "
+                "or attach a new one to this optimizer."
+            )
 
 
 def step_frame(optimizer: Optimizer) -> FrameType | None:

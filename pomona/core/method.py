@@ -62,9 +62,10 @@ class Method:
     paper: ClassVar[str]
     weights: ClassVar[str]
     dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
+    usual: ClassVar[float] = 0.9  # the sparsity where none is given
     before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
 
-    sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else 0.9
+    sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the usual one
     pattern: Pattern = Unstructured()
     allocation: str = "global"
     schedule: Schedule = Cubic()
@@ -75,7 +76,7 @@ class Method:
         self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
         self._set(include=globs(self.include), exclude=globs(self.exclude))
         if self.sparsity is None:
-            self._set(sparsity=0.9 if self.pattern.sparsity is None else self.pattern.sparsity)
+            self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)
         self._check()
 
     def _set(self, **options: Any) -> None:
@@ -96,7 +97,10 @@ class Method:
                 f"{self.pattern} fixes the sparsity at {fixed:g}, got {self.sparsity:g}: leave sparsity out, "
                 "or choose another pattern.",
             )
-            require(self.allocation != "erk", f"{self.pattern} is the same in every layer: it takes no erk.")
+            require(
+                self.allocation != "erk",
+                f"{self.pattern} is as sparse in every layer: take allocation='uniform', not erk.",
+            )
 
     @property
     def target(self) -> float:

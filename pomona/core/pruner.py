@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Pruner:
         the loss of a batch. `track` remembers when each mask entry last changed, for `settled()`, at
         four bytes a weight.
         """
-        self._refuse(total_steps)
+        self._refuse(total_steps, steps_per_epoch)
         optimizers = [
             guards.unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
         ]
@@ -107,8 +107,12 @@ class Pruner:
         self.slots, self.companions = list(slots.values()), followers
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
-        self._attached().cut()
-        self._start(loss)
+        try:
+            self._start(loss)
+        except BaseException:
+            self._unhook()
+            self.slots, self.companions, self.optimizers, self.model = [], [], [], None
+            raise
         return self
 
     def finish(self) -> None:
@@ -116,7 +120,7 @@ class Pruner:
         if self.finished:
             return
         engine = self._attached()
-        engine.hold()
+        engine.refresh()
         if self.method.weights == "free" and self.last_change < self.step:
             self._update(self.method.target)
         if self.reached < self.method.target:
@@ -146,17 +150,12 @@ class Pruner:
 
     def refresh(self) -> None:
         """Project at once: after weights were loaded or edited, or a step was broken off."""
-        engine = self._attached()
-        engine.recover()
-        with torch.no_grad():
-            for slot in engine.slots:
-                if guards.edited(slot):
-                    slot.accept()
-        engine.hold()
+        self._attached().refresh()
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Project another copy of the model (an average of weights, say) onto the same masks, in place."""
+        self._needs_slots()
         parameters = dict(unwrap(model).named_parameters())
         self._compare("apply", {s.name: s.mask.shape for s in self.slots}, {k: p.shape for k, p in parameters.items()})
         for slot in (*self.slots, *self.companions):
@@ -209,6 +208,7 @@ class Pruner:
             "last_change": self.last_change,
             "reached": self.reached,
             "history": self.history,
+            "shapes": {slot.name: list(slot.mask.shape) for slot in self.slots},
             "masks": {slot.name: pack(slot.mask) for slot in self.slots},
             "latents": {s.name: s.latent for s in (*self.slots, *self.companions) if s.latent is not None},
             "flipped": {slot.name: slot.flipped for slot in self.slots if slot.flipped is not None},
@@ -219,23 +219,12 @@ class Pruner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken; the model's weights follow. Nothing is changed where this raises."""
         engine = self._attached()
-        version = state.get("version")
-        require(
-            version == VERSION,
-            f"the pruner's state has version {version}, this is {VERSION}: use the Pomona that wrote it.",
-        )
-        mine = describe(self.method)
-        for key in mine.keys() | state["method"].keys():
-            given, own = state["method"].get(key), mine.get(key)
-            require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")
-        self._compare(
-            "load",
-            {s.name: pack(s.mask).shape for s in self.slots},
-            {k: m.shape for k, m in state["masks"].items()},
-        )
+        masks = self._read(state)
         engine.recover()
+        for slot in engine.slots:
+            slot.unpark()
         for slot in self.slots:
-            slot.mask.copy_(unpack(state["masks"][slot.name].to(slot.mask.device), slot.mask.shape))
+            slot.mask.copy_(masks[slot.name])
             if slot.flipped is not None and slot.name in state["flipped"]:
                 slot.flipped.copy_(state["flipped"][slot.name])
         for slot in engine.slots:
@@ -247,6 +236,23 @@ class Pruner:
         self._history = [dict(record) for record in state["history"]]
         self._memory = copy.deepcopy(state["memory"])
         engine.hold()
+
+    def _read(self, state: dict[str, Any]) -> Masks:
+        """The masks in a state, after everything in it was found to be this pruner's."""
+        version = state.get("version")
+        require(
+            version == VERSION, f"the state has version {version}, this is {VERSION}: use the Pomona that wrote it."
+        )
+        for key in self.state_dict():
+            require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
+        mine = describe(self.method)
+        for key in mine.keys() | state["method"].keys():
+            given, own = state["method"].get(key), mine.get(key)
+            require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")
+        self._compare("load", {s.name: s.mask.shape for s in self.slots}, state["shapes"])
+        latents = {s.name: s.latent.shape for s in self._attached().slots if s.latent is not None}
+        self._compare("load", latents, {name: t.shape for name, t in state["latents"].items()})
+        return {s.name: unpack(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in self.slots}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """A pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
@@ -262,14 +268,21 @@ class Pruner:
 
     # ---- within
 
-    def _refuse(self, total_steps: int | None) -> None:
+    def _refuse(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
         require(not self.finished, "this pruner is finished: make a new one.")
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
+        require(
+            steps_per_epoch is None or steps_per_epoch >= 1,
+            f"steps_per_epoch counts optimizer steps and must be ≥ 1, got {steps_per_epoch}.",
+        )
         if self.method.timed:
             require(
                 isinstance(total_steps, int) and total_steps >= 1,
                 f"{self.method.name} needs total_steps, the length of training in optimizer steps, got {total_steps}.",
             )
+
+    def _needs_slots(self) -> None:
+        require(bool(self.slots), "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.")
 
     def _attached(self) -> Engine:
         if self._engine is None:
@@ -320,7 +333,11 @@ class Pruner:
             return
         masks = self.method.start(self._targets(), sparsity)
         if masks is not None:
+            for slot in self._attached().slots:
+                slot.park()
             self._put(masks, sparsity)
+        else:
+            self._attached().cut()
 
     def _gradient(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
         """The gradient of a loss, with batch norm and dropout at rest."""
@@ -369,7 +386,7 @@ class Pruner:
         self.last_change, self.reached = self.step, sparsity
         self._history.append(update.close())
 
-    def _compare(self, what: str, mine: dict[str, torch.Size], theirs: dict[str, torch.Size]) -> None:
+    def _compare(self, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:
         """Refuse another model's tensors, naming the first that differs."""
         for name, shape in mine.items():
             if name not in theirs:

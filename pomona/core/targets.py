@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.swa_utils import AveragedModel
 
 from .errors import PomonaError, unknown
 
@@ -29,6 +30,9 @@ WHY = {
     "recurrent": "a recurrent layer",
     "attention": "an attention layer",
 }
+
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,10 @@ def matches(glob: str, target: Target) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, torch.compile and the like."""
+    """The user's own module inside DistributedDataParallel, torch.compile, an average of weights and the like."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        if inner is None and isinstance(model, WRAPPERS):
             inner = model.module
         if inner is None and type(model).__name__ == "GradSampleModule":
             inner = model._module

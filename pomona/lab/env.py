@@ -49,7 +49,12 @@ def machine() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit this code was run from, with "+" where the tree had changes; None outside git."""
+    """The commit this code was run from, with "+" where the tree had changes.
+
+    A copy without git (on a cluster's node, say) is told it in POMONA_COMMIT; else it is None.
+    """
+    if told := os.environ.get("POMONA_COMMIT"):
+        return told
     root = Path(__file__).resolve().parents[2]
     head = _git(root, "rev-parse", "--short=12", "--show-toplevel", "HEAD")
     if head is None or Path(head.splitlines()[0]) != root:  # an installed copy inside another repository

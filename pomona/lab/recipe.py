@@ -97,7 +97,7 @@ class TrainOptions:
 class Recipe:
     """A run's settings, checked and with every default filled in."""
 
-    name: str
+    name: str = "run"
     seed: int = 0
     data: DataOptions
     model: dict[str, Any]
@@ -122,8 +122,7 @@ class Recipe:
         _check_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
-        made = {key: _MAKE[key](value) if key in _MAKE else value for key, value in given.items()}
-        return cls(**{"name": "run", **made})
+        return cls(**{key: _MAKE[key](value) for key, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, every default included."""
@@ -166,9 +165,7 @@ def _make_method(given: Any) -> dict[str, Any]:
         return {"name": DENSE}
     if isinstance(spelled, Mapping) and "name" in spelled and spelled["name"] not in METHODS:
         raise unknown("method", spelled["name"], [DENSE, *METHODS])
-    record = METHODS.make(spelled)
-    fixed = {f.name for f in dataclasses.fields(record) if not f.init}  # nothing that can be chosen
-    return {key: value for key, value in describe(record).items() if key not in fixed}
+    return describe(METHODS.make(spelled))
 
 
 def _make_model(given: Any) -> dict[str, Any]:
@@ -183,13 +180,14 @@ def _make_model(given: Any) -> dict[str, Any]:
 
 
 def _make_data(given: Any) -> DataOptions:
+    """The data set's own options, and those that all data sets have."""
     name, options = _named("data", given)
     common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
     mine = {key: options.pop(key) for key in common & options.keys()}
-    check_type("data.validation", mine.get("validation", 0), int | float)
-    augment = mine.get("augment", "auto")
-    if augment not in ("auto", "none"):
-        mine["augment"] = describe(AUGMENTS.make(augment))
+    if "validation" in mine:
+        check_type("data.validation", mine["validation"], int | float)
+    if mine.get("augment") not in (None, "auto", "none"):
+        mine["augment"] = describe(AUGMENTS.make(mine["augment"]))
     known = {f.name for f in dataclasses.fields(SOURCES[name])} | common
     for key in options:
         if key not in known:

@@ -396,7 +396,8 @@ class Run:
         """Whether the mask changed so lately that running statistics cannot have followed."""
         if self.pruner is None or not self.options.reestimate or not batchnorms(self.model):
             return False
-        return self.step - self.pruner.last_change <= getattr(self.pruner.method, "every", 0)
+        every = getattr(self.pruner.method, "every", 0)  # None is once an epoch
+        return self.step - self.pruner.last_change <= (self.per_epoch if every is None else every)
 
     def finish(self) -> dict[str, Any]:
         """Let go of the pruner, evaluate what is left, and write the model and the summary."""

@@ -40,6 +40,11 @@ class DPF(Method):
     def due(self, time: Time) -> bool:
         return time.each(self.every) and time.step <= (1 - self.settle) * time.total
 
+    def asked(self, time: Time) -> float:
+        """The schedule's answer, and all of it at the last update before the mask comes to rest."""
+        last = time.step + self.every > (1 - self.settle) * time.total
+        return self.target if last else super().asked(time)
+
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)
 

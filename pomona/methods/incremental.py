@@ -21,7 +21,9 @@ class Incremental(Method):
         require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
 
     def due(self, time: Time) -> bool:
-        return time.each(self.every) and time.step <= time.total
+        """Until the update that reaches the final sparsity."""
+        before = self.schedule(max(time.step - self.every, 0), time.total, time.steps_per_epoch)
+        return time.each(self.every) and (time.step == 0 or before < 1)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         masks = self.select(among(magnitude(targets.latent), targets.masks), sparsity)

@@ -18,8 +18,8 @@ class SFP(Method):
     """Each epoch the filters of the smallest norm are set to zero in every layer, and are trained on all the same."""
 
     dense: ClassVar[frozenset[str]] = DENSE | {"linear", "recurrent", "attention"}
+    usual: ClassVar[float] = 0.3
 
-    sparsity: float | None = 0.3
     every: int | None = None  # steps between cuts; None is an epoch
     pattern: Pattern = Filter()
     allocation: str = "uniform"

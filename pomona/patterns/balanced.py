@@ -55,23 +55,32 @@ class Balanced(Pattern):
         return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)
 
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        widths = [self.width(matrix(s.shape)[1]) for s in scores]
         if len(scores) == 1:
-            return [self.mask(scores[0], sparsity)]
+            return [keep_per_block(scores[0], widths[0], widths[0] - self.pruned(sparsity, widths[0]))]
         # One threshold over all layers says how sparse each is; its blocks then share that evenly.
         count = sum(s.numel() for s in scores)
         common = keep_largest(scores, count - zeros(sparsity, count))
-        return [self.mask(s, 1 - m.float().mean().item()) for s, m in zip(scores, common, strict=True)]
+        return [
+            keep_per_block(s, width, width - share_of_block((~m).sum(), m.numel(), width))
+            for s, m, width in zip(scores, common, widths, strict=True)
+        ]
 
-    def mask(self, score: Tensor, sparsity: float) -> Tensor:
-        """The mask of one layer."""
-        rows, columns = matrix(score.shape)
-        width = self.width(columns)
-        padding = -columns % width
-        flat = score.reshape(rows, columns)
-        if padding:
-            flat = pad(flat, (0, padding), value=-torch.inf)
-        kept = keep_largest_per_row(flat.reshape(-1, width), width - self.pruned(sparsity, width))
-        return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
+
+def share_of_block(pruned: Tensor, count: int, width: int) -> Tensor:
+    """How many of a block go where `pruned` of a layer's `count` do: half up, in whole numbers, on the device."""
+    return ((2 * pruned * width + count) // (2 * count)).clamp(max=width - 1)
+
+
+def keep_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
+    """The mask of one layer that keeps `keep` entries in each block of `width` columns."""
+    rows, columns = matrix(score.shape)
+    padding = -columns % width
+    flat = score.reshape(rows, columns)
+    if padding:
+        flat = pad(flat, (0, padding), value=-torch.inf)
+    kept = keep_largest_per_row(flat.reshape(-1, width), keep)
+    return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
 
 
 @PATTERNS.add("nm")
@@ -99,4 +108,5 @@ class NM(Pattern):
 
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         # On the way there (a schedule that is still rising) more than n are kept.
-        return [Balanced(block=self.m).mask(s, min(sparsity, self.sparsity)) for s in scores]
+        pruned = Balanced(block=self.m).pruned(min(sparsity, self.sparsity), self.m)
+        return [keep_per_block(s, self.m, self.m - pruned) for s in scores]

@@ -50,13 +50,20 @@ def keep_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def keep_largest_per_row(scores: Tensor, keep: int) -> Tensor:
-    """The mask of a (rows × columns) score, true for the `keep` largest entries of each row."""
+def keep_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
+    """The mask of a (rows × columns) score, true for the `keep` largest entries of each row.
+
+    A count that lies on the device, as a tensor of one whole number from 1 to the columns, stays there.
+    """
     require(
         scores.ndim == 2,
         f"scores have {scores.ndim} dimensions where 2 are needed: reshape to rows × columns.",
     )
     rows, columns = scores.shape
+    if isinstance(keep, Tensor):
+        if scores.is_cuda:
+            return _keep_by_sort(_keys(scores), keep)
+        keep = int(keep)
     _check(keep, columns, "columns", scores)
     if keep in (0, columns) or rows == 0:
         return torch.full(scores.shape, keep > 0, device=scores.device)
@@ -114,7 +121,16 @@ def _keys(scores: Tensor) -> Tensor:
 
 def _keep_by_topk(keys: Tensor, keep: int) -> Tensor:
     """The mask of the `keep` largest keys of each row in plain torch, without waiting for the device."""
-    least = keys.topk(keep, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    return _from_least(keys, keys.topk(keep, dim=1, sorted=False).values.amin(dim=1, keepdim=True), keep)
+
+
+def _keep_by_sort(keys: Tensor, keep: Tensor) -> Tensor:
+    """The same where the count is known to the device alone."""
+    return _from_least(keys, keys.sort(dim=1, descending=True).values.index_select(1, keep.reshape(1) - 1), keep)
+
+
+def _from_least(keys: Tensor, least: Tensor, keep: int | Tensor) -> Tensor:
+    """All keys above each row's `least`, and the first ties with it, `keep` altogether."""
     above, ties = keys > least, keys == least
     return above | (ties & (ties.cumsum(1) <= keep - above.sum(1, keepdim=True)))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, attached, hooks, loss_at, obeys, same, saved, sgd, train
+from kit import TARGETS, Net, adam, hooks, loss_at, obeys, same, saved, sgd, train
 from torch import Tensor
 
 import pomona as pm
@@ -26,17 +26,41 @@ PATTERNS = {
     "kernel": pm.Kernel(),
     "filter": pm.Filter(norm=1),
 }
-every_method = pytest.mark.parametrize("name", list(METHODS))
+# Lottery is a loop over whole trainings, each of them under a pruner of its own.
+every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "lottery"])
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
 every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
 
 
 def make_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
     """A pruner that updates often, whatever the method; options it does not have are left out."""
-    record = METHODS[name]
-    options = {"sparsity": 0.8 if pattern.sparsity is None else None, "pattern": pattern, "every": 4, **more}
-    known = {f.name for f in fields(record) if f.init}
+    options = {
+        "sparsity": 0.75 if pattern.sparsity is None else None,
+        "pattern": pattern,
+        "allocation": "uniform" if name == "dsr" else "global",  # dsr starts with some weights in every layer
+        "every": 4,
+        **more,
+    }
+    known = {f.name for f in fields(METHODS[name]) if f.init}
     return pruner({"name": name, **{k: v for k, v in options.items() if k in known}})
+
+
+def make_model(name: str, seed: int = 0) -> Net:
+    """A network in float64; what is only finetuned has zeros in it."""
+    model = Net(seed).double()
+    if name == "finetune":
+        for target in TARGETS:
+            model.get_parameter(target).data[::2] = 0
+    return model
+
+
+def begin(name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any) -> tuple[Net, Any, pm.Pruner]:
+    model = make_model(name)
+    optimizer = make(model)
+    return model, optimizer, make_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
+
+
+GROWING = {"dsr", "rigl", "set", "sparse_momentum"}  # a weight that has just grown is zero
 
 
 def free(name: str) -> bool:
@@ -72,17 +96,21 @@ def slack(pattern: Pattern, masks: dict[str, Tensor]) -> float:
 @every_method
 @every_pattern
 def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> None:
-    model, optimizer, pruner = attached(make_pruner(name, pattern), TOTAL)
+    if isinstance(pattern, pm.NM) and name in ("dsr", "sparse_momentum"):
+        with pytest.raises(pm.PomonaError, match="moves weights between layers"):
+            make_pruner(name, pattern)
+        return
+    model, optimizer, pruner = begin(name, pattern)
     masks = pruner.masks()
     size = sum(mask.numel() for mask in masks.values())
 
     def check(*_: Any) -> None:
         if not free(name):
-            assert obeys(model, pruner)
-        assert all(fits(pattern, mask) for mask in masks.values())
+            assert obeys(model, pruner, grown=name in GROWING)
+        assert name == "finetune" or all(fits(pattern, mask) for mask in masks.values())
         asked = pruner.history[-1]["sparsity"] if pruner.history else 0.0
         pruned = sum(int((~mask).sum()) for mask in masks.values())
-        assert abs(pruned - asked * size) <= slack(pattern, masks)
+        assert name == "finetune" or abs(pruned - asked * size) <= slack(pattern, masks)
         assert pruner.sparsity() == pytest.approx(pruned / size)
 
     handle = model.register_forward_pre_hook(check)
@@ -90,21 +118,21 @@ def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> 
     handle.remove()
     pruner.finish()
     check()
-    assert obeys(model, pruner)
+    assert obeys(model, pruner, grown=name in GROWING)
     assert pruner.history[-1]["sparsity"] == pruner.method.target
 
 
-@every_method
+@pytest.mark.parametrize("name", ["dpf", "incremental", "oneshot", "random"])
 @pytest.mark.parametrize("allocation", ["uniform", "erk"])
 def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> None:
-    model, optimizer, pruner = attached(make_pruner(name, allocation=allocation), TOTAL)
+    model, optimizer, pruner = begin(name, allocation=allocation)
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    shares = {k: 0.8 for k in TARGETS}
+    shares = dict.fromkeys(TARGETS, 0.75)
     if allocation == "erk":  # density = ε · Σ dims / Π dims, nothing capped here
         sizes = {k: m.numel() for k, m in pruner.masks().items()}
         raw = {k: sum(m.shape) / m.numel() for k, m in pruner.masks().items()}
-        epsilon = 0.2 * sum(sizes.values()) / sum(raw[k] * sizes[k] for k in sizes)
+        epsilon = 0.25 * sum(sizes.values()) / sum(raw[k] * sizes[k] for k in sizes)
         shares = {k: 1 - epsilon * raw[k] for k in sizes}
         assert min(shares.values()) > 0
     assert pruner.method.allocation == allocation
@@ -118,7 +146,7 @@ def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> No
 @every_method
 def test_state_dict_loads_strictly_at_every_moment(name: str) -> None:
     keys = list(Net().state_dict())
-    model, optimizer, pruner = attached(make_pruner(name), TOTAL)
+    model, optimizer, pruner = begin(name)
 
     def check(*_: Any) -> None:
         assert list(model.state_dict()) == keys
@@ -145,7 +173,7 @@ def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["pruner", "optimizer"])
 @pytest.mark.parametrize("stop", [0, 17, 32])
 def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str, stop: int) -> None:
-    model, optimizer, pruner = attached(make_pruner(name), TOTAL, make)
+    model, optimizer, pruner = begin(name, make=make)
     train(model, optimizer, range(stop))
     file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if way == "pruner":
@@ -155,7 +183,7 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
     train(model, optimizer, range(stop, TOTAL))
     pruner.finish()
 
-    other, twin = Net(seed=7).double(), make_pruner(name)
+    other, twin = make_model(name, seed=7), make_pruner(name)
     if order == "model before attach":
         other.load_state_dict(file["model"])
     again = make(other)
@@ -180,21 +208,21 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
 
 @every_method
 def test_a_copied_model_is_plain(name: str) -> None:
-    model, optimizer, pruner = attached(make_pruner(name), TOTAL)
+    model, optimizer, pruner = begin(name)
     train(model, optimizer, range(30))
     loss_at(model, 0).backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(twin.state_dict(), model.state_dict())
         assert hooks(twin, sgd(twin)) == hooks(Net().double(), sgd(Net().double()))
         train(twin, sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
-        assert twin.conv1.weight[~pruner.masks()["conv1.weight"]].any()
+        assert twin.conv2.weight[~pruner.masks()["conv2.weight"]].any()
 
 
 @every_method
 @every_optimizer
 @pytest.mark.parametrize("stop", [0, 18])
 def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: int) -> None:
-    one = attached(make_pruner(name), TOTAL, make)
+    one = begin(name, make=make)
     train(*one[:2], range(stop))
     model, optimizer, pruner = copy.deepcopy(one)
     assert same(everything(model, optimizer, pruner), everything(*one))
@@ -214,18 +242,19 @@ def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: in
 
 @every_method
 def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
-    model = Net().double()
+    model = make_model(name)
     optimizer = sgd(model)
     before = hooks(model, optimizer)
     pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     assert hooks(model, optimizer) != before
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    assert obeys(model, pruner)
+    assert obeys(model, pruner, grown=name in GROWING)
     assert hooks(model, optimizer) == before
     assert "pomona" not in optimizer.state_dict()
     size = sum(mask.numel() for mask in pruner.masks().values())
-    assert sum(int((~mask).sum()) for mask in pruner.masks().values()) == round(0.8 * size)
+    asked = 0.5 if name == "finetune" else 0.75
+    assert sum(int((~mask).sum()) for mask in pruner.masks().values()) == round(asked * size)
 
 
 # ---- memory
@@ -242,16 +271,17 @@ def living() -> int:
 @every_method
 def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> None:
     copies = {"hard": 0, "free": 0, "soft": 1, "score": 2}[METHODS[name].weights]
-    model = Net().double()
+    model = make_model(name)
     optimizer = sgd(model)
     train(model, optimizer, range(1))
     before = living()
     pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     train(model, optimizer, range(TOTAL))
     size = sum(mask.numel() for mask in pruner.masks().values())
+    assert pruner.history  # fetches what is left of it on the device
     assert all(mask.dtype == torch.bool for mask in pruner.masks().values())
-    assert 0 <= living() - before - size * (1 + 8 * copies) < 200  # a few scalars: δ, zero
-    packed = pruner.state_dict()["masks"]
-    assert all(packed[k].dtype == torch.uint8 and packed[k].numel() == -(-m.numel() // 8) for k, m in pruner.masks().items())
+    assert 0 <= living() - before - size * (1 + 8 * copies) < 100  # a few scalars
+    bits = {k: (v.dtype, v.numel()) for k, v in pruner.state_dict()["masks"].items()}
+    assert bits == {k: (torch.uint8, -(-m.numel() // 8)) for k, m in pruner.masks().items()}
     pruner.finish()
-    assert living() - before < size + 200, "the dense copy outlived finish"
+    assert living() - before < size + 100, "the dense copy outlived finish"

@@ -1,0 +1,405 @@
+"""The command line: parses, calls the library, prints.
+
+What a program wants goes to stdout, what a person is told on the way to stderr. Bad input is one
+sentence and exit code 2, Ctrl-C is 130, anything unforeseen 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import sysconfig
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from .core.errors import PomonaError, require, unknown
+from .version import __version__
+
+if TYPE_CHECKING:  # torch and all that needs it are imported by the commands
+    from .lab.recipe import Recipe
+
+RUNS = Path("runs")
+
+
+class Commands(TyperGroup):
+    """The commands; a misspelt one is answered with the nearest."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None:
+            raise unknown("command", cmd_name, self.list_commands(ctx))
+        return command
+
+
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program instead of a table.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", metavar="FOLDER", help="Look for data here, before $POMONA_DATA and the user's cache."),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    warnings.showwarning = note
+    try:
+        return int(app(arguments, prog_name="pomona", standalone_mode=False) or 0)
+    except Exception as error:
+        if os.environ.get("POMONA_TRACEBACK"):
+            raise
+        code, sentence = explain(error)
+        say(f"error: {sentence}")
+        return code
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and sentence for what went wrong."""
+    if isinstance(error, PomonaError):
+        return 2, str(error)
+    if hasattr(error, "format_message"):  # the parser's own; typer has it from click or brings it along
+        return 2, error.format_message()
+    if isinstance(error, typer.Abort):
+        return 130, "interrupted."
+    reason = str(error).strip().split("\n")[0]
+    what = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return 1, f"this should not happen ({what}); set POMONA_TRACEBACK=1 to see where it comes from."
+
+
+def say(sentence: str) -> None:
+    """Tell a person, on one line of stderr."""
+    print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+
+
+def note(message: Warning | str, *_: Any) -> None:
+    """Tell a person what is no error but should be known; also Python's warnings."""
+    say(f"note: {message}")
+
+
+def show(value: Any) -> None:
+    """Print a table for a person."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(value)
+
+
+def dump(value: Any) -> None:
+    """Print a value for a program."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def bare(*columns: str) -> Table:
+    """A table without lines."""
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+@app.callback(invoke_without_command=True)
+def pomona(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Sparse neural networks: train them, compare ways to prune them, see what is left.
+
+    Begin with `pomona demo`. Every command takes --json for a program, and --help.
+    """
+    if version:
+        print(f"pomona {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# ---- demo
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and fewer cells: some seconds.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs and the picture go.")] = RUNS
+    / "demo",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare ways to prune, in about a minute.
+
+    A small convolutional network is trained on scikit-learn's digits, dense and then pruned by each
+    method, each time for as long. Nothing is downloaded. The table is also in FOLDER/demo.json, and as a picture in FOLDER/demo.svg.
+    """
+    from .lab import Interrupted
+    from .lab import demo as lab
+    from .lab.progress import Series
+
+    plan = lab.QUICK if quick else lab.FULL
+    progress = None if as_json else Series(Console(stderr=True), len(plan.recipes(seed)))
+    try:
+        result = lab.run(out, plan, seed=seed, progress=progress)
+    except Interrupted as stopped:
+        say("stopped: the demo is short and starts over when it is called again.")
+        raise typer.Exit(130) from stopped
+    finally:
+        if progress is not None:
+            progress.end()
+    if as_json:
+        dump(result)
+        return
+    show(lab.table(result["cells"]))
+    print(f"{result['seconds']:.0f} s in all; the picture is {out / 'demo.svg'}")
+
+
+# ---- train
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A TOML file, a recipe that comes with pomona, or a run's folder to resume."
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a setting, such as method.sparsity=0.95; may be repeated."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The run's name instead of the recipe's; its folder is runs/NAME.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    data_dir: DataDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train what a recipe says, in a folder.
+
+    Ctrl-C stops a run so that it can be resumed: `pomona train --resume FOLDER`.
+    """
+    from . import lab
+    from .lab.progress import reporter
+
+    resolved, folder = resolve(recipe, settings or [], name, out, resume)
+    if dry_run:
+        if not as_json:
+            print(resolved.to_toml())
+        plan = preview(resolved, folder, resume, data_dir)
+        if as_json:
+            dump({"recipe": resolved.to_dict(), **plan})
+        else:
+            show(facts(planned(plan)))
+        return
+    try:
+        summary = lab.train(
+            resolved,
+            folder,
+            resume=resume,
+            data_dir=data_dir,
+            progress=None if as_json else reporter(Console(stderr=True)),
+            note=note,
+        )
+    except lab.Interrupted as stopped:
+        again = ["pomona", "train", "--resume", str(folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
+        say(f"stopped after step {stopped.step} of {stopped.total}; to go on: {shlex.join(again)}")
+        raise typer.Exit(130) from stopped
+    if as_json:
+        dump(summary)
+    else:
+        show(facts(reached(summary, folder)))
+
+
+def resolve(given: str, settings: list[str], name: str | None, out: Path | None, resume: bool) -> tuple[Recipe, Path]:
+    """The recipe with its settings, and the folder of its run."""
+    from .lab.recipe import Recipe
+
+    folder = Path(given)
+    if folder.is_dir():  # of a run
+        require(resume, f"'{given}' is a folder: give a recipe, or resume the run in it with --resume.")
+        require((folder / "recipe.toml").is_file(), f"there is no run to resume in '{given}': it has no recipe.toml.")
+        out, path = out or folder, folder / "recipe.toml"
+    else:
+        path = find(given)
+    recipe = Recipe.load(path, [*settings, *([f"name={json.dumps(name)}"] if name else [])])
+    return recipe, out or RUNS / recipe.name
+
+
+def find(given: str) -> Path:
+    """A recipe by its path, or by its name among those that come with pomona."""
+    path = Path(given)
+    shipped = recipes()
+    if path.is_file():
+        return path
+    if path.name == given and path.stem in shipped and path.suffix in ("", ".toml"):
+        return shipped[path.stem]
+    if path.suffix == ".toml" or path.name != given:
+        raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {', '.join(shipped)}.")
+    raise unknown("recipe", given, shipped)
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that come with pomona: beside the package in a checkout, in the environment when installed."""
+    checkout = Path(__file__).resolve().parents[1] / "recipes"
+    installed = Path(sysconfig.get_path("data")) / "share" / "pomona" / "recipes"
+    return {file.stem: file for folder in (installed, checkout) for file in sorted(folder.glob("*.toml"))}
+
+
+def preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
+    """What a run would do, after all its checks."""
+    from .lab import plan
+    from .lab.run import check_folder
+
+    done = check_folder(recipe, folder, resume)
+    would = "nothing: the run is complete" if done else "go on" if resume else "train"
+    return {"would": would, "folder": str(folder), **plan(recipe, data_dir=data_dir)}
+
+
+def planned(plan: Mapping[str, Any]) -> dict[str, str]:
+    """A plan in words."""
+    pruned = plan["pruned"]
+    return {
+        "would": plan["would"],
+        "folder": plan["folder"],
+        "device": plan["device"],
+        "data": f"{plan['data']['train']:,} rows to train, {plan['data']['test']:,} to test",
+        "steps": f"{plan['steps']:,}, {plan['steps_per_epoch']:,} an epoch",
+        "parameters": f"{plan['params']:,}, with {plan['macs']:,} MACs",
+        "to prune": f"{sum(pruned.values()):,} of them, in {len(pruned)} tensors" if pruned else "nothing",
+    }
+
+
+def reached(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """A summary in words."""
+    quality = {k: f"{summary[k]:.2f}{unit}" for k, unit in (("accuracy", " %"), ("perplexity", "")) if k in summary}
+    return {
+        **quality,
+        "sparsity": f"{summary['sparsity']:.2%} of what is pruned, {summary['model_sparsity']:.2%} of the model",
+        "parameters left": f"{summary['nonzeros']:,} of {summary['params']:,}",
+        "MACs left": f"{summary['macs_left']:,} of {summary['macs']:,}",
+        "seconds": f"{summary['seconds']:.1f}",
+        "folder": str(folder),
+    }
+
+
+def facts(values: Mapping[str, Any]) -> Table:
+    """Names and values, one a line."""
+    table = bare()
+    for key, value in values.items():
+        table.add_row(f"[bold]{key}[/]", str(value))
+    return table
+
+
+# ---- methods, data, check
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """List the ways to prune, with every option and its default."""
+    from .core.registry import describe
+    from .methods import METHODS
+
+    records = []
+    for record in (METHODS[name] for name in METHODS):
+        options = describe(record())
+        about = (record.__doc__ or "").split("\n")[0]
+        records.append(
+            {
+                "name": options.pop("name"),
+                "paper": record.paper,
+                "weights": record.weights,
+                "about": about,
+                "options": options,
+            }
+        )
+    if as_json:
+        dump(records)
+        return
+    table = Table("method", "what it does", "option", "default", show_lines=True)
+    for each in records:
+        about = f"{each['about']}\n[dim]{each['paper']}; {each['weights']} weights[/]"
+        defaults = "\n".join(json.dumps(v, ensure_ascii=False) for v in each["options"].values())
+        table.add_row(f"[bold]{each['name']}[/]", about, "\n".join(each["options"]), defaults)
+    show(table)
+
+
+@app.command()
+def data(
+    download: Annotated[
+        str | None, typer.Option("--download", metavar="NAME", help="Fetch a data set and check it.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """List the data sets, or fetch one.
+
+    Says which are here, where they were looked for, and how to get the rest.
+    """
+    from .data import catalog, sources
+    from .data import download as fetch
+
+    if download is not None:
+        path = fetch(download, data_dir)
+        say(f"'{download}' is in {path}.")
+    entries = [e for e in catalog(data_dir) if download in (None, e.name)]
+    if as_json:
+        dump([dataclasses.asdict(entry) for entry in entries])
+        return
+    table = Table("data set", "here", "what it holds", "where, or how to get it")
+    for entry in entries:
+        here = "[green]yes[/]" if entry.present else "no"
+        table.add_row(f"[bold]{entry.name}[/]", here, entry.size, entry.path or entry.get)
+    show(table)
+    print(f"looked in {', '.join(map(str, sources.roots(data_dir)))}; --data-dir and POMONA_DATA name other folders.")
+
+
+@app.command()
+def check(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Say what this machine has.
+
+    Python, torch, CUDA, triton and other kernels, cores, memory and data sets.
+    """
+    from .data import catalog
+    from .lab import env
+
+    versions, machine = env.versions(), env.machine()
+    found: dict[str, Any] = {
+        "versions": versions,
+        "machine": machine | {"memory_gib": memory()},
+        "kernels": {"triton": bool(machine["gpus"]) and versions["triton"] is not None, "native": False},
+        "data": [entry.name for entry in catalog(data_dir) if entry.present],
+    }
+    if as_json:
+        dump(found)
+        return
+    gpus = [f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in machine["gpus"]]
+    show(
+        facts(
+            {
+                **{name: version or "[dim]missing[/]" for name, version in versions.items()},
+                "GPUs": "; ".join(gpus) or "none that torch can use",
+                "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads in use",
+                "memory": f"{memory()} GiB",
+                "triton kernels": "in use" if found["kernels"]["triton"] else "not in use: they need triton and a GPU",
+                "native kernels": "none in this version",
+                "data": ", ".join(found["data"]),
+            }
+        )
+    )
+
+
+def memory() -> float | None:
+    """The machine's memory in GiB, where the system tells."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
