@@ -139,10 +139,7 @@ def main() -> None:
             f"{row['ratio']:7.3f}"
         )
     picks = selection.run(quick=options.quick)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": selection.machine(), "steps": rows, "selection": picks}, indent=1)
-        )
+    record.write(options.json, steps=rows, selection=picks)
 
 
 if __name__ == "__main__":
