@@ -76,6 +76,7 @@ def captured(model: nn.Module, x: torch.Tensor, y: torch.Tensor, prune: bool, tu
             if prune:
                 pruner.tick()
 
+    turn.keep = (model, optimizer)  # a graph holds addresses only, not the tensors behind them
     return turn
 
 

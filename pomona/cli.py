@@ -52,7 +52,7 @@ DataDir = Annotated[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    warnings.showwarning = note
+    warnings.showwarning = lambda message, *_, **__: note(str(message))
     try:
         return int(app(arguments, prog_name="pomona", standalone_mode=False) or 0)
     except Exception as error:
@@ -81,9 +81,9 @@ def say(sentence: str) -> None:
     print(" ".join(sentence.split()), file=sys.stderr, flush=True)
 
 
-def note(message: Warning | str, *_: Any) -> None:
-    """Tell a person what is no error but should be known; also Python's warnings."""
-    say(f"note: {message}")
+def note(sentence: str) -> None:
+    """Tell a person what is no error but should be known."""
+    say(f"note: {sentence}")
 
 
 def show(value: Any) -> None:
@@ -134,7 +134,8 @@ def demo(
     """Compare ways to prune, in about a minute.
 
     A small convolutional network is trained on scikit-learn's digits, dense and then pruned by each
-    method, each time for as long. Nothing is downloaded. The table is also in FOLDER/demo.json, and as a picture in FOLDER/demo.svg.
+    method, each time for as long. Nothing is downloaded. The table is also in FOLDER/demo.json, and
+    as a picture in FOLDER/demo.svg.
     """
     from .lab import Interrupted
     from .lab import demo as lab

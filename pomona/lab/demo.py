@@ -30,7 +30,8 @@ from .run import train
 SETTINGS: dict[str, Any] = {
     "data": "digits",
     "model": "digits_cnn",
-    "optimizer": {"lr": 0.1, "weight_decay": 5e-3},
+    "optimizer": {"lr": 0.2, "weight_decay": 5e-3},
+    "rate": "cosine",
     "train": {"batch_size": 64, "clip": 1.0, "device": "cpu", "checkpoint_every": 0},
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ class Plan:
     """What is trained, and for how long."""
 
     sparsities: tuple[float, ...] = (0.8, 0.9, 0.95, 0.98)
-    epochs: int = 20
+    epochs: int = 16
     seeds: int = 2
 
     def recipes(self, seed: int = 0) -> list[Recipe]:

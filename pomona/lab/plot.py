@@ -8,8 +8,8 @@ from xml.sax.saxutils import escape
 
 Point = tuple[float, float]  # sparsity in [0, 1), accuracy in per cent
 
-WIDTH, HEIGHT = 720, 430
-LEFT, RIGHT, TOP, BOTTOM = 64, 570, 92, 368  # of the frame; labels stand to its right
+WIDTH, HEIGHT = 720, 440
+LEFT, RIGHT, TOP, BOTTOM = 64, 570, 106, 378  # of the frame; labels stand to its right
 INK, MUTED, GRID = "#1f2933", "#5f6b76", "#e4e8ec"
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a marker each for print in grey.
 COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9")

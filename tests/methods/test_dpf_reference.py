@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 import pomona as pm
 from pomona.patterns import Pattern
 
-STEPS, EVERY, SPARSITY = 200, 16, 0.9
+STEPS, EVERY = 200, 16
 
 
 # What goes with a filter: its bias, and the batch norm behind it.
@@ -53,7 +53,9 @@ def ranked(weights: dict[str, Tensor], sparsity: float, filters: bool) -> dict[s
     return masks
 
 
-def reference(make: Callable[[nn.Module], Optimizer], filters: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Net]:
+def reference(
+    make: Callable[[nn.Module], Optimizer], sparsity: float, filters: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Net]:
     """The dense weights, the sparse ones and the model after training by straight-through autograd."""
     model = Net().double()
     optimizer = make(model)
@@ -63,7 +65,7 @@ def reference(make: Callable[[nn.Module], Optimizer], filters: bool) -> tuple[di
     for step in range(STEPS + 1):
         if step % EVERY == 0 and step <= 0.9 * STEPS:
             x = min(step / (0.75 * STEPS), 1.0)
-            masks = ranked({k: pruned[k].detach() for k in TARGETS}, SPARSITY * (1 - (1 - x) ** 3), filters)
+            masks = ranked({k: pruned[k].detach() for k in TARGETS}, sparsity * (1 - (1 - x) ** 3), filters)
         sparse = {name: w + (masks[name] * w - w).detach() for name, w in pruned.items()}
         if step == STEPS:
             break
@@ -75,18 +77,20 @@ def reference(make: Callable[[nn.Module], Optimizer], filters: bool) -> tuple[di
 
 
 every_optimizer = pytest.mark.parametrize(
-    "make", [sgd, adam, lambda m: AdamW(m.parameters(), lr=0.02, weight_decay=0.1)], ids=["sgd", "adam", "adamw"]
+    "make", [lambda m: sgd(m, lr=0.1), adam, lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.3)], ids=["sgd", "adam", "adamw"]
 )
 
 
 @every_optimizer
-@pytest.mark.parametrize("pattern", [pm.Unstructured(), pm.Filter()], ids=["unstructured", "filter"])
-def test_dpf_is_straight_through_training(make: Callable[[nn.Module], Optimizer], pattern: Pattern) -> None:
-    dense, sparse, theirs = reference(make, filters=pattern == pm.Filter())
+@pytest.mark.parametrize(("pattern", "sparsity"), [(pm.Unstructured(), 0.9), (pm.Filter(), 0.5)])
+def test_dpf_is_straight_through_training(
+    make: Callable[[nn.Module], Optimizer], pattern: Pattern, sparsity: float
+) -> None:
+    dense, sparse, theirs = reference(make, sparsity, filters=pattern == pm.Filter())
 
     ours = Net().double()
     optimizer = make(ours)
-    pruner = pm.DPF(sparsity=SPARSITY, pattern=pattern, every=EVERY).attach(ours, optimizer, total_steps=STEPS)
+    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY).attach(ours, optimizer, total_steps=STEPS)
     returned = 0
     for step in range(STEPS):
         images, labels = batch(step)
@@ -96,6 +100,7 @@ def test_dpf_is_straight_through_training(make: Callable[[nn.Module], Optimizer]
         optimizer.step()
         returned += sum(int((m & ~before[k]).sum()) for k, m in pruner.masks().items())
 
+    print(returned)
     assert returned > 0, "no weight ever came back: the feedback was not tried"
     latents, weights = pruner.state_dict()["latents"], ours.state_dict()
     assert latents.keys() == dense.keys()
