@@ -6,4 +6,6 @@ import sys
 
 from .cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.argv[0] = "pomona"  # the command that a run writes down
+    sys.exit(main())

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from .core.errors import PomonaError, require, unknown
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # torch and all that needs it are imported by the commands
     from .lab.recipe import Recipe
 
 RUNS = Path("runs")
+DEMO = RUNS / "demo"
 
 
 class Commands(TyperGroup):
@@ -99,9 +102,12 @@ def dump(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def bare(*columns: str) -> Table:
-    """A table without lines."""
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def facts(values: Mapping[str, Any]) -> Table:
+    """Names and values, one a line."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for key, value in values.items():
+        table.add_row(Text(key, style="bold"), Text(str(value)))
+    return table
 
 
 @app.callback(invoke_without_command=True)
@@ -126,8 +132,7 @@ def pomona(
 @app.command()
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and fewer cells: some seconds.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs and the picture go.")] = RUNS
-    / "demo",
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs and the picture go.")] = DEMO,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -210,10 +215,11 @@ def train(
             progress=None if as_json else reporter(Console(stderr=True)),
             note=note,
         )
-    except lab.Interrupted as stopped:
-        again = ["pomona", "train", "--resume", str(folder), *(["--data-dir", str(data_dir)] if data_dir else [])]
-        say(f"stopped after step {stopped.step} of {stopped.total}; to go on: {shlex.join(again)}")
+    except (lab.Interrupted, KeyboardInterrupt) as stopped:
+        say(parting(stopped, folder, data_dir))
         raise typer.Exit(130) from stopped
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all
+        return
     if as_json:
         dump(summary)
     else:
@@ -279,6 +285,19 @@ def planned(plan: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def parting(stopped: BaseException, folder: Path, data_dir: Path | None) -> str:
+    """What is said when a run was stopped: how to go on."""
+    from .lab import Interrupted, checkpoint
+
+    place = ["--data-dir", str(data_dir)] if data_dir else []
+    again = shlex.join(["pomona", "train", "--resume", str(folder), *place])
+    if isinstance(stopped, Interrupted):
+        return f"stopped after step {stopped.step} of {stopped.total}; to go on: {again}"
+    if checkpoint.found(folder):  # a second Ctrl-C, or one outside the training itself
+        return f"stopped at once; to go on from the last checkpoint: {again}"
+    return "stopped before there was anything to resume."
+
+
 def reached(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """A summary in words."""
     quality = {k: f"{summary[k]:.2f}{unit}" for k, unit in (("accuracy", " %"), ("perplexity", "")) if k in summary}
@@ -290,14 +309,6 @@ def reached(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         "seconds": f"{summary['seconds']:.1f}",
         "folder": str(folder),
     }
-
-
-def facts(values: Mapping[str, Any]) -> Table:
-    """Names and values, one a line."""
-    table = bare()
-    for key, value in values.items():
-        table.add_row(f"[bold]{key}[/]", str(value))
-    return table
 
 
 # ---- methods, data, check
@@ -328,7 +339,7 @@ def methods(as_json: Json = False) -> None:
     table = Table("method", "what it does", "option", "default", show_lines=True)
     for each in records:
         about = f"{each['about']}\n[dim]{each['paper']}; {each['weights']} weights[/]"
-        defaults = "\n".join(json.dumps(v, ensure_ascii=False) for v in each["options"].values())
+        defaults = "\n".join(escape(json.dumps(value, ensure_ascii=False)) for value in each["options"].values())
         table.add_row(f"[bold]{each['name']}[/]", about, "\n".join(each["options"]), defaults)
     show(table)
 
@@ -347,9 +358,11 @@ def data(
     """
     from .data import catalog, sources
     from .data import download as fetch
+    from .lab.progress import transfer
 
     if download is not None:
-        path = fetch(download, data_dir)
+        with transfer(Console(stderr=True, quiet=as_json)) as progress:
+            path = fetch(download, data_dir, progress=progress)
         say(f"'{download}' is in {path}.")
     entries = [e for e in catalog(data_dir) if download in (None, e.name)]
     if as_json:
@@ -358,7 +371,7 @@ def data(
     table = Table("data set", "here", "what it holds", "where, or how to get it")
     for entry in entries:
         here = "[green]yes[/]" if entry.present else "no"
-        table.add_row(f"[bold]{entry.name}[/]", here, entry.size, entry.path or entry.get)
+        table.add_row(f"[bold]{entry.name}[/]", here, entry.size, escape(entry.path or entry.get))
     show(table)
     print(f"looked in {', '.join(map(str, sources.roots(data_dir)))}; --data-dir and POMONA_DATA name other folders.")
 
@@ -386,7 +399,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     show(
         facts(
             {
-                **{name: version or "[dim]missing[/]" for name, version in versions.items()},
+                **{name: version or "missing" for name, version in versions.items()},
                 "GPUs": "; ".join(gpus) or "none that torch can use",
                 "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads in use",
                 "memory": f"{memory()} GiB",

@@ -346,14 +346,14 @@ class Engine:
 
     @torch.no_grad()
     def cut(self, last: bool = False) -> None:
-        """Put new masks in force: free weights are cut too, and optimizers forget what hard ones drop.
+        """Put new masks in force, and let optimizers forget what hard methods drop.
 
-        What follows a free filter (its bias, its norm) is cut at the last only: it must be there for the
-        filter to grow again.
+        The bias and the norm of a removed filter fall with it at once where weights are hard. Where they
+        can come back they fall with the last mask: behind a zero gain no filter would ever learn again.
         """
         for slot in self.slots:
-            slot.heed()
-            if last or slot.leader is None or slot.method.weights != "free":
+            if slot.leader is None or slot.hard or last:
+                slot.heed()
                 slot.project()
         for optimizer in self.optimizers:
             guards.clear_state(optimizer, [s for s in self.slots if s.hard])

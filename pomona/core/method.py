@@ -115,6 +115,10 @@ class Method:
         """Whether the mask is updated after that step; step 0 is `attach`."""
         raise NotImplementedError
 
+    def last(self, time: Time) -> bool:
+        """Whether an update at that time is the last one, after which the mask is at rest."""
+        return False
+
     def start(self, targets: Targets, sparsity: float) -> Masks | None:
         """The masks at `attach`; None keeps everything."""
         return self.update(targets, sparsity) if self.due(targets.time) and not self.before else None
@@ -134,6 +138,11 @@ class Method:
 
     def bound(self, latent: Tensor) -> None:
         """Change the latent in place after a step, where a method bounds it."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether `project` is m ⊙ w and nothing else, and `bound` nothing."""
+        return True
 
     def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
         """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""

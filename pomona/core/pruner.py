@@ -42,6 +42,7 @@ class Pruner:
         self.steps_per_epoch: int | None = None
         self.last_change = 0  # the step of the last mask update
         self.reached = 0.0  # the sparsity asked for by the last update
+        self.at_rest = False  # whether that was the last one of all
         self.finished = False
         self.slots: list[Slot] = []
         self.companions: list[Slot] = []  # biases and norms that follow removed outputs
@@ -94,7 +95,7 @@ class Pruner:
             "weight besides the last classifier; name layers with include=[…].",
         )
         for target in targets:
-            self.method.pattern.check(target.name, target.shape)
+            self.method.pattern.check(target.name, target.outputs_first)
         slots = {target.name: Slot.make(target, self.method, track) for target in targets}
         pairs = companions(unwrap(model), targets) if self.method.pattern.outputs else []
         followers = [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
@@ -207,6 +208,7 @@ class Pruner:
             "steps_per_epoch": self.steps_per_epoch,
             "last_change": self.last_change,
             "reached": self.reached,
+            "at_rest": self.at_rest,
             "history": self.history,
             "shapes": {slot.name: list(slot.mask.shape) for slot in self.slots},
             "masks": {slot.name: pack(slot.mask) for slot in self.slots},
@@ -228,10 +230,11 @@ class Pruner:
             if slot.flipped is not None and slot.name in state["flipped"]:
                 slot.flipped.copy_(state["flipped"][slot.name])
         for slot in engine.slots:
-            slot.heed()
             if slot.latent is not None:
                 slot.latent.copy_(state["latents"][slot.name])
-        for key in ("step", "total", "steps_per_epoch", "last_change", "reached"):
+            if slot.hard or state["at_rest"]:
+                slot.heed()
+        for key in ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest"):
             setattr(self, key, state[key])
         self._history = [dict(record) for record in state["history"]]
         self._memory = copy.deepcopy(state["memory"])
@@ -382,7 +385,8 @@ class Pruner:
         update = dynamics.Update(self.time, sparsity)
         for slot in self.slots:
             update.change(slot, masks[slot.name].movedim(0, slot.target.rows))
-        self._attached().cut()
+        self.at_rest = self.method.last(self.time)
+        self._attached().cut(self.at_rest)
         self.last_change, self.reached = self.step, sparsity
         self._history.append(update.close())
 

@@ -79,7 +79,14 @@ def build(record: type[T], kind: str, options: Mapping[str, Any]) -> T:
         if key not in fields:
             raise unknown(f"option of {kind} '{record.name}'", key, fields)  # type: ignore[attr-defined]
         check_type(key, value, hints[key])
+    missing = [f.name for f in fields.values() if required(f) and f.name not in options]
+    if missing:
+        raise PomonaError(f"{kind} '{record.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
     return record(**options)
+
+
+def required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def check_type(key: str, value: Any, hint: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -45,6 +45,13 @@ class Target:
     shape: torch.Size
     tags: frozenset[str]
     rows: int = 0  # the dimension that counts outputs: 1 where a layer stores them second
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter
+
+    @property
+    def outputs_first(self) -> torch.Size:
+        """The shape with the outputs in front, as patterns see it."""
+        rest = [size for i, size in enumerate(self.shape) if i != self.rows]
+        return torch.Size([self.shape[self.rows], *rest]) if self.shape else self.shape
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -128,10 +135,11 @@ def globs(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def matches(glob: str, target: Target) -> bool:
-    module = target.name.removesuffix(f".{target.leaf}")
+    """Whether a glob means this parameter, by any of its names or its modules' names."""
+    names = (target.name, *target.aliases)
     if target.tags & {"bias", "norm"}:
-        return fnmatchcase(target.name, glob) and glob.endswith(target.leaf)
-    return fnmatchcase(target.name, glob) or fnmatchcase(module, glob)
+        return any(fnmatchcase(name, glob) and glob.endswith(name.rpartition(".")[2]) for name in names)
+    return any(fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob) for name in names)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -165,13 +173,11 @@ def candidates(model: nn.Module) -> list[Target]:
                 tags.add("classifier")
             if {"downsample", "shortcut", "skip"} & set(prefix.split(".")):
                 tags.add("downsample")
-            if "parametrizations" in prefix.split(".") or leaf in ("weight_g", "weight_v"):
+            if "parametrizations" in prefix.split(".") or normed(module, leaf):
                 tags.add("parametrized")
             known = found.get(id(parameter))
             if known is not None:
-                found[id(parameter)] = Target(
-                    known.name, known.module, known.leaf, known.shape, known.tags | tags, known.rows
-                )
+                found[id(parameter)] = replace(known, tags=known.tags | tags, aliases=(*known.aliases, name))
             else:
                 found[id(parameter)] = Target(
                     name, module, leaf, parameter.shape, frozenset(tags), stores_outputs_second(module)
@@ -196,6 +202,12 @@ def kind(prefix: str, module: nn.Module, leaf: str, parameter: Tensor) -> str:
     if isinstance(module, (nn.Linear, nn.Bilinear)) or type(module).__name__ == "Conv1D":
         return "linear"
     return "other"
+
+
+def normed(module: nn.Module, leaf: str) -> bool:
+    """Whether it is one half of an old-style weight_norm: w_g and w_v stand for w."""
+    stem = leaf[:-2]
+    return leaf[-2:] in ("_g", "_v") and {f"{stem}_g", f"{stem}_v"} <= module._parameters.keys()
 
 
 def stores_outputs_second(module: nn.Module) -> int:
@@ -231,11 +243,22 @@ def traced_calls(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     ]
 
 
+class Quiet(torch.fx.Tracer):
+    """A tracer that leaves buffers alone."""
+
+    proxy_buffer_attributes = True
+
+
 def trace(model: nn.Module) -> torch.fx.Graph | None:
     """The model's symbolic forward, or None where it cannot be traced."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.fx.Tracer().trace(model)
+            return Quiet().trace(model)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None
+    finally:
+        for module, state in before:  # a forward may count its calls, or keep what it saw
+            vars(module).clear()
+            vars(module).update(state)

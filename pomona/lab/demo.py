@@ -150,21 +150,16 @@ def cell(method: str, sparsity: float, runs: Sequence[Mapping[str, Any]]) -> dic
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows are sparsities and columns methods: accuracy (the best of the row marked), MACs left, seconds."""
+    """Rows are sparsities, columns methods; the best of each row is marked."""
     dense, *rest = cells
-    grid = Table(title=heading(dense), title_justify="left", caption_justify="left", show_lines=True)
-    grid.caption = "★ the best of its row · below each accuracy: MACs left, seconds a run"
-    grid.add_column("sparsity", justify="right")
-    grid.add_column("params left", justify="right")
     methods = list(dict.fromkeys(c["method"] for c in rest))
-    for method in methods:
-        grid.add_column(method, justify="right", no_wrap=True)
+    grid = Table(title=heading(dense), title_justify="left", caption_justify="left", show_lines=True)
+    grid.caption = "★ the best of its row; params and MACs are what is left of them"
+    for column in ("sparsity", *methods):
+        grid.add_column(column, justify="right", no_wrap=True)
     for sparsity in dict.fromkeys(c["sparsity"] for c in rest):
         row = {c["method"]: c for c in rest if c["sparsity"] == sparsity}
-        left = next(iter(row.values()))["params_left"]
-        grid.add_row(
-            f"{sparsity:.0%}", f"{left:,}\n[dim]{left / dense['params']:.1%}[/]", *(show(row[m]) for m in methods)
-        )
+        grid.add_row(f"{100 * sparsity:g}%", *(show(row[method]) for method in methods))
     return grid
 
 
@@ -180,8 +175,9 @@ def heading(dense: Mapping[str, Any]) -> str:
 
 def show(one: Mapping[str, Any]) -> str:
     """A cell of the table."""
-    mark = f"[bold green]★ {accuracy(one)}[/]" if one["best"] else accuracy(one)
-    return f"{mark}\n[dim]{one['macs_left'] / one['macs']:.1%} · {one['seconds']:.1f} s[/]"
+    quality = f"[bold green]★ {accuracy(one)}[/]" if one["best"] else accuracy(one)
+    params, macs = one["params_left"] / one["params"], one["macs_left"] / one["macs"]
+    return f"{quality}\n[dim]{params:.1%} params\n{macs:.1%} MACs\n{one['seconds']:.1f} s[/]"
 
 
 def accuracy(one: Mapping[str, Any]) -> str:

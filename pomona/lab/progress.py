@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
 
 DRAW = 0.1  # seconds between two drawings of the bar
 MEMORY = 300  # drawings over which the speed is taken: half a minute
+
+
+class TwoLines(Progress):
+    """A progress bar with its text beneath, so that both have room."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            yield self.make_tasks_table([task])
+            yield Text(task.fields["text"], style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class Bar:
     """A live bar: epoch, loss, accuracy, sparsity, steps a second and time left."""
 
     def __init__(self, console: Console) -> None:
-        self.bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=console,
-            expand=True,
-            transient=True,
-        )
+        columns = TextColumn("{task.description}", markup=False), BarColumn(None), TextColumn("{task.fields[left]}")
+        self.bar = TwoLines(*columns, console=console, expand=True, transient=True)
         self.row: dict[str, Any] = {}  # the latest measurements
         self.steps = self.epochs = self.per_epoch = 0
         self.samples: deque[tuple[float, int]] = deque(maxlen=MEMORY)
@@ -34,7 +46,7 @@ class Bar:
     def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None:
         """Show the bar for a run of so many epochs."""
         self.epochs, self.per_epoch = total_epochs, steps_per_epoch
-        self.task = self.bar.add_task(title, total=total_epochs * steps_per_epoch, text="")
+        self.task = self.bar.add_task(title, total=total_epochs * steps_per_epoch, text="", left="")
         self.drawn = time.perf_counter()
         self.bar.start()
 
@@ -51,22 +63,27 @@ class Bar:
         if now - self.drawn >= DRAW:  # the first sample comes after those steps that a resumed run skips
             self.drawn = now
             self.samples.append((now, self.steps))
-            self.bar.update(self.task, completed=self.steps, text=self.text())
+            self.bar.update(self.task, completed=self.steps, text=self.text(), left=self.left())
 
     def epoch(self, row: Mapping[str, Any]) -> None:
         """An epoch ended, with these measurements."""
         self.row |= row
 
-    def text(self) -> str:
-        """What stands beside the bar."""
-        epoch = min(self.steps // self.per_epoch + 1, self.epochs)
-        parts = [f"epoch {epoch}/{self.epochs}", *numbers(self.row)]
+    def pace(self) -> float | None:
+        """Steps a second, once there are two samples."""
         (start, first), (end, last) = self.samples[0], self.samples[-1]
-        if last > first:
-            pace = (last - first) / (end - start)
-            left = (self.epochs * self.per_epoch - self.steps) / pace
-            parts += [f"{pace:.{0 if pace >= 10 else 1}f} steps/s", f"{clock(left)} left"]
-        return " · ".join(parts)
+        return (last - first) / (end - start) if last > first else None
+
+    def left(self) -> str:
+        """The time left, at this pace."""
+        pace = self.pace()
+        return f"{clock((self.epochs * self.per_epoch - self.steps) / pace)} left" if pace else ""
+
+    def text(self) -> str:
+        """What stands beneath the bar."""
+        epoch, pace = min(self.steps // self.per_epoch + 1, self.epochs), self.pace()
+        speed = [f"{pace:.{0 if pace >= 10 else 1}f} steps/s"] if pace else []
+        return " · ".join([f"epoch {epoch}/{self.epochs}", *numbers(self.row), *speed])
 
     def close(self) -> None:
         """Take the bar away."""
@@ -137,6 +154,30 @@ class Series:
 def reporter(console: Console) -> Bar | Lines:
     """The bar where the console is a terminal, else the lines."""
     return Bar(console) if console.is_terminal else Lines(console)
+
+
+@contextmanager
+def transfer(console: Console) -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """Who is told how a download goes (file, bytes so far, bytes in all): a bar on a terminal, nobody elsewhere."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file, total=total)
+            bar.update(tasks[file], completed=done)
+
+        yield tell
 
 
 def numbers(row: Mapping[str, Any]) -> list[str]:

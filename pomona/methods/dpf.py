@@ -8,13 +8,14 @@ from torch import Tensor
 
 from ..compressors import COMPRESSORS, Compressor
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.method import Masks, Targets, method
 from ..scores import magnitude
+from .periodic import Periodic
 
 
 @method("dpf", paper="Lin et al., ICLR 2020", weights="soft")
 @dataclass(frozen=True, kw_only=True)
-class DPF(Method):
+class DPF(Periodic):
     """Dynamic pruning with feedback, Algorithm 1.
 
     The model runs on m ⊙ w; the gradient taken there moves the dense w, so that a weight pruned too
@@ -29,21 +30,16 @@ class DPF(Method):
         super().__post_init__()
         if self.compressor is not None:
             self._set(compressor=COMPRESSORS.make(self.compressor))
-        require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
         require(0 <= self.settle < 1, f"settle is a share of training in [0, 1), got {self.settle}.")
         require(
-            self.schedule.until <= 1 - self.settle + 1e-9,
+            self.schedule.until <= self.rest + 1e-9,
             f"the sparsity would still rise (until={self.schedule.until:g}) when the mask comes to rest at "
-            f"{1 - self.settle:g} of training: lower until or settle.",
+            f"{self.rest:g} of training: lower until or settle.",
         )
 
-    def due(self, time: Time) -> bool:
-        return time.each(self.every) and time.step <= (1 - self.settle) * time.total
-
-    def asked(self, time: Time) -> float:
-        """The schedule's answer, and all of it at the last update before the mask comes to rest."""
-        last = time.step + self.every > (1 - self.settle) * time.total
-        return self.target if last else super().asked(time)
+    @property
+    def rest(self) -> float:
+        return 1 - self.settle
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)
@@ -56,3 +52,7 @@ class DPF(Method):
     def bound(self, latent: Tensor) -> None:
         if self.compressor is not None:
             self.compressor.bound(latent)
+
+    @property
+    def plain(self) -> bool:
+        return self.compressor is None

@@ -71,7 +71,8 @@ class DSR(Method):
         )
         # Free entries that were not dropped just now.
         room = {name: mask.numel() - int(targets.masks[name].sum()) for name, mask in kept.items()}
-        growth = evolve.share_out(moved, {n: float(a) for n, a in active.items()}, room)
+        left = {name: float(count) for name, count in active.items()}
+        growth = evolve.share_out(moved, left, room, evolve.quanta(self.pattern, kept))
         draws = random(targets.latent, seed=self.seed + 1 + targets.time.step)
         return {
             n: evolve.grow(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])

@@ -30,31 +30,43 @@ def forget(targets: Targets, name: str, entries: Tensor) -> None:
         targets.momentum[name].masked_fill_(entries, 0)
 
 
-def share_out(total: int, weights: Mapping[str, float], room: Mapping[str, int]) -> dict[str, int]:
+def share_out(
+    total: int, weights: Mapping[str, float], room: Mapping[str, int], quantum: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Divide `total` in proportion to `weights`, nobody above their `room`, to the last unit.
 
-    What one cannot take is offered to the others in the same proportion; whole numbers are made by
-    largest remainder, the earlier name first where two are alike.
+    What one cannot take is offered to the others in the same proportion. Everyone takes whole multiples
+    of their `quantum`, by largest remainder, the earlier name first where two are alike.
     """
     if total > sum(room.values()):
-        raise PomonaError(
-            f"{total} weights are to grow and there is room for {sum(room.values())}: lower the sparsity."
-        )
+        raise PomonaError(f"{total} weights are to grow and there is room for {sum(room.values())}: prune more.")
+    ideal = water_fill(total, weights, room)
+    step = {name: 1 if quantum is None else quantum[name] for name in weights}
+    counts = {name: int((value + 1e-9) // step[name]) * step[name] for name, value in ideal.items()}
+    while True:
+        left = total - sum(counts.values())
+        # One more step helps where it brings the sum nearer.
+        helps = [n for n in counts if step[n] < 2 * left and counts[n] + step[n] <= room[n]]
+        if not helps:
+            return counts
+        best = max(helps, key=lambda name: (ideal[name] - counts[name]) / step[name])
+        counts[best] += step[best]
+
+
+def water_fill(total: int, weights: Mapping[str, float], room: Mapping[str, int]) -> dict[str, float]:
+    """`total` in proportion to `weights`, where those that are full pass their surplus on."""
     given = dict.fromkeys(weights, 0.0)
     open_ = [name for name in weights if room[name] > 0]
-    left = float(total)
-    while left > 1e-9 and open_:
+    while open_:
+        left = total - sum(given[name] for name in weights if name not in open_)
         whole = sum(weights[name] for name in open_)
         offers = {name: left * (weights[name] / whole if whole > 0 else 1 / len(open_)) for name in open_}
-        full = [name for name in open_ if given[name] + offers[name] >= room[name]]
-        for name in full or open_:
-            given[name] = float(room[name]) if full else given[name] + offers[name]
-        left = total - sum(given.values())
+        full = [name for name in open_ if offers[name] > room[name]]
+        given |= {name: float(room[name]) for name in full} if full else offers
         open_ = [name for name in open_ if name not in full] if full else []
-    counts = {name: int(value + 1e-9) for name, value in given.items()}
-    order = sorted(weights, key=lambda name: given[name] - counts[name], reverse=True)
-    for name in order * (total + 1):
-        if sum(counts.values()) == total:
-            break
-        counts[name] += counts[name] < room[name]
-    return counts
+    return given
+
+
+def quanta(pattern: Pattern, masks: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many weights of each layer come or go together."""
+    return {name: pattern.quantum(mask.shape) for name, mask in masks.items()}

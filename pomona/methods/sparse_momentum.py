@@ -26,8 +26,8 @@ class SparseMomentum(Method):
 
     dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
 
-    rate: float = 0.5  # the part of a layer that is dropped at first; it falls to `last` along a cosine
-    last: float = 0.005
+    rate: float = 0.5  # the part of a layer that is dropped at first; it falls to `floor` along a cosine
+    floor: float = 0.005
     every: int | None = None  # steps between updates; None is an epoch
     seed: int = 0
     allocation: str = "uniform"
@@ -35,7 +35,7 @@ class SparseMomentum(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.last <= self.rate < 1, f"0 ≤ last ≤ rate < 1 is needed, got {self.last} and {self.rate}.")
+        require(0 <= self.floor <= self.rate < 1, f"0 ≤ floor ≤ rate < 1 is needed, got {self.floor} and {self.rate}.")
         require(
             self.pattern.sparsity is None,
             f"{self.pattern} fixes every layer's sparsity, and sparse_momentum moves weights between layers.",
@@ -65,13 +65,14 @@ class SparseMomentum(Method):
         # A layer grows into 99 % of its free entries at most, where the others can take the rest.
         cap = {name: math.floor(0.99 * free) for name, free in room.items()}
         total = targets.memory["kept"] - sum(active.values())
-        growth = evolve.share_out(total, shares, cap if sum(cap.values()) >= total else room)
+        room = cap if sum(cap.values()) >= total else room
+        growth = evolve.share_out(total, shares, room, evolve.quanta(self.pattern, kept))
         return {n: evolve.grow(self.pattern, momentum[n], mask, active[n] + growth[n]) for n, mask in kept.items()}
 
     def dropped(self, mask: Tensor, share: float, targets: Targets) -> int:
         """⌈p · active⌉, where a nearly dense layer that still grows drops no more than its zeros."""
         time = targets.time
-        rate = self.last + (self.rate - self.last) * (1 + math.cos(math.pi * time.step / time.total)) / 2
+        rate = self.floor + (self.rate - self.floor) * (1 + math.cos(math.pi * time.step / time.total)) / 2
         active = int(mask.sum())
         sparsity = 1 - active / mask.numel()
         if sparsity < 0.2 and share > 1 / len(targets.masks):

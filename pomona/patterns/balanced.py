@@ -50,6 +50,10 @@ class Balanced(Pattern):
             f"pad=True fills the last block up, or leave the layer out with exclude=['{name}']."
         )
 
+    def quantum(self, shape: torch.Size) -> int:
+        rows, columns = matrix(shape)
+        return rows * math.ceil(columns / self.width(columns))
+
     def pruned(self, sparsity: float, width: int) -> int:
         """How many of a block's weights go: round half up, one at least is kept."""
         return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)

@@ -30,6 +30,10 @@ class Pattern(ABC):
     def check(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
         """Refuse a tensor that the pattern does not fit."""
 
+    def quantum(self, shape: torch.Size) -> int:
+        """How many weights of a tensor come or go together: its count of kept weights moves in such steps."""
+        return 1
+
     @abstractmethod
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         """One mask a tensor, true where kept, that together have the sparsity nearest to the one asked for."""

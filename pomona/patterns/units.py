@@ -25,10 +25,14 @@ class Units(Pattern):
     def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A view of the tensor, and the dimensions of that view that one unit spans."""
 
+    def quantum(self, shape: torch.Size) -> int:
+        view, inner = self.split(shape)
+        return math.prod(view[dim] for dim in inner)
+
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         views = [self.split(s.shape) for s in scores]
         units = [self.reduce(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
-        sizes = [s.numel() // max(u.numel(), 1) for s, u in zip(scores, units, strict=True)]
+        sizes = [self.quantum(s.shape) for s in scores]
         kept = keep_units(units, sizes, sparsity)
         return [
             k.expand(view).reshape(s.shape).contiguous() for k, s, (view, _) in zip(kept, scores, views, strict=True)
@@ -36,7 +40,8 @@ class Units(Pattern):
 
     def reduce(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
         """The norm of the scores over each unit; a unit with nothing but −inf stays −inf."""
-        norm = torch.linalg.vector_norm(score.clamp(min=0), self.norm, inner, keepdim=True)
+        wide = torch.promote_types(score.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(score.clamp(min=0), self.norm, inner, keepdim=True, dtype=wide)
         return norm.masked_fill((score == -torch.inf).all(dim=inner, keepdim=True), -torch.inf)
 
 
@@ -77,9 +82,10 @@ class Block(Units):
     norm: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        whole = all(isinstance(side, int) and side >= 1 for side in self.shape)
-        require(len(self.shape) == 2 and whole, f"a block needs a shape (h, w) ≥ 1, got {self.shape}.")
+        sides = tuple(self.shape) if isinstance(self.shape, (tuple, list)) else ()
+        whole = len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
+        require(whole, f"a block needs a shape (h, w) of whole numbers ≥ 1, got {self.shape}.")
+        object.__setattr__(self, "shape", sides)
         check_norm(self.norm)
 
     def check(self, name: str, shape: torch.Size) -> None:

@@ -54,7 +54,9 @@ def make_model(name: str, seed: int = 0) -> Net:
     return model
 
 
-def begin(name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any) -> tuple[Net, Any, pm.Pruner]:
+def begin(
+    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any
+) -> tuple[Net, Any, pm.Pruner]:
     model = make_model(name)
     optimizer = make(model)
     return model, optimizer, make_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
@@ -167,11 +169,20 @@ def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "masks": pruner.masks()}
 
 
+WAYS = [
+    (sgd, order, way, 17)
+    for order in ("model first", "model last", "model before attach")
+    for way in ("pruner", "optimizer")
+]
+MORE = [
+    (adam, "model first", "optimizer", 18),
+    (sgd, "model last", "optimizer", 0),
+    (adam, "model first", "optimizer", 37),
+]
+
+
 @every_method
-@every_optimizer
-@pytest.mark.parametrize("order", ["model first", "model last", "model before attach"])
-@pytest.mark.parametrize("way", ["pruner", "optimizer"])
-@pytest.mark.parametrize("stop", [0, 17, 32])
+@pytest.mark.parametrize(("make", "order", "way", "stop"), WAYS + MORE)
 def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str, stop: int) -> None:
     model, optimizer, pruner = begin(name, make=make)
     train(model, optimizer, range(stop))

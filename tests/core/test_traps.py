@@ -72,6 +72,40 @@ def test_soft_methods_leave_the_dense_gradient() -> None:
     assert torch.equal(gradient, before)
 
 
+def test_pruned_filters_of_a_soft_method_keep_learning() -> None:
+    model, _, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5))
+    loss_at(model, 0).backward()
+    for name, mask in pruner.masks().items():
+        gone = ~mask.flatten(1).any(1)
+        assert gone.any()
+        assert model.get_parameter(name).grad[gone].any(), f"nothing reaches the pruned filters of {name}"
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "make", [soft, hard, lambda **o: pm.SFP(**o, every=4), lambda **o: pm.DPF(**o, every=4, settle=0.0)]
+)
+def test_a_removed_filter_leaks_nothing_after_finish(make: Callable[..., pm.Pruner], early: bool) -> None:
+    model, optimizer, pruner = attached(make(pattern=pm.Filter(), sparsity=0.5), total=16)
+    train(model, optimizer, range(6 if early else 16))
+    with silence():
+        pruner.finish()
+    gone = ~pruner.masks()["conv1.weight"].flatten(1).any(1)
+    assert gone.any()
+    for vector in (model.conv1.bias, model.norm.weight, model.norm.bias):
+        assert not vector[gone].any()
+        assert vector[~gone].any()
+
+
+def test_a_compressor_leaves_biases_and_norms_alone() -> None:
+    model, optimizer, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5, compressor=pm.Binary()), total=16)
+    train(model, optimizer, range(16))
+    pruner.finish()
+    assert set(model.conv1.weight.unique().tolist()) == {-1, 0, 1}
+    assert not set(model.norm.weight.tolist()) <= {-1, 0, 1}
+    assert not set(model.conv1.bias.tolist()) <= {-1, 0, 1}
+
+
 def test_hard_methods_mask_the_gradient_before_clipping_sees_it() -> None:
     model, optimizer, pruner = attached(hard())
     loss_at(model, 0).backward()
@@ -143,7 +177,9 @@ def test_attach_with_a_cut_clears_old_momentum() -> None:
 # ---- closures
 
 
-def closure_of(model: nn.Module, optimizer: Optimizer, step: int, seen: list[Any] | None = None) -> Callable[[], Tensor]:
+def closure_of(
+    model: nn.Module, optimizer: Optimizer, step: int, seen: list[Any] | None = None
+) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = loss_at(model, step)
@@ -528,7 +564,9 @@ def test_compiled_models_are_pruned(kind: Callable[..., pm.Pruner], backend: str
 @both
 @pytest.mark.parametrize("cls", [SGD, Sub])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_steps_still_fire_the_hooks(kind: Callable[..., pm.Pruner], cls: type[Optimizer], backend: str) -> None:
+def test_compiled_steps_still_fire_the_hooks(
+    kind: Callable[..., pm.Pruner], cls: type[Optimizer], backend: str
+) -> None:
     torch._dynamo.reset()
     make_as(SGD)(Net())
     model, optimizer, pruner = attached(kind(), make=make_as(cls))
@@ -815,7 +853,10 @@ def bad_attaches() -> dict[str, tuple[Callable[[Net, Optimizer], Any], str]]:
         "no steps": (lambda m, o: soft().attach(m, o), "needs total_steps"),
         "steps": (lambda m, o: soft().attach(m, o, total_steps=0), "got 0"),
         "glob": (lambda m, o: soft(exclude="conv3").attach(m, o, total_steps=9), "did you mean 'conv"),
-        "shape": (lambda m, o: soft(pattern=pm.NM(5, 8), sparsity=None).attach(m, o, total_steps=9), "groups of 8 do not divide"),
+        "shape": (
+            lambda m, o: soft(pattern=pm.NM(5, 8), sparsity=None).attach(m, o, total_steps=9),
+            "groups of 8 do not divide",
+        ),
         "nothing": (lambda m, o: soft(exclude="*").attach(m, o, total_steps=9), "nothing to prune"),
         "optimizer": (lambda m, o: soft().attach(m, SGD([m.head.weight]), total_steps=9), "in no attached optimizer"),
         "no optimizer": (lambda m, o: soft().attach(m, 3, total_steps=9), "needs a torch.optim.Optimizer, got int"),

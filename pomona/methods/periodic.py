@@ -1,0 +1,33 @@
+"""Methods that take a new mask every few steps until it comes to rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.errors import require
+from ..core.method import Method, Time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periodic(Method):
+    """An update every `every` steps; at the last one all of the sparsity is asked for."""
+
+    every: int = 16  # steps between mask updates
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
+
+    @property
+    def rest(self) -> float:
+        """The share of training after which the mask does not change any more."""
+        return 1.0
+
+    def due(self, time: Time) -> bool:
+        return time.each(self.every) and time.step <= self.rest * time.total
+
+    def last(self, time: Time) -> bool:
+        return time.step + self.every > self.rest * time.total
+
+    def asked(self, time: Time) -> float:
+        return self.target if self.last(time) else super().asked(time)

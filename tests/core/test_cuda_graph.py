@@ -1,0 +1,129 @@
+"""A captured step and `tick` are the eager step. Runs under pytest, or as a script where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pomona as pm
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.gpu
+except ImportError:
+    pytest = None  # type: ignore[assignment]
+
+STEPS, WARM = 40, 3
+
+METHODS: dict[str, Callable[[], pm.Pruner]] = {
+    "dpf": lambda: pm.DPF(sparsity=0.9, every=4),
+    "dpf filters": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter()),
+    "dpf balanced": lambda: pm.DPF(sparsity=0.75, every=4, pattern=pm.Balanced(block=12)),
+    "dpf 2:4 quantized": lambda: pm.DPF(every=4, pattern=pm.NM(2, 4), allocation="uniform", compressor=pm.Quantize(4)),
+    "incremental": lambda: pm.Incremental(sparsity=0.9, every=4),
+    "oneshot": lambda: pm.OneShot(sparsity=0.9, at=0.5),
+}
+
+
+def build(method: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, pm.Pruner]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24 * 9, 10),
+    ).cuda()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused
+    )
+    return model, optimizer, METHODS[method]().attach(model, optimizer, total_steps=STEPS)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(STEPS, 16, 4, 8, 8, generator=generator).cuda(), torch.randint(
+        10, (STEPS, 16), generator=generator
+    ).cuda()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def eager(method: str, fused: bool) -> dict[str, Any]:
+    model, optimizer, pruner = build(method, fused)
+    images, labels = data()
+    for x, y in zip(images, labels, strict=True):
+        step(model, optimizer, x, y)
+    return result(model, pruner)
+
+
+def captured(method: str, fused: bool) -> dict[str, Any]:
+    model, optimizer, pruner = build(method, fused)
+    images, labels = data()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x, y in zip(images[:WARM], labels[:WARM], strict=True):
+            step(model, optimizer, x, y)
+    torch.cuda.current_stream().wait_stream(side)
+
+    x, y = images[0].clone(), labels[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model, optimizer, x, y)
+    assert pruner.step == WARM, "a captured step is recorded, not taken"
+    for index in range(WARM, STEPS):
+        x.copy_(images[index])
+        y.copy_(labels[index])
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pruner.tick()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return result(model, pruner)
+
+
+def result(model: nn.Module, pruner: pm.Pruner) -> dict[str, Any]:
+    pruner.finish()
+    masks = {name: mask.cpu() for name, mask in pruner.masks().items()}
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    for name, mask in masks.items():
+        assert not weights[name][~mask].any()
+    return {"masks": masks, "weights": weights, "history": pruner.history}
+
+
+def compare(method: str, fused: bool) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    one, other = eager(method, fused), captured(method, fused)
+    assert [r["step"] for r in one["history"]] == [r["step"] for r in other["history"]]
+    for kind in ("masks", "weights"):
+        for name, value in one[kind].items():
+            assert torch.equal(value, other[kind][name]), f"{method}: {kind} of {name} differ"
+
+
+if pytest is not None:
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_a_captured_step_is_the_eager_step(method: str, fused: bool) -> None:
+        compare(method, fused)
+
+
+if __name__ == "__main__":
+    for name in METHODS:
+        for choice in (False, True):
+            compare(name, choice)
+            print(f"{name}, fused={choice}: the captured step is the eager step, bit for bit")

@@ -1,0 +1,120 @@
+"""Data parallel training over two gloo processes is training in one, with the same global batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import Net, batch, obeys, same, sgd
+from torch import distributed, multiprocessing, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import pomona as pm
+
+STEPS = 24
+
+METHODS: dict[str, Callable[[], pm.Pruner]] = {
+    "dpf": lambda: pm.DPF(sparsity=0.8, every=4),
+    "dpf filters": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter()),
+    "incremental": lambda: pm.Incremental(sparsity=0.8, every=4),
+}
+
+
+class Small(nn.Module):
+    """Without batch norm, whose statistics are each rank's own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        net = Net(seed)
+        self.conv1, self.conv2, self.hidden, self.head = net.conv1, net.conv2, net.hidden, net.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x)))).mean((2, 3))
+        return self.head(F.relu(self.hidden(x)))
+
+
+def join(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+
+
+def run(method: str, seed: int, rank: int | None, attach_first: bool = False) -> dict[str, Any]:
+    """Train on the whole batch, or on a rank's half of it."""
+    model = plain = Small(seed).double()
+    pruner = METHODS[method]()
+    optimizer = sgd(plain)
+    if attach_first:
+        pruner.attach(plain, optimizer, total_steps=STEPS)
+    if rank is not None:
+        model = DistributedDataParallel(plain)
+    if not attach_first:
+        pruner.attach(model, optimizer, total_steps=STEPS)
+    for step in range(STEPS):
+        x, y = batch(step, size=8)
+        if rank is not None:
+            x, y = x[rank::2], y[rank::2]
+        assert obeys(plain, pruner)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    masks = {name: mask.clone() for name, mask in pruner.masks().items()}
+    pruner.finish()
+    return {"masks": masks, "weights": plain.state_dict(), "history": [r["step"] for r in pruner.history]}
+
+
+def worker(rank: int, folder: str) -> None:
+    join(rank, folder)
+    results = {}
+    for method in METHODS:
+        results[method] = run(method, seed=rank, rank=rank)  # rank 0 wins
+        results[f"{method}, attached first"] = run(method, seed=rank, rank=rank, attach_first=True)
+    torch.save(results, f"{folder}/{rank}.pt")
+
+    model = nn.Sequential(nn.Linear(4, 4 + 4 * rank), nn.Linear(4 + 4 * rank, 2))  # another on each rank
+    optimizer = sgd(model)
+    pm.DPF(sparsity=0.5).attach(model, optimizer, total_steps=STEPS)
+    model(torch.ones(2, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except pm.PomonaError as error:
+        Path(folder, f"{rank}.txt").write_text(str(error))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=worker, args=(rank, str(folder))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()  # where the other rank died, this one waits for ever
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", ["", ", attached first"])
+def test_two_processes_are_one(folder: Path, method: str, order: str) -> None:
+    one = run(method, seed=0, rank=None)
+    ranks = [torch.load(folder / f"{rank}.pt")[method + order] for rank in range(2)]
+    assert same(ranks[0], ranks[1])
+    for rank in ranks:
+        assert rank["history"] == one["history"]
+        assert same(rank["masks"], one["masks"])
+        for name, weight in one["weights"].items():
+            assert torch.allclose(rank["weights"][name], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_different_models_are_refused(folder: Path, rank: int) -> None:
+    assert "the ranks prune different layers" in (folder / f"{rank}.txt").read_text()

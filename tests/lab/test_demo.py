@@ -1,0 +1,177 @@
+"""The demo: that it is made of ordinary runs, what it says about them, and its picture."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import statistics
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pomona.cli import main
+from pomona.core.errors import PomonaError
+from pomona.lab import demo, plot
+from pomona.lab.demo import FULL, METHODS, QUICK, Plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a quick demo, made by the command line beside what is not its own."""
+    out = tmp_path_factory.mktemp("demo")
+    (out / "notes.txt").write_text("mine")
+    (out / "my-run").mkdir()
+    assert main(["demo", "--quick", "--out", str(out), "--seed", "3"]) == 0
+    return out
+
+
+@pytest.fixture
+def result(quick: Path) -> dict:
+    return json.loads((quick / "demo.json").read_text())
+
+
+def summary(accuracy: float, **values) -> dict:
+    """What a run reports, as far as the demo reads it."""
+    counts = {"params": 100, "nonzeros": 20, "macs": 1000, "macs_left": 300}
+    return {"model": "m", "data": "d", "epoch": 4, "seed": 0, "accuracy": accuracy, "seconds": 1.0} | counts | values
+
+
+def render(table) -> str:
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_every_cell_has_the_same_training():
+    recipes = FULL.recipes()
+    assert len(recipes) == (1 + 4 * 4) * FULL.seeds
+    cells = {(r.method["name"], r.method.get("sparsity")) for r in recipes}
+    assert cells == {("dense", None)} | {(m, s) for m in METHODS for s in (0.8, 0.9, 0.95, 0.98)}
+    assert set(METHODS) == {"oneshot", "incremental", "random", "dpf"}
+    first = recipes[0]
+    for recipe in recipes:
+        changed = {difference.split(":")[0].split(".")[0] for difference in recipe.differences(first)}
+        assert changed <= {"method", "seed"}
+    assert len({recipe.name for recipe in recipes}) == len(recipes)
+
+
+def test_the_cells_are_the_means_of_the_runs(quick, result):
+    assert len(result["cells"]) == 1 + len(QUICK.sparsities) * len(METHODS)
+    for cell in result["cells"]:
+        share = f"-{100 * cell['sparsity']:g}" if cell["sparsity"] else ""
+        run = json.loads((quick / f"{cell['method']}{share}-seed3" / "summary.json").read_text())
+        assert (cell["mean"], cell["seconds"], cell["macs_left"]) == (run["accuracy"], run["seconds"], run["macs_left"])
+        assert (cell["std"], cell["runs"], cell["paper"]) == (None, 1, None)
+        assert cell["setting"] == {"data": "digits", "epochs": QUICK.epochs, "seeds": [3]}
+        # 32,400 weights are to be pruned; a few more parameters may be zero: biases of norms after a dead filter.
+        zeros = cell["params"] - cell["params_left"]
+        assert 0 <= zeros - round(cell["sparsity"] * 32_400) <= 144
+        assert cell["macs_left"] <= cell["macs"]
+
+
+def test_dense_learns_and_so_do_the_pruned(result):
+    accuracy = {(cell["method"], cell["sparsity"]): cell["mean"] for cell in result["cells"]}
+    assert accuracy["dense", 0.0] > 95
+    assert all(value > 90 for (_, sparsity), value in accuracy.items() if sparsity == 0.8)
+
+
+def test_a_second_demo_replaces_its_own_runs_and_nothing_else(quick, capsys):
+    stale = quick / "dense-seed3" / "stale"
+    stale.write_text("of the first demo")
+    plan = Plan(sparsities=(), epochs=1, seeds=1)
+    demo.clear(quick, [recipe.name for recipe in plan.recipes(3)])
+    assert not stale.parent.exists()
+    assert (quick / "notes.txt").read_text() == "mine"
+    assert (quick / "my-run").is_dir()
+    assert (quick / "dpf-80-seed3").is_dir()
+
+
+def test_what_is_no_run_of_a_demo_is_not_removed(tmp_path):
+    (tmp_path / "random-80-seed0").mkdir()
+    (tmp_path / "random-80-seed0" / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())  # of another run
+    ours = tmp_path / "dense-seed0"
+    ours.mkdir()
+    (ours / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())
+    with pytest.raises(PomonaError, match=r"random-80-seed0' is in the way"):
+        demo.run(tmp_path, QUICK)
+    assert ours.is_dir()
+
+
+def test_cells_average_over_seeds_and_mark_the_best():
+    plan = Plan(sparsities=(0.8,), epochs=4, seeds=2)
+    accuracies = {"dense": (99, 98), "oneshot": (90, 94), "incremental": (95, 97), "random": (80, 80), "dpf": (96, 96)}
+    recipes = plan.recipes()
+    runs = [summary(accuracies[r.method["name"]][r.seed], seed=r.seed, seconds=1.0 + r.seed) for r in recipes]
+    cells = {cell["method"]: cell for cell in demo.cells(recipes, runs)}
+    assert [method for method, cell in cells.items() if cell["best"]] == ["dense", "incremental", "dpf"]  # a tie
+    assert (cells["oneshot"]["mean"], cells["oneshot"]["std"]) == (92, statistics.stdev([90, 94]))
+    assert (cells["oneshot"]["runs"], cells["oneshot"]["setting"]["seeds"]) == (2, [0, 1])
+    assert cells["oneshot"]["seconds"] == 1.5
+    text = render(demo.table(list(cells.values())))
+    dense, row = (next(line for line in text.splitlines() if word in line) for word in ("dense: ", "80%"))
+    assert "98.50" in dense
+    assert "100 parameters · 1,000 MACs" in dense
+    assert re.findall(r"(★?) ([\d.]+) ±", row) == [("", "92.00"), ("★", "96.00"), ("", "80.00"), ("★", "96.00")]
+    assert all(text.count(words) == len(METHODS) for words in ("20.0% params", "30.0% MACs", " 1.5 s │"))
+
+
+def test_one_thread_is_given_back():
+    before = torch.get_num_threads()
+    with demo.one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_picture_has_a_line_a_method_and_a_dashed_one_for_dense(quick, result):
+    root = ElementTree.fromstring((quick / "demo.svg").read_text())
+    lines = root.findall(f"{SVG}polyline")
+    assert len(lines) == len(METHODS)
+    dashed = [line for line in root.findall(f"{SVG}line") if line.get("stroke-dasharray")]
+    assert len(dashed) == 1
+    words = [element.text for element in root.findall(f"{SVG}text")]
+    for method in METHODS:
+        last = next(c for c in result["cells"] if (c["method"], c["sparsity"]) == (method, 0.95))
+        assert f"{method}  {last['mean']:.1f}" in words
+    # Height in the picture is accuracy: the affine map through all points must be one and the same.
+    points = [float(pair.split(",")[1]) for line in lines for pair in line.get("points").split()]
+    values = [c["mean"] for method in METHODS for c in result["cells"] if c["method"] == method]
+    points, values = [*points, float(dashed[0].get("y1"))], [*values, result["cells"][0]["mean"]]
+    low, high = min(range(len(values)), key=values.__getitem__), max(range(len(values)), key=values.__getitem__)
+    slope = (points[high] - points[low]) / (values[high] - values[low])
+    assert slope < 0
+    for point, value in zip(points, values, strict=True):
+        assert point == pytest.approx(points[low] + slope * (value - values[low]), abs=0.11)
+
+
+def test_the_picture_escapes_names():
+    svg = plot.chart({"a<b&c": [(0.5, 90.0), (0.9, 80.0)]}, title="x < y")
+    words = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert "a<b&c  80.0" in words
+    assert "x < y" in words
+
+
+@given(st.lists(st.floats(0, 300), min_size=1, max_size=8).map(sorted))
+def test_labels_are_spread_and_stay_in_order(places):
+    moved = plot.spread(places, 17, 0, 300)
+    assert all(after - before >= 17 - 1e-9 for before, after in itertools.pairwise(moved))
+    assert moved[0] >= -1e-9
+    assert moved[-1] <= 300
+    if all(after - before >= 17 for before, after in itertools.pairwise(places)):
+        assert moved == places
+
+
+@given(st.floats(0, 100), st.floats(0, 100))
+def test_scale_holds_the_values_between_round_limits(a, b):
+    low, high, unit = plot.scale(min(a, b), max(a, b))
+    assert low <= min(a, b) <= max(a, b) <= high
+    assert low < high
+    assert (high - low) / unit <= 8

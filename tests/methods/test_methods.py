@@ -1,0 +1,251 @@
+"""What each method does, and what its options refuse."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import TARGETS, Net, attached, obeys, same, sgd, train
+from torch import Tensor, nn
+
+import pomona as pm
+from pomona.methods import METHODS, pruner
+
+
+def updates(pruner: pm.Pruner) -> list[int]:
+    return [record["step"] for record in pruner.history]
+
+
+def copied(pruner: pm.Pruner) -> dict[str, Tensor]:
+    return {name: mask.clone() for name, mask in pruner.masks().items()}
+
+
+# ---- one-shot
+
+
+@pytest.mark.parametrize(("at", "cut"), [(0.0, 0), (0.5, 10), (1.0, 20)])
+def test_oneshot_cuts_once(at: float, cut: int) -> None:
+    model, optimizer, pruner = attached(pm.OneShot(sparsity=0.75, at=at), total=20)
+    dense = Net().double()
+    plain = sgd(dense)
+    for step in range(20):
+        assert pruner.sparsity() == (0.75 if step >= cut and cut < 20 else 0.0)
+        train(model, optimizer, [step])
+        if step < cut - 1:  # until then it is the dense training
+            train(dense, plain, [step])
+            assert same(model.state_dict(), dense.state_dict())
+    pruner.finish()
+    assert updates(pruner) == [cut]
+    assert obeys(model, pruner)
+
+
+def test_oneshot_keeps_the_largest_of_the_moment() -> None:
+    model = Net().double()
+    weights = torch.cat([model.get_parameter(name).detach().abs().flatten() for name in TARGETS])
+    pruner = pm.OneShot(sparsity=0.9).attach(model, sgd(model))  # at = 0 needs no total_steps
+    threshold = weights.sort(descending=True).values[len(weights) - round(0.9 * len(weights))]
+    kept = torch.cat([m.flatten() for m in pruner.masks().values()])
+    assert torch.equal(kept, weights > threshold)
+
+
+# ---- incremental
+
+
+def test_incremental_rises_along_its_schedule() -> None:
+    model, optimizer, pruner = attached(pm.Incremental(sparsity=0.75, every=5, schedule=pm.Linear(until=1.0)), total=20)
+    reached = []
+    for step in range(20):
+        reached.append(pruner.sparsity())
+        train(model, optimizer, [step])
+    assert reached[::5] == pytest.approx([0, 0.1875, 0.375, 0.5625], abs=1e-3)
+    assert pruner.sparsity() == 0.75
+    assert updates(pruner) == [0, 5, 10, 15, 20]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([pm.Unstructured(), pm.Balanced(block=4), pm.Block((2, 2)), pm.Kernel(), pm.Filter(), pm.NM(1, 4)]),
+    st.sampled_from(["global", "uniform", "erk"]),
+    st.integers(0, 999),
+)
+def test_incremental_never_brings_a_weight_back(pattern: Any, allocation: str, seed: int) -> None:
+    """Whatever happens to the weights in between, exact zeros among the kept ones included."""
+    if isinstance(pattern, pm.NM) and allocation == "erk":
+        allocation = "uniform"
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Conv2d(4, 6, 1), nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = pm.Incremental(sparsity=None if pattern.sparsity else 0.8, every=1, pattern=pattern, allocation=allocation)
+    pruner.attach(model, optimizer, total_steps=12)
+    before = copied(pruner)
+    for _ in range(12):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * 5
+        with torch.no_grad():
+            for name in before:
+                weight = model.get_parameter(name)
+                weight *= torch.rand(weight.shape, generator=generator) > 0.3
+        optimizer.step()
+        now = copied(pruner)
+        assert not any((now[name] & ~before[name]).any() for name in now)
+        before = now
+    pruner.finish()
+
+
+# ---- random
+
+
+def test_random_is_reproducible_and_blind_to_the_weights() -> None:
+    one, two = attached(pm.Random(sparsity=0.75)), attached(pm.Random(sparsity=0.75), seed=9)
+    other = attached(pm.Random(sparsity=0.75, seed=1))
+    assert same(one[2].masks(), two[2].masks())
+    assert not same(one[2].masks(), other[2].masks())
+    before = copied(one[2])
+    state = torch.get_rng_state()
+    pm.Random(sparsity=0.5).attach(Net(), sgd(Net()), total_steps=2) if False else None
+    train(*one[:2], range(20))
+    assert same(one[2].masks(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert one[2].sparsity() == 0.75
+
+
+def test_random_leaves_the_global_generator_alone() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    state = torch.get_rng_state()
+    pm.Random(sparsity=0.5).attach(model, optimizer)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- DPF
+
+
+def test_dpf_updates_every_p_steps_until_it_rests() -> None:
+    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=16, settle=0.1), total=100)
+    for step in range(100):
+        before = copied(pruner)
+        train(model, optimizer, [step])
+        moved = not same(before, pruner.masks())
+        assert not moved or ((step + 1) % 16 == 0 and step + 1 <= 90)
+    assert updates(pruner) == [0, 16, 32, 48, 64, 80]
+    pruner.finish()
+    assert updates(pruner) == [0, 16, 32, 48, 64, 80]
+
+
+def test_dpf_as_printed_moves_until_the_last_step() -> None:
+    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=10, settle=0.0), total=40)
+    train(model, optimizer, range(40))
+    assert updates(pruner) == [0, 10, 20, 30, 40]
+
+
+def test_dpf_with_epochs_asks_for_more_at_their_start() -> None:
+    model = Net().double()
+    optimizer = sgd(model)
+    pruner = pm.DPF(sparsity=0.75, every=4).attach(model, optimizer, total_steps=40, steps_per_epoch=10)
+    train(model, optimizer, range(40))
+    asked = {record["step"]: record["sparsity"] for record in pruner.history}
+    shares = [1 - (1 - min(epoch / 3, 1)) ** 3 for epoch in range(4)]
+    assert asked == pytest.approx({step: 0.75 * shares[step // 10] for step in range(0, 37, 4)})
+
+
+def test_dpf_brings_weights_back() -> None:
+    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=2, settle=0.0, schedule="constant"), total=40)
+    before = copied(pruner)
+    train(model, optimizer, range(40))
+    assert any((mask & ~before[name]).any() for name, mask in pruner.masks().items())
+    assert pruner.sparsity() == 0.75
+
+
+@pytest.mark.parametrize("make", [pm.DPF, pm.Incremental])
+@pytest.mark.parametrize("total", [1, 3, 7, 16, 17, 30, 100])
+@pytest.mark.parametrize("steps_per_epoch", [None, 6])
+def test_the_final_sparsity_is_reached_by_training(make: Any, total: int, steps_per_epoch: int | None) -> None:
+    """finish() warns where it has to cut the rest, and a warning fails the test."""
+    model = Net().double()
+    optimizer = sgd(model)
+    pruner = make(sparsity=0.75).attach(model, optimizer, total_steps=total, steps_per_epoch=steps_per_epoch)
+    train(model, optimizer, range(total))
+    assert pruner.sparsity() == 0.75
+    pruner.finish()
+
+
+def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
+    with pytest.raises(pm.PomonaError, match=r"still rise \(until=0\.95\) when the mask comes to rest at 0\.9"):
+        pm.DPF(schedule=pm.Cubic(until=0.95))
+    pm.DPF(schedule=pm.Cubic(until=0.95), settle=0.05)
+    pm.DPF(schedule=pm.Cubic(until=0.9))
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsty": 0.5}, "unknown option of method 'dpf' 'sparsty': did you mean 'sparsity'"),
+        ({"sparsity": 1.0}, r"must lie in \[0, 1\), got 1\.0"),
+        ({"sparsity": -0.1}, r"must lie in \[0, 1\), got -0\.1"),
+        ({"sparsity": float("nan")}, "must lie in"),
+        ({"sparsity": "0.9"}, "sparsity takes float or nothing, got '0.9'"),
+        ({"sparsity": True}, "sparsity takes float"),
+        ({"every": 0}, "must be ≥ 1, got 0"),
+        ({"every": 2.5}, "every takes int, got 2.5"),
+        ({"settle": 1.0}, r"in \[0, 1\), got 1\.0"),
+        ({"pattern": "filtr"}, "unknown pattern 'filtr': did you mean 'filter'"),
+        ({"pattern": 3}, "3 is no pattern"),
+        ({"pattern": pm.NM(2, 4), "sparsity": 0.9}, "fixes the sparsity at 0.5, got 0.9"),
+        ({"schedule": "cubics"}, "did you mean 'cubic'"),
+        ({"include": 3}, "include"),
+        ({"exclude": [3]}, "exclude"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pm.PomonaError, match=message):
+        pm.DPF(**options)
+
+
+def test_unknown_methods() -> None:
+    with pytest.raises(pm.PomonaError, match="unknown method 'dfp': did you mean 'dpf'"):
+        pruner("dfp(sparsity=0.9)")
+
+
+def test_a_pattern_that_fixes_the_sparsity_sets_it() -> None:
+    assert pm.DPF(pattern=pm.NM(1, 4)).method.target == 0.75
+    assert pm.DPF(pattern=pm.NM(1, 4), sparsity=0.75).method.target == 0.75
+    assert pm.DPF().method.target == 0.9
+
+
+def test_methods_have_three_spellings() -> None:
+    method = pm.DPF(sparsity=0.8, pattern=pm.Balanced(block=4), include=["conv*"]).method
+    spelt = {"name": "dpf", "sparsity": 0.8, "pattern": {"name": "balanced", "block": 4}, "include": "conv*"}
+    assert pruner(spelt).method == method
+    assert pruner("dpf(sparsity=0.8, pattern='balanced(block=4)', include='conv*')").method == method
+    assert pruner(method).method is method
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_has_a_face(name: str) -> None:
+    """`pm.DPF` and the like say what they take and where it is from."""
+    record = METHODS[name]
+    face = getattr(pm, record.__name__)
+    signature = inspect.signature(face)
+    assert face.__doc__ == record.__doc__
+    assert record.__doc__
+    assert record.paper
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in signature.parameters.values())
+    assert isinstance(face(), pm.Pruner)
+    assert {"pattern", "include", "exclude"} <= set(signature.parameters)
+    with pytest.raises(pm.PomonaError, match="unknown option"):
+        face(nonsense=1)
+
+
+def test_the_signature_shows_the_defaults() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(pm.DPF).parameters.items()}
+    assert (defaults["every"], defaults["settle"], defaults["schedule"]) == (16, 0.1, pm.Cubic())
+    assert "schedule" not in inspect.signature(pm.OneShot).parameters
+    assert "DPF" in repr(pm.DPF())
+    assert "not attached" in repr(pm.DPF())

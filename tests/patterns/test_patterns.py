@@ -1,0 +1,321 @@
+"""Hand-worked masks for every pattern, and what must hold for any scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pomona as pm
+from pomona.patterns import PATTERNS, Pattern, matrix
+
+INF = math.inf
+
+
+def masks(pattern: Pattern, sparsity: float, *scores: Sequence) -> list[list]:
+    """Masks as lists of zeros and ones."""
+    return [m.int().tolist() for m in pattern.masks([torch.tensor(s, dtype=torch.float64) for s in scores], sparsity)]
+
+
+# ---- by hand
+
+
+def test_unstructured() -> None:
+    assert masks(pm.Unstructured(), 0.5, [[4.0, 1, 3], [2, 5, 6]]) == [[[1, 0, 0], [0, 1, 1]]]
+    assert masks(pm.Unstructured(), 0.5, [[4.0, 1]], [[3.0, 2]]) == [[[1, 0]], [[1, 0]]]  # one threshold for both
+    assert masks(pm.Unstructured(), 0.5, [[9.0, 8]], [[3.0, 2]]) == [[[1, 1]], [[0, 0]]]
+    assert masks(pm.Unstructured(), 0.0, [[0.0, -INF]]) == [[[1, 1]]]
+
+
+def test_of_equal_scores_the_first_are_kept() -> None:
+    assert masks(pm.Unstructured(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
+    assert masks(pm.Filter(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
+    assert masks(pm.Balanced(block=2), 0.5, [[1.0, 1, 1, 1]]) == [[[1, 0, 1, 0]]]
+    assert masks(pm.Filter(), 0.5, [[1.0]], [[1.0]]) == [[[1]], [[0]]]
+
+
+def test_balanced_keeps_the_same_in_every_block() -> None:
+    rows = [[1.0, 2, 8, 7], [5, 6, 3, 4]]
+    assert masks(pm.Balanced(block=2), 0.5, rows) == [[[0, 1, 1, 0], [0, 1, 0, 1]]]
+    assert masks(pm.Balanced(blocks=1), 0.5, rows) == [[[0, 0, 1, 1], [1, 1, 0, 0]]]
+    assert masks(pm.Balanced(blocks=2), 0.5, rows) == masks(pm.Balanced(block=2), 0.5, rows)
+    convolution = torch.tensor(rows, dtype=torch.float64).view(2, 1, 2, 2)
+    assert pm.Balanced(block=2).masks([convolution], 0.5)[0].view(2, 4).int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("width", "sparsity", "pruned"),
+    [
+        (4, 0.5, 2),
+        (4, 0.375, 2),
+        (4, 0.37, 1),
+        (4, 0.99, 3),
+        (1, 0.9, 0),
+        (10, 0.25, 3),
+        (10, 0.35, 4),
+        (20, 0.075, 2),
+        (3, 0, 0),
+    ],
+)
+def test_balanced_rounds_half_up_and_keeps_one(width: int, sparsity: float, pruned: int) -> None:
+    mask = pm.Balanced(block=width).masks([torch.rand(3, 2 * width)], sparsity)[0]
+    assert (mask.view(-1, width).sum(1) == width - pruned).all()
+
+
+def test_balanced_pads_its_last_block_with_nothing() -> None:
+    # Blocks (1, 2, 3) and (4, 5, nothing); one of three goes, and of the last the nothing.
+    assert masks(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 1, 1, 1, 1]]]
+    assert masks(pm.Balanced(block=3, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
+    assert masks(pm.Balanced(blocks=2, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
+    assert masks(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, -INF, -INF]]) == [[[0, 1, 1, 1, 1]]]
+
+
+def test_balanced_shares_between_layers_by_one_threshold() -> None:
+    small, large = [[1.0, 2, 3, 4]], [[5.0, 6, 7, 8]]
+    # Four of eight go, all of them from the first layer, which keeps one all the same.
+    assert masks(pm.Balanced(block=4), 0.5, small, large) == [[[0, 0, 0, 1]], [[1, 1, 1, 1]]]
+    # Three of eight: 3/4 of the first layer.
+    assert masks(pm.Balanced(block=2), 3 / 8, small, large) == [[[0, 1, 0, 1]], [[1, 1, 1, 1]]]
+
+
+def test_balanced_shares_are_exact_halves() -> None:
+    # 6 of the first layer's 80 go: 1.5 of every 20, which rounds up to 2; in float32 it would not.
+    first = torch.arange(1.0, 81).view(1, 80)
+    second = 100 + torch.arange(80.0).view(1, 80)
+    kept = pm.Balanced(block=20).masks([first, second], 6 / 160)
+    assert [int((~m).sum()) for m in kept] == [8, 0]
+
+
+def test_nm() -> None:
+    rows = [[1.0, 4, 3, 2], [9, 1, 1, 9]]
+    assert masks(pm.NM(2, 4), 0.5, rows) == [[[0, 1, 1, 0], [1, 0, 0, 1]]]
+    assert masks(pm.NM(1, 4), 0.75, rows) == [[[0, 1, 0, 0], [1, 0, 0, 0]]]
+    assert pm.NM(1, 4).sparsity == 0.75
+
+
+def test_nm_on_its_way_keeps_more_never_fewer() -> None:
+    rows = [[1.0, 4, 3, 2]]
+    assert masks(pm.NM(2, 4), 0.0, rows) == [[[1, 1, 1, 1]]]
+    assert masks(pm.NM(2, 4), 0.2, rows) == [[[0, 1, 1, 1]]]
+    assert masks(pm.NM(2, 4), 0.99, rows) == [[[0, 1, 1, 0]]]
+    assert masks(pm.NM(2, 4), 0.25, rows, [[9.0, 9, 9, 9]]) == [[[0, 1, 1, 1]], [[1, 1, 1, 0]]]  # the same in all
+
+
+def test_block() -> None:
+    rows = [[3.0, 0, 2, 2], [0, 0, 2, 2], [1, 1, 0, 0], [1, 1, 0, 0]]
+    # Tiles by norm: 3, 4 / 2, 0. By the sum of magnitudes: 3, 8 / 4, 0.
+    assert masks(pm.Block((2, 2)), 0.5, rows) == [[[1, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0] * 4]]
+    assert masks(pm.Block((2, 2), norm=1), 0.5, rows) == [[[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]]
+    assert masks(pm.Block((1, 4)), 0.75, rows) == [[[1] * 4, [0] * 4, [0] * 4, [0] * 4]]
+    assert masks(pm.Block((4, 1)), 0.5, rows) == [[[1, 0, 1, 0]] * 4]  # columns 3.3, 1.4, 2.8, 2.8
+
+
+def test_kernel() -> None:
+    weights = torch.tensor([[[3.0, 0], [2, 2]], [[1, 1], [0, 0]]]).view(2, 2, 1, 2)  # norms 3, 2.8, 1.4, 0
+    assert pm.Kernel().masks([weights], 0.5)[0].int().view(4, 2).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert pm.Kernel(norm=1).masks([weights], 0.75)[0].int().view(4, 2).tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert masks(pm.Kernel(), 0.5, [[1.0, 4], [3, 2]]) == [[[0, 1], [1, 0]]]  # in a linear layer every weight
+
+
+def test_filter() -> None:
+    rows = [[3.0, 0], [2, 2], [1, 1]]  # L2: 3, 2.8, 1.4; L1: 3, 4, 2
+    assert masks(pm.Filter(), 2 / 3, rows) == [[[1, 1], [0, 0], [0, 0]]]
+    assert masks(pm.Filter(norm=1), 2 / 3, rows) == [[[0, 0], [1, 1], [0, 0]]]
+
+
+def test_filters_of_several_sizes_come_nearest_in_weights() -> None:
+    wide, narrow = [[5.0, 0, 0], [1, 0, 0]], [[4.0], [3.0], [2.0]]
+    # Ranked 5 (3 weights), 4, 3, 2 (1 each), 1 (3): keeping 3, 4, 5, 6 or all 9.
+    assert masks(pm.Filter(), 4 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [0]]]
+    assert masks(pm.Filter(), 2 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]  # 7 asked: 6
+    assert masks(pm.Filter(), 8 / 9, wide, narrow) == [[[0, 0, 0], [0, 0, 0]], [[0], [0], [0]]]  # 1 asked: 0, not 3
+
+
+def test_norms_of_bfloat16_are_told_apart() -> None:
+    rows = torch.ones(2, 64, dtype=torch.bfloat16)
+    rows[1, 0] = 1.0625  # norms 8 and 8.008, one number in bfloat16
+    assert pm.Filter().masks([rows], 0.5)[0][:, 0].tolist() == [False, True]
+
+
+# ---- for any scores
+
+PATTERN = st.sampled_from(
+    [
+        pm.Unstructured(),
+        pm.Balanced(block=4),
+        pm.Balanced(blocks=2),
+        pm.Balanced(block=5, pad=True),
+        pm.NM(2, 4),
+        pm.NM(3, 4),
+        pm.Block((2, 2)),
+        pm.Kernel(),
+        pm.Filter(norm=1),
+    ]
+)
+SHAPES = st.lists(
+    st.tuples(st.sampled_from([2, 4, 6]), st.sampled_from([4, 8, 12]), st.sampled_from([(), (1,), (3,), (2, 2)])).map(
+        lambda s: (s[0], s[1], *s[2])
+    ),
+    min_size=1,
+    max_size=3,
+)
+SPARSITY = st.floats(0, 0.99)
+
+
+def units(pattern: Pattern, tensor: Tensor) -> Tensor:
+    """One row a unit: the entries that fall together, or share a count."""
+    rows, columns = matrix(tensor.shape)
+    if isinstance(pattern, pm.Block):
+        return tensor.reshape(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
+    width = {pm.Unstructured: 1, pm.Filter: columns, pm.Kernel: columns // tensor.shape[1]}.get(type(pattern))
+    if isinstance(pattern, pm.NM):
+        width = 4
+    if isinstance(pattern, pm.Balanced):
+        width = pattern.block or columns // 2
+        tensor = torch.nn.functional.pad(tensor.reshape(rows, columns), (0, -columns % width))
+    return tensor.reshape(-1, width)
+
+
+def draw(shapes: list[tuple[int, ...]], seed: int, levels: int) -> list[Tensor]:
+    """Scores, with many ties where there are few levels."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, levels, shape, generator=generator).double() for shape in shapes]
+
+
+@settings(deadline=None, max_examples=150)
+@given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99), st.sampled_from([3, 1 << 30]))
+def test_masks_have_the_structure_and_the_count(
+    pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int, levels: int
+) -> None:
+    scores = draw(shapes, seed, levels)
+    kept = pattern.masks(scores, sparsity)
+    assert [m.shape for m in kept] == [s.shape for s in scores]
+    assert all(m.dtype == torch.bool and m.is_contiguous() for m in kept)
+    size = sum(s.numel() for s in scores)
+    gone = sum(int((~m).sum()) for m in kept)
+    if isinstance(pattern, (pm.Balanced, pm.NM)):
+        for mask in kept:
+            counts = units(pattern, mask).sum(1)
+            full = units(pattern, torch.ones_like(mask)).all(1)
+            assert counts[full].unique().numel() <= 1
+            assert (counts > 0).all()
+        if isinstance(pattern, pm.NM):
+            exact = Fraction(4) * Fraction(min(sparsity, pattern.sparsity))
+            assert abs(gone / size * 4 - exact) <= 0.5 + 1e-6
+        return
+    for mask in kept:
+        together = units(pattern, mask)
+        assert torch.equal(together.any(1), together.all(1))
+    largest = max(units(pattern, s).shape[1] for s in scores)
+    assert abs(gone - round(sparsity * size)) <= largest / 2
+
+
+@settings(deadline=None, max_examples=150)
+@given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99), st.sampled_from([3, 1 << 30]))
+def test_no_higher_unit_goes_before_a_lower_one(
+    pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int, levels: int
+) -> None:
+    """What is kept scores at least as high as what goes: within a block, or among the units of all layers."""
+    scores = draw(shapes, seed, levels)
+    kept = pattern.masks(scores, sparsity)
+    if isinstance(pattern, (pm.Balanced, pm.NM)):
+        for score, mask in zip(scores, kept, strict=True):
+            score, mask = units(pattern, score), units(pattern, mask)
+            padding = score == 0
+            lowest = score.masked_fill(~mask, INF).amin(1)
+            highest = score.masked_fill(mask | padding, -INF).amax(1)
+            assert (lowest >= highest).all()
+        return
+    order = 1 if getattr(pattern, "norm", 2) == 1 else 2
+    norms = torch.cat([torch.linalg.vector_norm(units(pattern, s), order, 1) for s in scores])
+    whole = torch.cat([units(pattern, m).all(1) for m in kept])
+    if whole.any() and not whole.all():
+        assert norms[whole].min() >= norms[~whole].max()
+
+
+@settings(deadline=None, max_examples=100)
+@given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99))
+def test_what_is_out_is_kept_only_where_nothing_else_can_be(
+    pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int
+) -> None:
+    scores = draw(shapes, seed, 1 << 30)
+    out = [torch.arange(units(pattern, s).shape[0]) % 2 == 1 for s in scores]
+    marked = []
+    for score, dead in zip(scores, out, strict=True):
+        if isinstance(pattern, (pm.Balanced, pm.NM)):
+            marked.append(score.masked_fill(torch.rand(score.shape) < 0.5, -INF))
+        else:
+            rows = units(pattern, score).masked_fill(dead[:, None], -INF)
+            marked.append(fold(pattern, rows, score.shape))
+    kept = pattern.masks(marked, sparsity)
+    for score, mask in zip(marked, kept, strict=True):
+        rows, on = units(pattern, score), units(pattern, mask)
+        if isinstance(pattern, (pm.Balanced, pm.NM)):
+            wrongly = (on & (rows == -INF)).any(1) & (~on & (rows > 0)).any(1)
+            assert not wrongly.any()
+    if not isinstance(pattern, (pm.Balanced, pm.NM)):
+        alive = torch.cat([~d for d in out])
+        whole = torch.cat([units(pattern, m).all(1) for m in kept])
+        assert whole[alive].all() or not whole[~alive].any()
+
+
+def fold(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `units`."""
+    if not isinstance(pattern, pm.Block):
+        return rows.reshape(shape)
+    height, width = matrix(shape)
+    return rows.reshape(height // 2, width // 2, 2, 2).permute(0, 2, 1, 3).reshape(shape)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (pm.Balanced(block=8), r"blocks of 8 do not divide the rows of body\.0 \(6×12\): 4 would fit"),
+        (pm.Balanced(blocks=5), r"5 blocks do not divide the rows of body\.0 \(6×12\): 1 would fit"),
+        (pm.NM(4, 8), r"groups of 8 do not divide the rows of body\.0 \(6×12\): m=4 would fit"),
+        (pm.Block((4, 4)), r"blocks of 4×4 do not divide body\.0 \(6×12\): Block\(\(2, 4\)\) would fit"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern, message: str) -> None:
+    with pytest.raises(pm.PomonaError, match=message) as caught:
+        pattern.check("body.0", torch.Size([6, 3, 2, 2]))
+    assert "exclude=['body.0']" in str(caught.value)
+    pattern.check("body.0", torch.Size([8, 40]))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ("balanced", "block= or blocks="),
+        ("balanced(block=4, blocks=2)", "one of them, got block=4, blocks=2"),
+        ("balanced(block=0)", "at least one"),
+        ("nm(n=4, m=4)", r"needs 0 < n < m, got NM\(4, 4\)"),
+        ("nm(n=2)", "m"),
+        ("nm", "n"),
+        ("block", "shape"),
+        ("block(shape=3)", "shape"),
+        ("block(shape=(2, 0))", "shape"),
+        ("filter(norm=3)", "norm must be 1 or 2, got 3"),
+        ("nm(n=2.5, m=4)", "n takes int, got 2.5"),
+        ("balansed(block=4)", "unknown pattern 'balansed': did you mean 'balanced'"),
+        ("filter(nrm=1)", "unknown option of pattern 'filter' 'nrm': did you mean 'norm'"),
+        ("filter(norm=", "not of the form"),
+    ],
+)
+def test_bad_spellings(spelling: str, message: str) -> None:
+    with pytest.raises(pm.PomonaError, match=message):
+        PATTERNS.make(spelling)
+
+
+def test_a_pattern_has_three_spellings() -> None:
+    assert PATTERNS.make("balanced(block=4)") == PATTERNS.make({"name": "balanced", "block": 4}) == pm.Balanced(block=4)
+    assert PATTERNS.make({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))

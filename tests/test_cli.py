@@ -1,0 +1,341 @@
+"""The command line: what it prints, how it refuses, and how a run is stopped and taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pomona
+from pomona import lab
+from pomona.cli import main, recipes
+from pomona.methods import METHODS
+
+SMALL = """
+data = "digits"
+model = "digits_cnn(rho=0.5)"
+method = "dpf(sparsity=0.9, every=2)"
+
+[train]
+epochs = 4
+batch_size = 256
+device = "cpu"
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a small recipe and no data but the digits."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("POMONA_DATA", raising=False)
+    monkeypatch.delenv("POMONA_TRACEBACK", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("small.toml").write_text(SMALL)
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    """Run a command; its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, with what it holds."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stopped(folder: str, steps: int, *settings: str) -> None:
+    """A run that was stopped after some steps (an epoch has six)."""
+    left = iter(range(steps - 1))
+    with pytest.raises(lab.Interrupted):
+        lab.train(lab.Recipe.load("small.toml", settings), folder, stop=lambda: next(left, None) is None)
+
+
+# ---- what cannot be done
+
+BAD = {
+    "unknown command": (["trian"], "unknown command 'trian': did you mean 'train'?"),
+    "unknown flag": (["train", "small.toml", "--jsno"], "--jsno"),
+    "missing argument": (["train"], "RECIPE"),
+    "number that is none": (["demo", "--seed", "one"], "--seed"),
+    "negative seed": (["demo", "--seed", "-1"], "--seed"),
+    "unknown recipe": (["train", "dpf-resnet2"], "did you mean 'dpf-resnet20'?"),
+    "missing recipe file": (["train", "no/such.toml"], "there is no recipe 'no/such.toml'"),
+    "unknown method": (["--set", "method.name=dfp"], "unknown method 'dfp': did you mean 'dpf'?"),
+    "unknown model": (["--set", "model=resnet2"], "unknown model 'resnet2': did you mean 'resnet20'?"),
+    "unknown data set": (["--set", "data=cifar1"], "unknown data set 'cifar1': did you mean 'cifar10'?"),
+    "unknown method option": (["--set", "method.evry=4"], "did you mean 'every'?"),
+    "unknown model option": (["--set", "model.roh=1.0"], "did you mean 'rho'?"),
+    "misspelt section": (["--set", "optimiser.lr=0.1"], "did you mean 'optimizer'?"),
+    "misspelt key": (["--set", "train.epoch=3"], "did you mean 'epochs'?"),
+    "wrong type": (["--set", "train.epochs=many"], "train.epochs takes int, got 'many'"),
+    "no value": (["--set", "train.epochs"], "key=value"),
+    "sparsity of one": (["--set", "method.sparsity=1.0"], "[0, 1)"),
+    "sparsity below zero": (["--set", "method.sparsity=-0.1"], "[0, 1)"),
+    "pattern that does not divide": (
+        ["--set", "method.pattern=balanced(block=6)"],
+        "features.0.weight (8×9): 3 would fit",
+    ),
+    "nothing to prune": (["--set", "model=mlp(hidden=[])"], "has nothing to prune"),
+    "data that is not here": (["--set", "data=cifar10", "--set", "model=resnet20"], "pomona data --download cifar10"),
+    "no run to resume": (["--resume"], "there is no run to resume in 'runs/small'"),
+    "file for a folder": (["--out", "small.toml"], "'small.toml' is a file"),
+    "unknown download": (["data", "--download", "cifar1"], "did you mean 'cifar10'?"),
+    "no download": (["data", "--download", "digits"], "has no download"),
+    "demo into a file": (["demo", "--out", "small.toml"], "'small.toml' is a file"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence_and_code_two_and_writes_nothing(call, here, arguments, expected):
+    before = tree(here)
+    if arguments[0].startswith("--"):
+        arguments = ["train", "small.toml", *arguments]
+    code, out, err = call(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+    assert tree(here) == before
+
+
+def test_misspelt_key_in_a_file(call):
+    Path("small.toml").write_text(SMALL.replace("[train]", "[trian]"))
+    code, _, err = call("train", "small.toml")
+    assert (code, err) == (2, "error: unknown key of the recipe 'trian': did you mean 'train'?\n")
+
+
+def test_recipe_that_is_no_toml(call):
+    Path("small.toml").write_text("data = digits")
+    code, _, err = call("train", "small.toml")
+    assert code == 2
+    assert "is no valid TOML" in err
+
+
+def test_damaged_data_file(call, here):
+    folder = here / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    (folder / "data_batch_1.bin").write_bytes(bytes(100))
+    before = tree(here)
+    code, _, err = call("train", "small.toml", "--set", "data=cifar10", "--set", "model=resnet20", "--data-dir", "data")
+    assert code == 2
+    assert "data_batch_1.bin is damaged: 100 bytes" in err
+    assert tree(here) == before
+
+
+def test_existing_run_is_not_touched(call, here):
+    stopped("runs/small", 2)
+    before = tree(here)
+    code, _, err = call("train", "small.toml")
+    assert code == 2
+    assert "'runs/small' is not empty: go on with --resume" in err
+    code, _, err = call("train", "runs/small")
+    assert code == 2
+    assert "resume the run in it with --resume" in err
+    code, _, err = call("train", "--resume", "small.toml", "--set", "seed=1")
+    assert code == 2
+    assert "other settings (seed: 1, not 0)" in err
+    assert tree(here) == before
+
+
+def test_checkpoint_of_another_model(call, here):
+    stopped("runs/small", 2)
+    other = lab.Recipe.load("small.toml", ["model.rho=0.25"])
+    Path("runs/small/recipe.toml").write_text(other.to_toml())
+    before = tree(here)
+    code, _, err = call("train", "--resume", "runs/small")
+    assert code == 2
+    assert "is of another model: 'features.0.weight' is 8×1×3×3 there and 4×1×3×3 here" in err
+    assert tree(here) == before
+
+
+def test_truncated_checkpoint_falls_back_to_the_one_before(call):
+    stopped("runs/small", 15)
+    tensors = Path("runs/small/checkpoint/tensors.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    code, out, err = call("train", "--resume", "runs/small", "--json")
+    assert code == 0
+    assert err.startswith("note: 'checkpoint' is damaged")
+    assert "going on from 'checkpoint.previous'" in err
+    assert json.loads(out)["epoch"] == 4
+
+
+def test_diverging_run_names_the_step(call):
+    code, _, err = call("train", "small.toml", "--set", "optimizer.lr=1e30")
+    assert code == 2
+    assert "the loss is" in err
+    assert "Traceback" not in err
+
+
+def test_unforeseen_error_is_one_sentence_and_code_one(call, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("the first line\nand the second")
+
+    monkeypatch.setattr(lab, "train", fail)
+    code, out, err = call("train", "small.toml")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "RuntimeError: the first line)" in err
+    assert "POMONA_TRACEBACK=1" in err
+    monkeypatch.setenv("POMONA_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        main(["train", "small.toml"])
+
+
+# ---- what can
+
+
+def test_train_writes_a_run_and_tells_what_was_reached(call):
+    code, out, err = call("train", "small.toml", "--set", "method.sparsity=0.5", "--name", "half")
+    assert code == 0
+    summary = json.loads(Path("runs/half/summary.json").read_text())
+    assert summary["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert f"{summary['accuracy']:.2f} %" in out
+    assert "runs/half" in out
+    lines = err.splitlines()
+    assert [line.split(" · ")[0] for line in lines] == [f"half: epoch {k}/4" for k in (1, 2, 3, 4)]
+    assert all(word in lines[-1] for word in ("loss", "accuracy", "sparsity 50.0 %", "images/s", "0:00 left"))
+
+
+def test_train_as_json_is_the_summary_and_nothing_else(call):
+    code, out, err = call("train", "small.toml", "--out", "elsewhere", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads(Path("elsewhere/summary.json").read_text())
+
+
+def test_dry_run_shows_everything_and_writes_nothing(call, here):
+    before = tree(here)
+    code, out, err = call("train", "small.toml", "--dry-run", "--set", "seed=7")
+    assert (code, err) == (0, "")
+    assert out.startswith(lab.Recipe.load("small.toml", ["seed=7"]).to_toml())
+    assert "runs/small" in out
+    assert "24, 6 an epoch" in out
+    code, out, err = call("train", "small.toml", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert plan["recipe"] == lab.Recipe.load("small.toml").to_dict()
+    assert (plan["would"], plan["folder"], plan["steps"]) == ("train", "runs/small", 24)
+    assert tree(here) == before
+
+
+def test_complete_run_is_resumed_by_doing_nothing(call, here):
+    _, first, _ = call("train", "small.toml", "--json")
+    before = tree(here)
+    code, again, _ = call("train", "small.toml", "--resume", "--json")
+    assert (code, again) == (0, first)
+    assert "nothing: the run is complete" in call("train", "small.toml", "--resume", "--dry-run")[1]
+    assert tree(here) == before
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_command_that_goes_on(call, here):
+    settings = ["--set", "train.epochs=40", "--set", "model.rho=0.25", "--set", "train.reestimate=0"]
+    command = [sys.executable, "-m", "pomona", "train", "small.toml", *settings, "--out", "runs/a run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(pomona.__file__).parents[1])}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = Path("runs/a run/metrics.jsonl")
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith("to go on: pomona train --resume 'runs/a run'")
+    assert not Path("runs/a run/summary.json").exists()
+    code, out, _ = call("train", "--resume", "runs/a run", "--json")
+    assert code == 0
+    assert json.loads(out)["epoch"] == 40
+
+
+def test_second_ctrl_c_still_names_the_last_checkpoint(call, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    stopped("runs/small", 2)
+    monkeypatch.setattr(lab, "train", interrupt)
+    assert call("train", "small.toml", "--name", "new") == (130, "", "stopped before there was anything to resume.\n")
+    code, _, err = call("train", "small.toml", "--resume", "--data-dir", "mine")
+    assert code == 130
+    assert err.endswith("last checkpoint: pomona train --resume runs/small --data-dir mine\n")
+
+
+def test_methods_as_json_are_the_registry(call):
+    code, out, err = call("methods", "--json")
+    records = {record["name"]: record for record in json.loads(out)}
+    assert (code, err) == (0, "")
+    assert set(records) == set(METHODS)
+    dpf = records["dpf"]
+    assert (dpf["paper"], dpf["weights"]) == ("Lin et al., ICLR 2020", "soft")
+    assert dpf["options"]["every"] == 16
+    assert dpf["options"]["schedule"] == {"name": "cubic", "start": 0.0, "until": 0.75}
+    for record in records.values():  # the options as printed make the method they were read from
+        assert METHODS.make({"name": record["name"], **record["options"]}) == METHODS[record["name"]]()
+
+
+def test_data_tells_what_is_here_and_how_to_get_the_rest(call, here):
+    code, out, _ = call("data", "--json", "--data-dir", "mine")
+    entries = {entry["name"]: entry for entry in json.loads(out)}
+    assert code == 0
+    assert entries["digits"]["present"]
+    assert not entries["cifar10"]["present"]
+    assert entries["cifar10"]["looked"][0] == "mine/cifar-10-batches-bin"
+    (here / "mine" / "cifar-10-batches-bin").mkdir(parents=True)
+    _, out, _ = call("data", "--json", "--data-dir", "mine")
+    assert next(e for e in json.loads(out) if e["name"] == "cifar10")["path"] == "mine/cifar-10-batches-bin"
+
+
+def test_check_tells_what_the_machine_has(call):
+    import torch
+
+    code, out, _ = call("check", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert found["machine"]["cores"] == os.cpu_count()
+    assert len(found["machine"]["gpus"]) == torch.cuda.device_count()
+    assert found["data"] == ["digits"]
+
+
+@pytest.mark.parametrize("command", ["methods", "data", "check"])
+def test_tables_for_people(call, command):
+    code, out, err = call(command)
+    assert (code, err) == (0, "")
+    assert {"methods": "dpf", "data": "pomona data --download cifar10", "check": "torch"}[command] in out
+
+
+def test_version_and_help(call):
+    assert call("--version") == (0, f"pomona {pomona.__version__}\n", "")
+    code, out, _ = call()
+    assert code == 0
+    for command in ("demo", "train", "methods", "data", "check"):
+        assert f"  {command} " in out
+        assert call(command, "--help")[0] == 0
+
+
+def test_shipped_recipes_load_by_name_as_the_paper_has_them():
+    shipped = {name: lab.Recipe.load(path) for name, path in recipes().items()}
+    assert set(shipped) >= {"dpf-resnet20", "dpf-wrn28_2", "dense-resnet20", "digits-dpf"}
+    assert all(recipe.name == name for name, recipe in shipped.items())
+    resnet, wide = shipped["dpf-resnet20"], shipped["dpf-wrn28_2"]
+    rates = [recipe.rate.over(recipe.optimizer.lr, recipe.train.epochs, 1) for recipe in (resnet, wide)]
+    # Section 5 and appendix A.1: ResNet ×0.1 at 150 and 225 of 300 epochs, WideResNet ×0.2 at 60, 120, 160 of 200.
+    assert [rates[0](e) for e in (0, 149, 150, 224, 225, 299)] == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
+    assert [rates[1](e) for e in (0, 59, 60, 119, 120, 160)] == pytest.approx([0.1, 0.1, 0.02, 0.02, 0.004, 0.0008])
+    assert resnet.method["schedule"]["until"] * 300 == 225
+    assert wide.method["schedule"]["until"] * 200 == 120
+    dense = shipped["dense-resnet20"]
+    assert {d.split(":")[0].split(".")[0] for d in dense.differences(resnet)} == {"method"}
