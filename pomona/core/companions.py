@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +12,23 @@ from .targets import Target, traced_calls
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
+# What leaves a channel of zeros at zero.
+ZERO_STAYS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Hardswish, nn.Identity),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+)
+ZERO_FUNCTIONS = frozenset({"relu", "relu_", "relu6", "leaky_relu", "elu", "gelu", "silu", "tanh", "dropout"})
+
+
+def zero_stays(call: Any) -> bool:
+    """Whether a module, function or method gives zero for zero."""
+    return isinstance(call, ZERO_STAYS) or getattr(call, "__name__", call) in ZERO_FUNCTIONS
+
+
 def companions(model: nn.Module, leaders: Sequence[Target]) -> list[tuple[Target, Target]]:
     """(companion, leader) pairs: vectors with one entry for each output of the leader."""
-    behind = {module: user for module, user in traced_calls(model) if isinstance(user, NORMS)}
+    behind = {module: user for module, user in traced_calls(model, zero_stays) if isinstance(user, NORMS)}
     names = {module: name for name, module in model.named_modules()}
     taken = {(leader.module, leader.leaf) for leader in leaders}
     pairs = []

@@ -8,51 +8,64 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .method import Time
+from .method import Masks, Time
 
 if TYPE_CHECKING:
-    from .engine import Slot
+    from .arena import Arena
 
 
-class Update:
-    """One mask update, measured on the device; numbers are fetched when somebody looks."""
+def change(arenas: Sequence[Arena], masks: Masks, time: Time, sparsity: float) -> dict[str, Any]:
+    """Put new masks in force, and give a record of what that changes; its tensors stay on the device."""
+    parts = [change_one(arena, masks, time) for arena in arenas if arena.targets]
+    home = parts[0]["kept"].device
+    flips, before, kept, lost, whole = (
+        torch.stack([part[key].to(home) for part in parts]).sum()
+        for key in ("flips", "before", "kept", "lost", "whole")
+    )
+    common = kept + before - flips  # 2 |A ∩ B|, from |A|, |B| and |A △ B|
+    return {
+        "step": time.step,
+        "sparsity": sparsity,
+        "delta": lost / whole.clamp(min=torch.finfo(whole.dtype).tiny),  # 0 where all weights are
+        "flips": flips,
+        "iou": common / (common + 2 * flips),
+        "layers": torch.cat([part["layers"].to(home) for part in parts]),
+    }
 
-    def __init__(self, time: Time, sparsity: float) -> None:
-        self.time, self.sparsity = time, sparsity
-        self.lost: list[Tensor] = []
-        self.whole: list[Tensor] = []
-        self.flips: list[Tensor] = []
-        self.kept: list[Tensor] = []
-        self.sizes: list[int] = []
-        self.before: list[Tensor] = []
 
-    def change(self, slot: Slot, mask: Tensor) -> None:
-        """Put a new mask in force, and note what that changes."""
-        flips = slot.mask ^ mask
-        if slot.flipped is not None:
-            slot.flipped.masked_fill_(flips, self.time.step)
-        self.flips.append(flips.sum())
-        self.before.append(slot.mask.sum())
-        slot.mask.copy_(mask)
-        self.kept.append(slot.mask.sum())
-        self.sizes.append(mask.numel())
-        wide = torch.promote_types(slot.source.dtype, torch.float32)  # squares overflow in half precision
-        self.lost.append(torch.linalg.vector_norm(slot.source - slot.sparse(), dtype=wide))
-        self.whole.append(torch.linalg.vector_norm(slot.source, dtype=wide))
+def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Tensor]:
+    """The same for one arena: the parts that are summed, and the sparsity of each of its targets."""
+    mask = arena.mask[: arena.count]
+    before = mask.clone()
+    for slot in arena.targets:
+        slot.mask.copy_(masks[slot.name].movedim(0, slot.target.rows))
+    flips = before ^ mask
+    if arena.flipped is not None:
+        arena.flipped.masked_fill_(flips, time.step)
+    ends = mask.cumsum(0)[arena.ends - 1]
+    lost, whole = losses(arena)
+    return {
+        "flips": flips.sum(),
+        "before": before.sum(),
+        "kept": ends[-1],
+        "lost": lost,
+        "whole": whole,
+        "layers": 1 - ends.diff(prepend=ends.new_zeros(1)) / arena.ends.diff(prepend=ends.new_zeros(1)),
+    }
 
-    def close(self) -> dict[str, Any]:
-        """The record for `history`; tensors in it stay on the device."""
-        flips, kept, before = (torch.stack(x) for x in (self.flips, self.kept, self.before))
-        common = (kept.sum() + before.sum() - flips.sum()) / 2  # |A ∩ B| from |A|, |B| and |A △ B|
-        union = (kept.sum() + before.sum() + flips.sum()) / 2
-        return {
-            "step": self.time.step,
-            "sparsity": self.sparsity,
-            "delta": torch.stack(self.lost).square().sum() / torch.stack(self.whole).square().sum(),
-            "flips": flips.sum(),
-            "iou": common / union,
-            "layers": 1 - kept / torch.tensor(self.sizes, device=kept.device),
-        }
+
+def losses(arena: Arena) -> tuple[Tensor, Tensor]:
+    """‖w − w̃‖² and ‖w‖² over the targets."""
+    if arena.latent is not None and arena.method.plain:
+        latent = arena.latent[: arena.count]
+        return square(latent.masked_fill(arena.mask[: arena.count], 0)), square(latent)
+    lost = [square(slot.source.detach() - slot.sparse()) for slot in arena.targets]
+    return torch.stack(lost).sum(), torch.stack([square(slot.source.detach()) for slot in arena.targets]).sum()
+
+
+def square(x: Tensor) -> Tensor:
+    """‖x‖², in a type in which it does not overflow."""
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).square()
 
 
 def settled(flipped: Sequence[Tensor], steps_per_epoch: int) -> list[float]:

@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import distributed, guards
+from .arena import Arena, arenas
 from .errors import PomonaError
-from .method import Method, masked
+from .method import Masks, Method, masked
 from .targets import Target
 
 
@@ -67,6 +68,11 @@ class Slot:
         return self.method.weights == "hard"
 
     @property
+    def forgets(self) -> bool:
+        """Whether gradient and momentum off the mask are zero too."""
+        return self.hard and not self.method.remembers
+
+    @property
     def source(self) -> Tensor:
         """What the optimizer moves."""
         return self.parameter if self.latent is None else self.latent
@@ -96,8 +102,12 @@ class Slot:
 
     def project(self) -> None:
         """Give the model the sparse value."""
-        self.method.project(self.source, self.mask, self.parameter)
+        self.project_into(self.parameter)
         self.version = self.parameter._version
+
+    def project_into(self, out: Tensor) -> None:
+        """Write the sparse value; what follows a filter is masked and nothing else."""
+        (self.method.project if self.leader is None else masked)(self.source, self.mask, out)
 
     def park(self) -> None:
         """Keep the value until the first step, where there is no latent to keep it."""
@@ -117,8 +127,13 @@ class Slot:
     def sparse(self) -> Tensor:
         """A new tensor with the sparse value."""
         value = torch.empty_like(self.parameter, requires_grad=False)
-        self.method.project(self.source, self.mask, value)
+        self.project_into(value)
         return value
+
+    def bound(self) -> None:
+        """Let the method bound the latent."""
+        if self.latent is not None and self.leader is None:
+            self.method.bound(self.latent)
 
     def mask_gradient(self) -> None:
         """Zero the gradient off the mask."""
@@ -130,7 +145,7 @@ class Slot:
         edited = guards.edited(self)
         if edited and self.latent is not None:
             self.latent.copy_(self.parameter)
-            self.method.bound(self.latent)
+            self.bound()
         return edited
 
 
@@ -152,6 +167,7 @@ class Engine:
 
     def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], owner: Owner) -> None:
         self.slots = slots
+        self.arenas = arenas(slots)
         self.optimizers = optimizers
         self.owner = owner
         self.started = False  # whether a step was seen: what is attached is checked at the first
@@ -175,7 +191,7 @@ class Engine:
 
     def follow_gradient(self, slot: Slot) -> None:
         """Mask a hard slot's gradient as it is made, so that clipping sees the one that will be used."""
-        if slot.hard and slot.parameter.requires_grad:
+        if slot.forgets and slot.parameter.requires_grad:
             self.handles.append(slot.parameter.register_post_accumulate_grad_hook(self.on_gradient(slot)))
 
     def carry_state(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
@@ -234,38 +250,38 @@ class Engine:
             parameter.grad = gradient
         self.held = {}
         active, self.active = self.active, []
-        soft = [s for s in active if s.latent is not None]
-        if soft:
-            torch._foreach_copy_([s.source for s in soft], [s.parameter for s in soft])
-        for slot in soft:
-            slot.method.bound(slot.source)
-        for slot in active:
-            slot.hold()
+        for arena, slots in self.divide(active):
+            arena.leave(slots)
         if optimizer is self.clock and not guards.capturing(self.slots[0].mask) and not guards.skipped(optimizer):
             self.owner.advance()
 
     def enter(self, optimizer: Optimizer) -> None:
         """Give the optimizer the latents of its own parameters that have a gradient."""
         own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.owner.wants_gradient() and not guards.skipped(optimizer):
-            self.owner.use_gradient()
-            self.held = {p: p.grad for p in own}
-            for parameter in own:
-                parameter.grad = None  # so that the optimizer has nothing to do
-            return
         ids = {id(p) for p in own}
         active = [s for s in self.slots if id(s.parameter) in ids]
         for slot in active:
             if slot.accept():
                 guards.warn_edited(slot.name)
                 slot.project()
+        if self.owner.wants_gradient() and not guards.skipped(optimizer):
+            self.owner.use_gradient()
+            self.held = {p: p.grad for p in own}
+            for parameter in own:
+                parameter.grad = None  # so that the optimizer has nothing to do
+            return
         self.active = active
-        soft = [s for s in active if s.latent is not None]
-        if soft:
-            torch._foreach_copy_([s.parameter for s in soft], [s.source for s in soft])
-        for slot in active:
-            if slot.hard:
+        for arena, slots in self.divide(self.active):
+            arena.enter(slots)
+        for slot in self.active:
+            if slot.forgets:
                 slot.mask_gradient()
+
+    def divide(self, slots: Sequence[Slot]) -> list[tuple[Arena, Sequence[Slot]]]:
+        """Slots by their arena."""
+        if len(self.arenas) == 1:
+            return [(self.arenas[0], slots)]
+        return [(arena, [s for s in slots if s in set(arena.slots)]) for arena in self.arenas]
 
     def once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, run exactly once and on sparse weights; the latents go in behind it."""
@@ -299,13 +315,16 @@ class Engine:
 
     def on_gradient(self, slot: Slot) -> Callable[[Tensor], None]:
         """A post-accumulate-grad hook that masks, unless an update is about to look at the dense gradient."""
+        # Weak, for Python cannot see a cycle through a parameter's hooks and would never free it.
+        engine, weak = weakref.ref(self), weakref.ref(slot)
 
         @torch.no_grad()
         def mask(_: Tensor) -> None:
-            if not self.owner.wants_gradient():
-                slot.mask_gradient()
+            alive, mine = engine(), weak()
+            if alive is not None and mine is not None and not alive.owner.wants_gradient():
+                mine.mask_gradient()
 
-        return self.uncompiled(mask)
+        return torch.compiler.disable(mask)
 
     def start(self) -> None:
         """Follow the model: a parameter that was replaced or moved to a device since, if an optimizer moves it."""
@@ -315,6 +334,8 @@ class Engine:
         for slot in changed:
             slot.follow()
             self.follow_gradient(slot)
+        if changed:
+            self.arenas = arenas(self.slots)
         if not self.started:
             distributed.agree(self.slots)
             self.started = True
@@ -345,18 +366,30 @@ class Engine:
             slot.hold()
 
     @torch.no_grad()
-    def cut(self, last: bool = False) -> None:
+    def cut(self, last: bool = False, fresh: Masks | None = None) -> None:
         """Put new masks in force, and let optimizers forget what hard methods drop.
 
         The bias and the norm of a removed filter fall with it at once where weights are hard. Where they
         can come back they fall with the last mask: behind a zero gain no filter would ever learn again.
+        `fresh` entries start anew, at zero and with no momentum.
         """
         for slot in self.slots:
-            if slot.leader is None or slot.hard or last:
+            if fresh and slot.name in fresh:
+                anew = fresh[slot.name].movedim(0, slot.target.rows)
+                slot.source.detach().masked_fill_(anew, 0)
+                guards.clear_state(self.optimizers, slot.parameter, ~anew)
+        for slot in self.slots:
+            if slot.hard or last:
                 slot.heed()
-                slot.project()
-        for optimizer in self.optimizers:
-            guards.clear_state(optimizer, [s for s in self.slots if s.hard])
+        for arena in self.arenas:
+            if arena.method.weights == "free" and not last:
+                for slot in arena.targets:
+                    slot.project()
+            else:
+                arena.project()
+        for slot in self.slots:
+            if slot.forgets:
+                guards.clear_state(self.optimizers, slot.parameter, slot.mask)
 
 
 def free_key(optimizer: Optimizer) -> str:
@@ -375,4 +408,6 @@ def watch(engine: Engine) -> Any:
         if alive is not None and guards.unwrap_optimizer(optimizer) not in alive.optimizers:
             guards.refuse_foreign(optimizer, alive.slots)
 
-    return register_optimizer_step_pre_hook(torch.compiler.disable(check))
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(check))
+    weakref.finalize(engine, handle.remove)  # where a pruner is dropped without finish()
+    return handle

@@ -55,13 +55,28 @@ def refuse_several(optimizers: Sequence[Optimizer], name: str) -> None:
 
 
 def momentum(optimizers: Iterable[Optimizer], parameter: Tensor) -> Tensor | None:
-    """The running mean of the gradient that an optimizer holds, whatever it calls it."""
+    """The running mean of the gradient that an optimizer holds; Adam's over the root of its running square."""
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
-        for key in ("momentum_buffer", "exp_avg"):
-            if isinstance(state.get(key), Tensor):
-                return state[key]
+        if isinstance(state.get("momentum_buffer"), Tensor):
+            return state["momentum_buffer"]
+        if isinstance(state.get("exp_avg"), Tensor):
+            return state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) if "exp_avg_sq" in state else state["exp_avg"]
     return None
+
+
+def refuse_without_momentum(optimizers: Iterable[Optimizer], name: str) -> None:
+    """A method that reads momentum needs an optimizer that has some."""
+    for optimizer in optimizers:
+        if any(group.get("momentum") == 0 for group in optimizer.param_groups):
+            raise PomonaError(f"{name} reads the optimizer's momentum, and here it is 0: SGD(momentum=0.9), or Adam.")
+
+
+def refuse_frozen(slots: Iterable[Slot], name: str) -> None:
+    """A method that reads gradients needs them for every target."""
+    for slot in slots:
+        if not slot.parameter.requires_grad:
+            raise PomonaError(f"{slot.name} is frozen and {name} needs its gradient: use exclude=['{slot.name}'].")
 
 
 def refuse_values(slots: Iterable[Slot]) -> None:
@@ -158,9 +173,9 @@ def warn_edited(name: str) -> None:
     )
 
 
-def clear_state(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
-    """No trace of pruned weights in momentum or Adam moments: zero them where the mask is."""
-    for slot in slots:
-        for value in optimizer.state.get(slot.parameter, {}).values():
-            if isinstance(value, Tensor) and value.shape == slot.parameter.shape and value.is_floating_point():
-                masked(value, slot.mask, value)
+def clear_state(optimizers: Iterable[Optimizer], parameter: Tensor, mask: Tensor) -> None:
+    """No trace of pruned weights in momentum or Adam moments: zero what an optimizer holds off the mask."""
+    for optimizer in optimizers:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
+                masked(value, mask, value)

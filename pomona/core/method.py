@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import allocation as allocations
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..schedules import SCHEDULES, Cubic, Schedule
 from .errors import PomonaError, require
 from .registry import Registry
-from .targets import DENSE, globs
+from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
 
@@ -36,10 +36,15 @@ class Time:
 
     def each(self, every: int | None) -> bool:
         """Whether `every` steps have passed again; None is an epoch."""
-        every = every or self.steps_per_epoch
+        every = self.steps_per_epoch if every is None else every
         if every is None:
             raise PomonaError("this method moves once an epoch: give attach(…, steps_per_epoch=…), or every= in steps.")
         return self.step % every == 0
+
+
+def check_every(every: int | None) -> None:
+    """Refuse a number of steps that is none."""
+    require(every is None or every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {every}.")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Targets:
     grads: Mapping[str, Tensor] = field(default_factory=dict)  # unmasked, for methods that update `before` the step
     momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, where it has one
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
+    fresh: Masks = field(default_factory=dict)  # where an update may mark weights that are to start anew, at zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,7 @@ class Method:
     weights: ClassVar[str]
     dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
     usual: ClassVar[float] = 0.9  # the sparsity where none is given
+    remembers: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then left dense
     before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the usual one
@@ -74,7 +81,7 @@ class Method:
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
-        self._set(include=globs(self.include), exclude=globs(self.exclude))
+        self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)
         self._check()
@@ -130,6 +137,12 @@ class Method:
     def select(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
         """Keep the highest scores, by this method's pattern and allocation."""
         return allocations.select(scores, sparsity, self.pattern, self.allocation)
+
+    def targets(self, model: nn.Module) -> list[Target]:
+        """The parameters of a model that are pruned."""
+        # A whole output of the last layer is a class, and none of those is to go.
+        dense = self.dense | {"classifier"} if self.pattern.outputs else self.dense
+        return prunable(model, self.include, self.exclude, dense).targets
 
     @property
     def timed(self) -> bool:

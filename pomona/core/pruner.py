@@ -18,7 +18,7 @@ from .errors import PomonaError, require
 from .method import Masks, Method, Targets, Time
 from .packing import pack, unpack
 from .registry import describe
-from .targets import prunable, unwrap
+from .targets import unwrap
 
 VERSION = 1  # of the state dictionary
 
@@ -88,7 +88,9 @@ class Pruner:
             guards.refuse_optimizer(each, self.method.weights)
         if self.method.before:
             guards.refuse_several(optimizers, self.method.name)
-        targets = prunable(model, self.method.include, self.method.exclude, self.method.dense).targets
+        if self.method.remembers:
+            guards.refuse_without_momentum(optimizers, self.method.name)
+        targets = self.method.targets(model)
         require(
             bool(targets),
             f"{type(unwrap(model)).__name__} has nothing to prune: no convolution, linear, recurrent or attention "
@@ -101,6 +103,8 @@ class Pruner:
         followers = [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
+        if self.method.before or self.method.remembers:
+            guards.refuse_frozen(slots.values(), self.method.name)
         guards.require_owned(everything, optimizers)
         guards.refuse_overlap(everything, optimizers)
 
@@ -283,6 +287,7 @@ class Pruner:
                 isinstance(total_steps, int) and total_steps >= 1,
                 f"{self.method.name} needs total_steps, the length of training in optimizer steps, got {total_steps}.",
             )
+        self.method.due(Time(1, total_steps or 1, steps_per_epoch))  # refuses what it would refuse a step later
 
     def _needs_slots(self) -> None:
         require(bool(self.slots), "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.")
@@ -313,13 +318,13 @@ class Pruner:
 
     def wants_gradient(self) -> bool:
         """Whether the coming step is to be replaced by an update that sees its unmasked gradient."""
-        return self.method.before and self.method.due(self.time)
+        made = bool(self._history) and self.last_change == self.step  # from the loss given to `attach`
+        return self.method.before and not made and self.method.due(self.time)
 
     @torch.no_grad()
     def use_gradient(self) -> None:
         """Make that update."""
-        grads = {slot.name: slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None}
-        self._update(self.method.asked(self.time), grads)
+        self._update(self.method.asked(self.time), self._complete({s.name: s.parameter.grad for s in self.slots}))
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -353,10 +358,17 @@ class Pruner:
         finally:
             for module, mode in training.items():
                 module.training = mode
-        return {
-            s.name: torch.zeros_like(s.parameter) if g is None else g
-            for s, g in zip(self.slots, gradients, strict=True)
-        }
+        return self._complete(dict(zip((s.name for s in self.slots), gradients, strict=True)))
+
+    def _complete(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The same gradients, none of them missing."""
+        for name, gradient in gradients.items():
+            if gradient is None:
+                raise PomonaError(
+                    f"{name} has no gradient, so the loss does not use it, and {self.method.name} cannot rank it: "
+                    f"use exclude=['{name}']."
+                )
+        return dict(gradients)  # type: ignore[arg-type]
 
     def _targets(self, grads: dict[str, Tensor] | None = None) -> Targets:
         """What the method may look at, with outputs first."""
@@ -377,18 +389,17 @@ class Pruner:
     @torch.no_grad()
     def _update(self, sparsity: float, grads: dict[str, Tensor] | None = None) -> None:
         """New masks from the method."""
-        self._put(self.method.update(self._targets(grads), sparsity), sparsity)
+        targets = self._targets(grads)
+        self._put(self.method.update(targets, sparsity), sparsity, targets.fresh)
 
     @torch.no_grad()
-    def _put(self, masks: Masks, sparsity: float) -> None:
+    def _put(self, masks: Masks, sparsity: float, fresh: Masks | None = None) -> None:
         """Put new masks in force, and note what the change cost."""
-        update = dynamics.Update(self.time, sparsity)
-        for slot in self.slots:
-            update.change(slot, masks[slot.name].movedim(0, slot.target.rows))
+        record = dynamics.change(self._attached().arenas, masks, self.time, sparsity)
         self.at_rest = self.method.last(self.time)
-        self._attached().cut(self.at_rest)
+        self._attached().cut(self.at_rest, fresh)
         self.last_change, self.reached = self.step, sparsity
-        self._history.append(update.close())
+        self._history.append(record)
 
     def _compare(self, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:
         """Refuse another model's tensors, naming the first that differs."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def prunable(
     either; both match a parameter's name or its module's. A bias is taken only by a glob that ends
     in its own name ("*.bias").
     """
-    include, exclude = globs(include), globs(exclude)
+    include, exclude = globs(include), globs(exclude, "exclude")
     found = candidates(unwrap(model))
     for glob in (*include, *exclude):
         if not any(matches(glob, t) for t in found):
@@ -130,8 +131,12 @@ def choose(target: Target, include: Sequence[str], exclude: Sequence[str], dense
     return Choice(target, True, next(kind for kind in KINDS if kind in target.tags))
 
 
-def globs(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def globs(value: str | Sequence[str], option: str = "include") -> tuple[str, ...]:
+    """One glob or several, as a tuple."""
+    several = (value,) if isinstance(value, str) else value
+    if not isinstance(several, (list, tuple)) or not all(isinstance(glob, str) for glob in several):
+        raise PomonaError(f"{option} takes a name glob or a list of them, got {value!r}.")
+    return tuple(several)
 
 
 def matches(glob: str, target: Target) -> bool:
@@ -231,16 +236,27 @@ def traced(model: nn.Module) -> list[nn.Module] | None:
     return [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
 
 
-def traced_calls(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """(module, module that takes its output) pairs of a symbolic forward; none where it cannot be traced."""
+def traced_calls(model: nn.Module, through: Callable[[Any], bool]) -> list[tuple[nn.Module, nn.Module]]:
+    """(module, module that takes its output) pairs of a symbolic forward; none where it cannot be traced.
+
+    Calls that `through` lets pass are looked through, as long as nobody else takes their output.
+    """
     graph = trace(model)
-    calls = [node for node in graph.nodes if node.op == "call_module"] if graph is not None else []
-    return [
-        (model.get_submodule(str(node.target)), model.get_submodule(str(user.target)))
-        for node in calls
-        for user in node.users
-        if user.op == "call_module"
-    ]
+    pairs = []
+    for node in graph.nodes if graph is not None else ():
+        if node.op != "call_module":
+            continue
+        for user in node.users:
+            while len(user.users) == 1 and through(callee(model, user)):
+                user = next(iter(user.users))
+            if user.op == "call_module":
+                pairs.append((model.get_submodule(str(node.target)), model.get_submodule(str(user.target))))
+    return pairs
+
+
+def callee(model: nn.Module, node: torch.fx.Node) -> Any:
+    """What a node calls: a module, a function, or the name of a method."""
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else node.target
 
 
 class Quiet(torch.fx.Tracer):

@@ -11,7 +11,11 @@
     [train]
     epochs = 300
 
-A section that is a named choice may be written as a table or as `"name(option=value, …)"`.
+    [finetune]
+    epochs = 60
+
+A section that is a named choice may be written as a table or as `"name(option=value, …)"`. A table
+`[sweep]` is for `pomona sweep` and left aside by all else.
 """
 
 from __future__ import annotations
@@ -75,6 +79,7 @@ class TrainOptions:
     checkpoint_every: int = 1  # epochs between checkpoints; 0 leaves only the one at the end
     checkpoint_steps: int = 0  # steps between further checkpoints within an epoch; 0 writes none
     log_every: int = 50  # steps between two looks at the loss
+    track: bool = False  # remember when each mask entry last changed, for the summary's `settled`
 
     def __post_init__(self) -> None:
         for key in ("epochs", "batch_size", "eval_every", "eval_batch_size", "log_every"):
@@ -93,6 +98,34 @@ class TrainOptions:
             raise unknown("device", self.device, ("auto", "cpu", "cuda")) from error
 
 
+@dataclass(frozen=True)
+class OriginOptions:
+    """A finished run to begin with: its weights, and for `finetune` its masks."""
+
+    run: str | None = None  # its folder
+    weights: str = "final"  # as that run left them, or "new": drawn by this recipe's seed
+    fingerprint: str | None = None  # of that run's settings; filled in
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("final", "new"):
+            raise unknown("origin.weights", self.weights, ("final", "new"))
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """A second stage with the masks fixed. What is not said of its optimizer and rate is as in the first."""
+
+    epochs: int = 0  # none
+    optimizer: Optimizer = SGD()
+    rate: Rate = Step()
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 0, f"finetune.epochs must be 0 or more, got {self.epochs}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs, "optimizer": describe(self.optimizer), "rate": describe(self.rate)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A run's settings, checked and with every default filled in."""
@@ -101,10 +134,12 @@ class Recipe:
     seed: int = 0
     data: DataOptions
     model: dict[str, Any]
+    origin: OriginOptions = OriginOptions()
     method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
     optimizer: Optimizer = SGD()
     rate: Rate = Step()
     train: TrainOptions = TrainOptions()
+    finetune: FinetuneOptions = FinetuneOptions()
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -113,16 +148,14 @@ class Recipe:
         The value of an override is a TOML literal, or else a bare string. A file without a name is
         called after itself.
         """
-        if isinstance(source, Mapping):
-            given = copy.deepcopy(dict(source))
-        else:
-            given = {"name": Path(source).stem} | _read(Path(source))
-        for override in overrides:
-            _apply(given, override)
+        given = read(source, overrides)
+        given.pop("sweep", None)
         _check_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
-        return cls(**{key: _MAKE[key](value) for key, value in given.items()})
+        second = given.pop("finetune", {})
+        first = cls(**{key: _MAKE[key](value) for key, value in given.items()})
+        return dataclasses.replace(first, finetune=_make_finetune(second, first))
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, every default included."""
@@ -131,10 +164,12 @@ class Recipe:
             "seed": self.seed,
             "data": self.data.to_dict(),
             "model": self.model,
+            "origin": dataclasses.asdict(self.origin),
             "method": self.method,
             "optimizer": describe(self.optimizer),
             "rate": describe(self.rate),
             "train": dataclasses.asdict(self.train),
+            "finetune": self.finetune.to_dict(),
         }
 
     def to_toml(self) -> str:
@@ -152,8 +187,21 @@ class Recipe:
         return [f"{key}: {mine.get(key)!r}, not {theirs.get(key)!r}" for key in keys]
 
     def _settings(self) -> dict[str, Any]:
-        """Dotted key → value of all that decides the result: neither the name nor the place."""
-        return {key: _number(v) for key, v in _leaves(self.to_dict()) if key not in ("name", "train.device")}
+        """Dotted key → value of all that decides the result: neither names nor places nor what is not used."""
+        idle = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
+        used = {section: options for section, options in self.to_dict().items() if section not in idle}
+        return {k: _number(v) for k, v in _leaves(used) if k not in ("name", "train.device", "origin.run")}
+
+
+def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A recipe as it was written, with its overrides and nothing filled in."""
+    if isinstance(source, Mapping):
+        given = copy.deepcopy(dict(source))
+    else:
+        given = {"name": Path(source).stem} | _read(Path(source))
+    for override in overrides:
+        _apply(given, override)
+    return given
 
 
 def _make_method(given: Any) -> dict[str, Any]:
@@ -196,13 +244,44 @@ def _make_data(given: Any) -> DataOptions:
 
 
 def _make_train(given: Any) -> TrainOptions:
-    require(isinstance(given, Mapping), f"train is a table of options, got {given!r}.")
-    hints = typing.get_type_hints(TrainOptions)
+    return TrainOptions(**_table("train", given, TrainOptions))
+
+
+def _make_origin(given: Any) -> OriginOptions:
+    """With the fingerprint of the run it names, which must be there unless it is given too."""
+    options = _table("origin", given, OriginOptions)
+    run = options.get("run")
+    if run is not None and options.get("fingerprint") is None:
+        done = Path(run) / "summary.json"
+        require(done.is_file(), f"origin.run names '{run}', which is no finished run: it has no summary.json.")
+        options["fingerprint"] = json.loads(done.read_bytes())["fingerprint"]
+    return OriginOptions(**options)
+
+
+def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
+    """The second stage, in which the optimizer and the rate of the first are the defaults."""
+    options = _table("finetune", given, FinetuneOptions)
+    for key, default, choices in (("optimizer", first.optimizer, OPTIMIZERS), ("rate", first.rate, RATES)):
+        written = _spelled(options.get(key, {}))
+        unnamed = isinstance(written, Mapping) and "name" not in written
+        options[key] = choices.make(describe(default) | written if unnamed else written)
+    made = FinetuneOptions(**options)
+    require(
+        not made.epochs or first.method.get("compressor") is None,
+        "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
+    )
+    return made
+
+
+def _table(section: str, given: Any, record: type) -> dict[str, Any]:
+    """The options of a section that is no named choice, each known and of its type."""
+    require(isinstance(given, Mapping), f"{section} is a table of options, got {given!r}.")
+    hints = typing.get_type_hints(record)
     for key, value in given.items():
         if key not in hints:
-            raise unknown("option of train", key, hints)
-        check_type(f"train.{key}", value, hints[key])
-    return TrainOptions(**given)
+            raise unknown(f"option of {section}", key, hints)
+        check_type(f"{section}.{key}", value, hints[key])
+    return dict(given)
 
 
 def _make_seed(given: Any) -> int:
@@ -222,6 +301,7 @@ _MAKE: dict[str, Any] = {
     "seed": _make_seed,
     "data": _make_data,
     "model": _make_model,
+    "origin": _make_origin,
     "method": _make_method,
     "optimizer": lambda given: OPTIMIZERS.make(_spelled(given, "sgd")),
     "rate": lambda given: RATES.make(_spelled(given, "step")),
@@ -252,10 +332,10 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
 def _check_keys(given: Mapping[str, Any]) -> None:
     """Refuse keys that a recipe does not have; an option at the top is told its section."""
     for key in given:
-        if key not in _MAKE:
-            records = {"optimizer": SGD, "rate": Step, "train": TrainOptions}
+        if key not in _MAKE and key != "finetune":
+            records = {"optimizer": SGD, "rate": Step, "train": TrainOptions, "origin": OriginOptions}
             options = [f"{s}.{f.name}" for s, record in records.items() for f in dataclasses.fields(record)]
-            raise unknown("key of the recipe", key, [*_MAKE, *options, "method.sparsity"])
+            raise unknown("key of the recipe", key, [*_MAKE, "finetune", *options, "method.sparsity"])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,12 +5,15 @@
     metrics.jsonl      one line an epoch, one line a mask update
     checkpoint/        the state to resume from, and checkpoint.previous/ the one before
     model.safetensors  the trained weights
+    masks.safetensors  what is kept of those that were pruned
     summary.json       what was reached; its presence says that the run is complete
 
-A line of an epoch has `epoch`, `step`, `loss`, `lr`, `sparsity` (of what is pruned), `seconds` and
+A run is one stage or several (see `stages`). A line of an epoch has its `stage`, `epoch` and `step`
+(counted over all stages), `loss`, `lr`, `sparsity` (of what is pruned), `seconds` and
 `images_per_second`, and where it was evaluated `test_loss` and `accuracy` in per cent (for a text
 `perplexity`), these again with `valid_` before them where there is a validation part, and with
-`_reestimated` behind them where fresh batch-norm statistics were called for.
+`_reestimated` behind them where fresh batch-norm statistics were called for. A line of an update is
+one of `pruner.history`; its `layers` are in the order of the summary's. Masks that are held have none.
 
 The order of the data, the rate and the model's first weights are pure functions of the recipe, so a
 resumed run is the uninterrupted one, bit for bit on a CPU. Under torchrun it is data parallel.
@@ -36,14 +39,15 @@ from torch import Tensor, nn
 
 from pomona import data, models
 from pomona.core.errors import PomonaError, require
-from pomona.core.pruner import Pruner
+from pomona.core.method import Masks
 from pomona.core.registry import describe
 from pomona.data import Batches, Dataset
-from pomona.methods import pruner
+from pomona.methods.lottery import Holder
 
-from . import checkpoint, env
+from . import checkpoint, env, masks
 from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
-from .recipe import DENSE, Recipe
+from .recipe import Recipe
+from .stages import stages
 from .team import Team, assembled
 
 Note = Callable[[str], None]
@@ -103,7 +107,7 @@ def train(
         try:
             run.open(resume)
             with _signals() as asked:
-                run.loop(lambda: asked() or (stop is not None and stop()))
+                run.train(lambda: asked() or (stop is not None and stop()))
             return run.finish()
         finally:
             run.close()
@@ -113,6 +117,7 @@ def plan(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any
     """What `train` would do, after all the checks it would make; nothing is trained or written."""
     with assembled(recipe.train.device) as (team, device), _own_random(device):
         run = Run(recipe, Path(), team, device, data_dir)
+        run.begin(0)
         cost = models.summary(run.model, run.data.input_shape)
         return {
             "fingerprint": recipe.fingerprint(),
@@ -122,6 +127,7 @@ def plan(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any
             "params": cost.params,
             "macs": cost.macs,
             "pruned": {} if run.pruner is None else {k: m.numel() for k, m in run.pruner.masks().items()},
+            "stages": {stage.name: stage.epochs for stage in run.stages},
             "steps_per_epoch": run.per_epoch,
             "steps": run.total,
         }
@@ -148,6 +154,8 @@ class Run:
         self.data = load_data(recipe, data_dir, device)
         self.built = model_options(recipe, self.data)
         self.model = models.build(**self.built).to(device)
+        self.masks: Masks | None = None  # that the last stage left, or another run
+        self.inherit()
         if not team.first:
             torch.manual_seed(recipe.seed + team.rank)  # the same weights, but other draws for dropout
         self.channels_last = device.type == "cuda" and self.data.kind == "image"
@@ -156,24 +164,68 @@ class Run:
         models.summary(self.model, self.data.input_shape)  # refuses a model that does not run on this data
         self.batches = self.training(rank=team.rank, world=team.world)
         self.per_epoch = len(self.batches)
-        self.total = self.per_epoch * self.options.epochs
-        self.rate = recipe.rate.over(recipe.optimizer.lr, self.total, self.per_epoch)
+        self.stages = stages(recipe, self.model)
+        self.epochs = sum(stage.epochs for stage in self.stages)
+        self.total = self.per_epoch * self.epochs
         self.network = team.wrap(self.model, device)
-        self.optimizer = recipe.optimizer.build(p for p in self.model.parameters() if p.requires_grad)
-        self.pruner = build_pruner(recipe)
-        if self.pruner is not None:
-            self.pruner.attach(self.model, self.optimizer, self.total, self.per_epoch)
+        self.results: list[dict[str, Any]] = []  # of the stages that are over
+        self.rewound: dict[str, Tensor] = {}  # early weights, to which a lottery goes back
+        self.step = 0  # of all stages together
         # The loss is read at every step where that costs nothing, and from a GPU now and then.
         self.interval = 1 if device.type == "cpu" else self.options.log_every
         self.losses: list[Tensor] = []  # of the steps since the last reading
-        self.step = 0
         self.loss = 0.0  # summed over the epoch, as far as it was read
-        self.updates = 0  # of the pruner's history that stand in metrics.jsonl
         self.seconds = 0.0  # of the sessions before this one
         self.started = self.lap = time.perf_counter()
         self.lap_steps = 0  # steps since the lap began: with the epoch, or when resumed within it
         self.pace = 0.0  # samples per second of the last lap
         self.metrics: Any = None
+
+    def inherit(self) -> None:
+        """Take over what the recipe asks of another run."""
+        origin = self.recipe.origin
+        if origin.run is None:
+            return
+        folder = Path(origin.run)
+        done = folder / "summary.json"
+        require(done.is_file(), f"the run '{folder}', with which this one begins, is not there (any more).")
+        theirs = json.loads(done.read_bytes())["fingerprint"]
+        require(
+            theirs == origin.fingerprint,
+            f"the run in '{folder}' has the fingerprint {theirs}, and this one began with {origin.fingerprint}.",
+        )
+        if origin.weights == "final":
+            weights = safetensors.torch.load_file(folder / "model.safetensors")
+            compare_models(weights, self.model.state_dict(), folder)
+            self.model.load_state_dict(weights)
+        if (folder / masks.FILE).is_file():
+            self.masks = {name: mask.to(self.device) for name, mask in masks.load(folder).items()}
+        require(
+            self.masks is not None or self.recipe.method["name"] != "finetune",
+            f"the run in '{folder}' pruned nothing: there is no mask for finetune to hold.",
+        )
+
+    def begin(self, index: int, resumed: bool = False) -> None:
+        """Begin a stage, with a new optimizer; where it is resumed its state is still to come."""
+        self.index, self.stage = index, self.stages[index]
+        self.first = self.per_epoch * sum(stage.epochs for stage in self.stages[:index])
+        self.steps = self.per_epoch * self.stage.epochs
+        if not resumed:
+            self.stage.prepare(self)
+        self.rate = self.stage.rate.over(self.stage.optimizer.lr, self.steps, self.per_epoch)
+        self.optimizer = self.stage.optimizer.build(p for p in self.model.parameters() if p.requires_grad)
+        self.pruner = self.stage.pruner(self)
+        self.updates = 0  # of the pruner's history that stand in metrics.jsonl
+
+    @property
+    def end(self) -> int:
+        """The last step of this stage."""
+        return self.first + self.steps
+
+    @property
+    def rewind(self) -> dict[str, Tensor]:
+        """The weights of a lottery's first round to which the later ones go back, as soon as they are known."""
+        return getattr(self.pruner, "snapshot", None) or self.rewound
 
     @property
     def elapsed(self) -> float:
@@ -192,30 +244,46 @@ class Run:
             **options,
         )
 
+    def unseen_loss(self) -> Tensor:
+        """The loss of a batch that training never draws, for methods that look at a gradient before it."""
+        inputs, targets = next(self.training().epoch(self.epochs))
+        with autocast(self.device, self.options.precision):
+            logits = self.model(inputs)
+        return cross_entropy(logits, targets)
+
     # ---- the folder
 
     def open(self, resume: bool) -> None:
         """Begin the folder, or take up what is in it."""
         if resume and checkpoint.found(self.folder):
             self.restore(checkpoint.load(self.folder, self.note))
-        elif self.team.first:
-            with checkpoint.writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.replace(self.folder / "recipe.toml", self.recipe.to_toml().encode())
-            _cut(self.folder / METRICS, 0)
+        else:
+            self.begin(0)
+            self.make_folder()
         if self.team.first:
             checkpoint.replace(self.folder / "env.json", _json(env.facts() | {"data": self.data.describe()}))
             with checkpoint.writing(self.folder / METRICS):
                 self.metrics = (self.folder / METRICS).open("ab")
         if self.progress is not None:
-            self.progress.start(self.options.epochs, self.per_epoch, self.recipe.name)
+            self.progress.start(self.epochs, self.per_epoch, self.recipe.name)
             for _ in range(self.step):
                 self.progress.step()
+
+    def make_folder(self) -> None:
+        """The folder of a run that has not taken a step."""
+        if self.team.first:
+            with checkpoint.writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.replace(self.folder / "recipe.toml", self.recipe.to_toml().encode())
+            _cut(self.folder / METRICS, 0)
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs; the pruner's part rides in the optimizer's."""
         return {
             "recipe": self.recipe.to_dict(),
+            "stage": self.index,
+            "results": self.results,
+            "rewind": self.rewind,
             "step": self.step,
             "loss": self.loss,
             "updates": self.updates,
@@ -240,8 +308,12 @@ class Run:
         """Go on from a checkpoint's state."""
         compare_models(state["model"], self.model.state_dict(), self.folder)
         compare_recipes(self.recipe, Recipe.load(state["recipe"]), self.folder)
+        self.begin(state["stage"], resumed=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.results, self.rewound = state["results"], state["rewind"]
+        if isinstance(self.pruner, Holder) and state["rewind"]:
+            self.pruner.snapshot = state["rewind"]
         self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
         self.seconds = state["seconds"]
         if self.team.first:
@@ -260,9 +332,9 @@ class Run:
 
     def write_updates(self) -> None:
         """The pruner's mask updates since the last time."""
-        history = [] if self.pruner is None else self.pruner.history
+        history = [] if self.pruner is None or isinstance(self.pruner, Holder) else self.pruner.history
         for record in history[self.updates :]:
-            self.write({"kind": "update", **record})
+            self.write({"kind": "update", "stage": self.stage.name, **record, "step": self.first + record["step"]})
         self.updates = len(history)
 
     def close(self) -> None:
@@ -274,9 +346,18 @@ class Run:
 
     # ---- training
 
+    def train(self, stop: Callable[[], bool]) -> None:
+        """All stages to their end, from where the run is."""
+        while True:
+            self.loop(stop)
+            self.end_stage()
+            if len(self.results) == len(self.stages):
+                return
+            self.begin(self.index + 1)
+
     def loop(self, stop: Callable[[], bool]) -> None:
-        """Train to the last step; stopped before it, leave a checkpoint and raise `Interrupted`."""
-        while self.step < self.total:
+        """Train to the last step of the stage; stopped before it, leave a checkpoint and raise `Interrupted`."""
+        while self.step < self.end:
             epoch, start = divmod(self.step, self.per_epoch)
             for inputs, targets in self.batches.epoch(epoch, start):
                 self.losses.append(self.advance(inputs, targets))
@@ -288,7 +369,7 @@ class Run:
                     self.end_lap()
                 if self.progress is not None:
                     self.progress.step(loss)
-                if last and self.step < self.total:
+                if last and self.step < self.end:
                     self.end_epoch()
                 stopped = self.step < self.total and self.agree(stop())
                 if stopped or self.due():
@@ -299,7 +380,7 @@ class Run:
     def advance(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """One step of training."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.step)
+            group["lr"] = self.rate(self.step - self.first)
         with autocast(self.device, self.options.precision):
             logits = self.network(inputs)
         loss = cross_entropy(logits, targets, label_smoothing=self.options.label_smoothing)
@@ -311,11 +392,9 @@ class Run:
         return loss.detach()
 
     def due(self) -> bool:
-        """Whether a checkpoint is to be written after this step; the last step always has one."""
+        """Whether a checkpoint is to be written after this step; a stage's last step always has one."""
         every, steps = self.options.checkpoint_every * self.per_epoch, self.options.checkpoint_steps
-        return (
-            self.step == self.total or (every > 0 and self.step % every == 0) or (steps > 0 and self.step % steps == 0)
-        )
+        return self.step == self.end or (every > 0 and self.step % every == 0) or (steps > 0 and self.step % steps == 0)
 
     def read_losses(self) -> float | None:
         """Take the losses since the last reading off the device; the last one, or an error if one is not finite."""
@@ -346,13 +425,14 @@ class Run:
         epoch = self.step // self.per_epoch
         row = {
             "kind": "epoch",
+            "stage": self.stage.name,
             "epoch": epoch,
             "step": self.step,
             "loss": self.loss / self.per_epoch,
-            "lr": self.rate(self.step - 1),
+            "lr": self.rate(self.step - self.first - 1),
             "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
         }
-        if epoch % self.options.eval_every == 0 or self.step == self.total:
+        if epoch % self.options.eval_every == 0 or self.step == self.end:
             row |= self.evaluate()
         row |= {"seconds": self.elapsed, "images_per_second": self.pace}
         if self.team.first:
@@ -397,17 +477,24 @@ class Run:
         if self.pruner is None or not self.options.reestimate or not batchnorms(self.model):
             return False
         every = getattr(self.pruner.method, "every", 0)  # None is once an epoch
-        return self.step - self.pruner.last_change <= (self.per_epoch if every is None else every)
+        return self.step - self.first - self.pruner.last_change <= (self.per_epoch if every is None else every)
 
-    def finish(self) -> dict[str, Any]:
-        """Let go of the pruner, evaluate what is left, and write the model and the summary."""
+    def end_stage(self) -> None:
+        """Let go of the pruner, and measure what is left."""
+        self.rewound = self.rewind
         if self.pruner is not None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 self.pruner.finish()
             for warning in caught:
                 self.note(str(warning.message))
-        row = self.end_epoch()
+            self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}
+        self.results.append(self.end_epoch() | self.stage.outcome(self))
+
+    def finish(self) -> dict[str, Any]:
+        """Write the model, its masks and the summary."""
+        ends = [{key: value for key, value in row.items() if key not in ("kind", "lr")} for row in self.results]
+        settled = {"settled": ends[0].pop("settled")} if "settled" in ends[0] else {}
         cost = models.summary(self.model, self.data.input_shape)
         summary = {
             "name": self.recipe.name,
@@ -416,12 +503,14 @@ class Run:
             "data": self.recipe.data.name,
             "model": self.recipe.model["name"],
             "method": self.recipe.method["name"],
-            **{key: value for key, value in row.items() if key not in ("kind", "lr")},
+            **{key: value for key, value in ends[-1].items() if key not in ("stage", "layers")},
             "model_sparsity": cost.sparsity,
             "params": cost.params,
             "nonzeros": cost.nonzeros,
             "macs": cost.macs,
             "macs_left": cost.macs_left,
+            **settled,
+            "stages": ends,
             "device": str(self.device),
             "world": self.team.world,
             **env.facts(),
@@ -433,6 +522,8 @@ class Run:
             }
             about = {"pomona": json.dumps(self.built)}
             checkpoint.replace(self.folder / "model.safetensors", safetensors.torch.save(weights, about))
+            if self.masks is not None:
+                masks.save(self.folder, self.masks)
             checkpoint.replace(self.folder / "summary.json", _json(summary))
         return summary
 
@@ -461,16 +552,6 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
 def _fits(info: models.Info, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
     return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
-
-
-def build_pruner(recipe: Recipe) -> Pruner | None:
-    """The recipe's pruner, or None for a dense run; a method's own seed is counted from the run's."""
-    if recipe.method["name"] == DENSE:
-        return None
-    options = dict(recipe.method)
-    if "seed" in options:
-        options["seed"] += recipe.seed
-    return pruner(options)
 
 
 def compare_recipes(mine: Recipe, theirs: Recipe, folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..core.errors import PomonaError, require
 from ..core.method import Masks, Method, Targets, Time, method
 from ..core.targets import DENSE
@@ -58,23 +60,27 @@ class DSR(Method):
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         memory, threshold = targets.memory, targets.memory["threshold"]
-        kept = {}
-        for name, mask in targets.masks.items():
-            weight = targets.latent[name].abs()
-            small = min(int((mask & (weight < threshold)).sum()), int(mask.sum()) - 1)
-            kept[name] = evolve.drop(self.pattern, weight, mask, small)
+        quanta = evolve.quanta(self.pattern, targets.masks)
+        free = {name: mask.numel() - int(mask.sum()) for name, mask in targets.masks.items()}
+        weak = {name: self.weak(targets.latent[name], mask, threshold) for name, mask in targets.masks.items()}
+        # No more can move than there is room for.
+        count = min(sum(weak.values()), sum(free.values()))
+        drops = evolve.share_out(count, {name: float(n) for name, n in weak.items()}, weak, quanta)
+        kept = {
+            name: evolve.drop(self.pattern, targets.latent[name].abs(), mask, drops[name])
+            for name, mask in targets.masks.items()
+        }
         active = {name: int(mask.sum()) for name, mask in kept.items()}
         moved = memory["kept"] - sum(active.values())
         goal = self.churn * sum(mask.numel() for mask in kept.values())
-        memory["threshold"] = (
-            threshold / 2 if moved > 1.1 * goal else threshold * 2 if moved < 0.9 * goal else threshold
-        )
-        # Free entries that were not dropped just now.
-        room = {name: mask.numel() - int(targets.masks[name].sum()) for name, mask in kept.items()}
-        left = {name: float(count) for name, count in active.items()}
-        growth = evolve.share_out(moved, left, room, evolve.quanta(self.pattern, kept))
+        memory["threshold"] = threshold * (0.5 if moved > 1.1 * goal else 2.0 if moved < 0.9 * goal else 1.0)
+        growth = evolve.share_out(moved, {name: float(n) for name, n in active.items()}, free, quanta)
         draws = random(targets.latent, seed=self.seed + 1 + targets.time.step)
         return {
             n: evolve.grow(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])
             for n, m in kept.items()
         }
+
+    def weak(self, weight: Tensor, mask: Tensor, threshold: float) -> int:
+        """How many active weights lie under the threshold; one is left in any case."""
+        return min(int((mask & (weight.abs() < threshold)).sum()), int(mask.sum()) - 1)

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from ..core.errors import PomonaError
-from ..core.method import Targets
-from ..patterns import Pattern
+from ..patterns import Pattern, Units, Unstructured
 
 
 def drop(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
-    """The mask without the `count` active entries of the lowest score, or as near to it as the pattern can."""
+    """The mask without the `count` active entries of the lowest score, or as near to it as the pattern can.
+
+    Where a pattern counts by blocks any entries may go: `grow` fills the blocks up again.
+    """
+    chooser = pattern if isinstance(pattern, Units) else Unstructured()
     pruned = mask.numel() - int(mask.sum()) + count
-    return pattern.masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0]
+    return chooser.masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
 
 
 def grow(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
@@ -23,24 +26,31 @@ def grow(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
     return pattern.masks([score.masked_fill(mask, torch.inf)], 1 - active / mask.numel())[0]
 
 
-def forget(targets: Targets, name: str, entries: Tensor) -> None:
-    """Start these weights anew: zero, with no momentum."""
-    targets.latent[name].masked_fill_(entries, 0)
-    if name in targets.momentum:
-        targets.momentum[name].masked_fill_(entries, 0)
+def part(share: float, count: int) -> int:
+    """⌊share · count⌋, where 0.29 of 100 is 29 and not 28.999…"""
+    return int(share * count + 1e-9)
+
+
+def whole(count: int, quantum: int) -> int:
+    """The nearest multiple, so that what is left can be divided into whole quanta again."""
+    return round(count / quantum) * quantum
 
 
 def share_out(
-    total: int, weights: Mapping[str, float], room: Mapping[str, int], quantum: Mapping[str, int] | None = None
+    total: int,
+    weights: Mapping[str, float],
+    room: Mapping[str, int],
+    quantum: Mapping[str, int] | None = None,
+    evenly: bool = False,
 ) -> dict[str, int]:
     """Divide `total` in proportion to `weights`, nobody above their `room`, to the last unit.
 
-    What one cannot take is offered to the others in the same proportion. Everyone takes whole multiples
-    of their `quantum`, by largest remainder, the earlier name first where two are alike.
+    What some cannot take goes to the others, in proportion or `evenly`. Everyone takes whole multiples of
+    their `quantum`, by largest remainder, the earlier name first where two are alike.
     """
     if total > sum(room.values()):
         raise PomonaError(f"{total} weights are to grow and there is room for {sum(room.values())}: prune more.")
-    ideal = water_fill(total, weights, room)
+    ideal = fill(total, weights, room, evenly)
     step = {name: 1 if quantum is None else quantum[name] for name in weights}
     counts = {name: int((value + 1e-9) // step[name]) * step[name] for name, value in ideal.items()}
     while True:
@@ -53,18 +63,24 @@ def share_out(
         counts[best] += step[best]
 
 
-def water_fill(total: int, weights: Mapping[str, float], room: Mapping[str, int]) -> dict[str, float]:
+def fill(total: int, weights: Mapping[str, float], room: Mapping[str, int], evenly: bool) -> dict[str, float]:
     """`total` in proportion to `weights`, where those that are full pass their surplus on."""
-    given = dict.fromkeys(weights, 0.0)
-    open_ = [name for name in weights if room[name] > 0]
-    while open_:
-        left = total - sum(given[name] for name in weights if name not in open_)
-        whole = sum(weights[name] for name in open_)
-        offers = {name: left * (weights[name] / whole if whole > 0 else 1 / len(open_)) for name in open_}
-        full = [name for name in open_ if offers[name] > room[name]]
-        given |= {name: float(room[name]) for name in full} if full else offers
-        open_ = [name for name in open_ if name not in full] if full else []
-    return given
+    whole = sum(weights.values())
+    share = {name: weight / whole if whole > 0 else 1 / len(weights) for name, weight in weights.items()}
+    full: set[str] = set()
+    while True:
+        rest = [name for name in weights if name not in full]
+        left = total - sum(room[name] for name in full)
+        if evenly:
+            extra = (left - sum(share[name] * total for name in rest)) / max(len(rest), 1)
+            offers = {name: share[name] * total + extra for name in rest}
+        else:
+            part = sum(share[name] for name in rest)
+            offers = {name: left * (share[name] / part if part > 0 else 1 / len(rest)) for name in rest}
+        over = {name for name in rest if offers[name] > room[name]}
+        if not over:
+            return {name: float(room[name]) if name in full else offers[name] for name in weights}
+        full |= over
 
 
 def quanta(pattern: Pattern, masks: Mapping[str, Tensor]) -> dict[str, int]:

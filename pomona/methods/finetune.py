@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..core.method import Masks, Method, Targets, Time, method
+from ..core.targets import DENSE
+from ..patterns import Unstructured
 from ..schedules import Constant, Schedule
 
 
@@ -16,9 +19,16 @@ class Finetune(Method):
     With `pattern=Filter()` the biases and batch norms of removed filters are held at zero too.
     """
 
+    dense: ClassVar[frozenset[str]] = DENSE - {"classifier", "bias"}  # a bias of zero was pruned, or is dead
+
     sparsity: float | None = field(default=0.0, init=False)
     allocation: str = field(default="global", init=False)
     schedule: Schedule = field(default=Constant(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pattern.outputs:  # the zeros are there already, in whatever pattern
+            self._set(pattern=Unstructured())
 
     def _check(self) -> None:
         """No sparsity is asked for, so none can be wrong."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..core.errors import PomonaError, require
 from ..core.method import Masks, Method, Targets, Time, method
 from ..core.pruner import Pruner
 from ..core.registry import describe
-from ..core.targets import prunable, unwrap
+from ..core.targets import Target, unwrap
 from ..schedules import Constant, Schedule
 from ..scores import among, magnitude
 from .finetune import Finetune
@@ -76,63 +76,78 @@ class Rounds(Pruner):
         end and finish it. What it returns stands in the list that comes back, with the sparsity of each round.
         With a `folder` finished rounds are kept there, and a second call goes on behind them.
         """
-        targets = prunable(model, self.method.include, self.method.exclude, self.method.dense).targets
+        targets = self.method.targets(model)
         require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
-        names = tuple(target.name for target in targets)
+        for target in targets:
+            self.method.pattern.check(target.name, target.outputs_first)
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
+        hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         shelf = Shelf(None if folder is None else Path(folder), describe(self.method))
-        done: list[dict[str, Any]] = shelf.results()
+        inner = unwrap(model)
+        masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}
+        done = shelf.results()
         if done:
-            model.load_state_dict(shelf.read("model"))
+            inner.load_state_dict(shelf.read("model"))
+            masks = {name: mask.bool() for name, mask in shelf.read("masks").items()}
         for index in range(len(done), len(levels)):
             if index:
-                self.rewind(model, names, levels[index], shelf)
-            hold = Holder(Finetune(include=names, pattern=self.method.pattern), None if index else self.method.rewind)
-            result = train(model, hold, index)
-            require(hold.finished, "train(model, pruner, round) must attach the pruner, train, and finish() it.")
+                masks = self.prune(targets, masks, levels[index])
+                inner.load_state_dict(shelf.read("rewind"))
+            pruner = Holder(hold, masks, None if index else self.method.rewind)
+            result = train(model, pruner, index)
+            require(pruner.finished, "train(model, pruner, round) must attach the pruner, train, and finish() it.")
             if index == 0:
-                shelf.write("rewind", hold.snapshot)
-            shelf.write("model", model.state_dict())
+                shelf.write("rewind", pruner.snapshot)
+            shelf.write("model", inner.state_dict())
+            shelf.write("masks", {name: mask.to(torch.uint8) for name, mask in masks.items()})
             done.append({"round": index, "sparsity": levels[index], "result": result})
             shelf.record(done)
         return done
 
     @torch.no_grad()
-    def rewind(self, model: nn.Module, names: tuple[str, ...], sparsity: float, shelf: Shelf) -> None:
-        """Prune what was trained, and set the rest back."""
-        trained = {name: p.detach() for name, p in unwrap(model).named_parameters() if name in names}
-        masks = {name: weight != 0 for name, weight in trained.items()}
-        masks = self.method.update(Targets(trained, masks, Time(0, 1)), sparsity)
-        model.load_state_dict(shelf.read("rewind"))
-        for name, parameter in unwrap(model).named_parameters():
-            if name in masks:
-                parameter.masked_fill_(~masks[name], 0)
+    def prune(self, targets: Sequence[Target], masks: Masks, sparsity: float) -> Masks:
+        """The next round's masks, from what was trained."""
+        trained = {t.name: t.parameter.detach().movedim(t.rows, 0) for t in targets}
+        masks = {name: mask.to(trained[name].device) for name, mask in masks.items()}
+        return self.method.update(Targets(trained, masks, Time(0, 1)), sparsity)
 
 
 class Holder(Pruner):
-    """Holds a round's zeros, and remembers the weights after `rewind` steps."""
+    """Holds the masks of a round, and remembers the weights after `rewind` steps of the first."""
 
-    def __init__(self, method: Method, rewind: int | None) -> None:
+    def __init__(self, method: Method, masks: Masks, rewind: int | None) -> None:
         super().__init__(method)
-        self.wanted = rewind
+        self.given = masks
+        self.rewind = rewind
         self.snapshot: dict[str, Tensor] = {}
 
     def attach(self, model: nn.Module, optimizer: Any, total_steps: int | None = None, *args: Any, **kw: Any) -> Pruner:
         require(
-            not self.wanted or (total_steps is not None and self.wanted <= total_steps),
-            f"rewind={self.wanted} lies past the end of training, which has {total_steps} steps.",
+            not self.rewind or total_steps is None or self.rewind <= total_steps,
+            f"rewind={self.rewind} lies past the end of training, which has {total_steps} steps.",
         )
         super().attach(model, optimizer, total_steps, *args, **kw)
         self.remember()
         return self
+
+    def _start(self, loss: Any) -> None:
+        """With the masks that were given: a weight may be zero and kept."""
+        self._put({slot.name: self.given[slot.name].to(slot.mask.device) for slot in self.slots}, 0.0)
 
     def advance(self) -> None:
         super().advance()
         self.remember()
 
     def remember(self) -> None:
-        if self.step == self.wanted and self.model is not None:
+        if self.step == self.rewind and self.model is not None:
             self.snapshot = {name: value.detach().clone() for name, value in unwrap(self.model).state_dict().items()}
+
+    def finish(self) -> None:
+        require(
+            self.rewind is None or bool(self.snapshot),
+            f"rewind={self.rewind} lies past the end of training, which took {self.step} steps.",
+        )
+        super().finish()
 
 
 class Shelf:

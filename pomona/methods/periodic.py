@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.errors import require
-from ..core.method import Method, Time
+from ..core.method import Method, Time, check_every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +15,7 @@ class Periodic(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {self.every}.")
+        check_every(self.every)
 
     @property
     def rest(self) -> float:

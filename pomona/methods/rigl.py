@@ -29,6 +29,10 @@ class RigL(SET):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            not self.pattern.outputs,
+            "rigl grows by the gradient, and that of a removed filter is zero: use set or dsr, or another pattern.",
+        )
         require(0 < self.until <= 1, f"until is a share of training in (0, 1], got {self.until}.")
 
     def due(self, time: Time) -> bool:
@@ -36,7 +40,7 @@ class RigL(SET):
 
     def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
         share = self.share / 2 * (1 + math.cos(math.pi * time.step / (self.until * time.total)))
-        return evolve.drop(self.pattern, weight.abs(), mask, int(share * int(mask.sum())))
+        return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(share, int(mask.sum())))
 
     def growth(self, name: str, targets: Targets) -> Tensor:
         return targets.grads[name].abs()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, Time, method
-from ..patterns import Unstructured
+from ..core.method import Masks, Method, Targets, Time, check_every, method
+from ..patterns import Units
 from ..schedules import Constant, Schedule
 from ..scores import random
 from . import evolve
@@ -30,6 +30,7 @@ class SET(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_every(self.every)
         require(0 < self.share < 1, f"share is the part of a layer that is replaced, in (0, 1), got {self.share}.")
 
     def due(self, time: Time) -> bool:
@@ -46,16 +47,16 @@ class SET(Method):
         mask = targets.masks[name]
         kept = self.drop(targets.latent[name], mask, targets.time)
         new = evolve.grow(self.pattern, self.growth(name, targets), kept, int(mask.sum()))
-        evolve.forget(targets, name, new & ~kept)
+        targets.fresh[name] = new & ~kept
         return new
 
     def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
         """Without ζ of the smallest positive and of the largest negative weights, and those that never left zero."""
-        if not isinstance(self.pattern, Unstructured):
-            return evolve.drop(self.pattern, weight.abs(), mask, int(self.share * int(mask.sum())))
+        if isinstance(self.pattern, Units):
+            return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(self.share, int(mask.sum())))
         kept = mask & (weight != 0)
         for sign in (mask & (weight > 0), mask & (weight < 0)):
-            kept &= ~sign | evolve.drop(self.pattern, weight.abs(), sign, int(self.share * int(sign.sum())))
+            kept &= ~sign | evolve.drop(self.pattern, weight.abs(), sign, evolve.part(self.share, int(sign.sum())))
         return kept
 
     def growth(self, name: str, targets: Targets) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..core.targets import DENSE
 from ..patterns import Filter, Pattern
 from ..schedules import Constant, Schedule
@@ -24,6 +24,10 @@ class SFP(Method):
     pattern: Pattern = Filter()
     allocation: str = "uniform"
     schedule: Schedule = field(default=Constant(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_every(self.every)
 
     def due(self, time: Time) -> bool:
         return time.step <= time.total and time.each(self.every)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..core.errors import PomonaError, require
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..core.targets import DENSE
 from ..schedules import Constant, Schedule
 from ..scores import random
@@ -21,10 +21,12 @@ from . import evolve
 class SparseMomentum(Method):
     """Each epoch every layer drops its smallest weights, and layers with more momentum grow more of them back.
 
-    The authors' counts may miss the target and are adjusted later; here the total is exact at every update.
+    Momentum covers the pruned weights too, and says where to grow. The authors' counts may miss the target
+    and are adjusted later; here the total is exact at every update.
     """
 
     dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
+    remembers: ClassVar[bool] = True
 
     rate: float = 0.5  # the part of a layer that is dropped at first; it falls to `floor` along a cosine
     floor: float = 0.005
@@ -40,6 +42,11 @@ class SparseMomentum(Method):
             self.pattern.sparsity is None,
             f"{self.pattern} fixes every layer's sparsity, and sparse_momentum moves weights between layers.",
         )
+        require(
+            not self.pattern.outputs,
+            "sparse_momentum grows by momentum, and that of a removed filter fades: use set, dsr or another pattern.",
+        )
+        check_every(self.every)
 
     def due(self, time: Time) -> bool:
         return 0 < time.step < time.total and time.each(self.every)
@@ -50,23 +57,24 @@ class SparseMomentum(Method):
         return masks
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        if targets.momentum.keys() != targets.latent.keys():
-            raise PomonaError("sparse_momentum needs an optimizer with momentum: SGD(momentum=0.9) or Adam.")
         momentum = {name: m.abs() for name, m in targets.momentum.items()}
+        for name in targets.latent.keys() - momentum.keys():
+            raise PomonaError(f"{name} has no momentum: use SGD(momentum=0.9) or Adam, or exclude=['{name}'].")
         means = {n: float(momentum[n][m].mean()) if bool(m.any()) else 0.0 for n, m in targets.masks.items()}
-        whole = sum(means.values()) or 1.0
-        shares = {name: mean / whole for name, mean in means.items()}
-        kept = {
-            name: evolve.drop(self.pattern, targets.latent[name].abs(), mask, self.dropped(mask, shares[name], targets))
-            for name, mask in targets.masks.items()
-        }
+        total = sum(means.values()) or 1.0
+        shares = {name: mean / total for name, mean in means.items()}
+        quanta = evolve.quanta(self.pattern, targets.masks)
+        kept = {}
+        for name, mask in targets.masks.items():
+            count = evolve.whole(self.dropped(mask, shares[name], targets), quanta[name])
+            kept[name] = evolve.drop(self.pattern, targets.latent[name].abs(), mask, count)
         active = {name: int(mask.sum()) for name, mask in kept.items()}
         room = {name: mask.numel() - active[name] for name, mask in kept.items()}
         # A layer grows into 99 % of its free entries at most, where the others can take the rest.
-        cap = {name: math.floor(0.99 * free) for name, free in room.items()}
-        total = targets.memory["kept"] - sum(active.values())
-        room = cap if sum(cap.values()) >= total else room
-        growth = evolve.share_out(total, shares, room, evolve.quanta(self.pattern, kept))
+        cap = {name: evolve.part(0.99, free) for name, free in room.items()}
+        missing = targets.memory["kept"] - sum(active.values())
+        room = cap if sum(cap.values()) >= missing else room
+        growth = evolve.share_out(missing, shares, room, quanta, evenly=True)
         return {n: evolve.grow(self.pattern, momentum[n], mask, active[n] + growth[n]) for n, mask in kept.items()}
 
     def dropped(self, mask: Tensor, share: float, targets: Targets) -> int:
@@ -77,4 +85,4 @@ class SparseMomentum(Method):
         sparsity = 1 - active / mask.numel()
         if sparsity < 0.2 and share > 1 / len(targets.masks):
             rate = min(sparsity, rate)
-        return math.ceil(rate * active)
+        return math.ceil(rate * active - 1e-9)

@@ -2,6 +2,6 @@
 
 from .balanced import NM, Balanced
 from .base import PATTERNS, Pattern, matrix
-from .units import Block, Filter, Kernel, Unstructured
+from .units import Block, Filter, Kernel, Units, Unstructured
 
-__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "Unstructured", "matrix"]
+__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "Units", "Unstructured", "matrix"]

@@ -114,6 +114,23 @@ def compare(method: str, fused: bool) -> None:
             assert torch.equal(value, other[kind][name]), f"{method}: {kind} of {name} differ"
 
 
+def moved(method: str) -> None:
+    """Another memory format, or another device, after attach changes nothing but the order of sums."""
+    images, labels = data()
+    results = []
+    for move in (lambda model: model, lambda model: model.to(memory_format=torch.channels_last)):
+        model, optimizer, pruner = build(method, fused=False)
+        step(model, optimizer, images[0], labels[0])
+        move(model)
+        for x, y in zip(images[1:8], labels[1:8], strict=True):
+            for name, mask in pruner.masks().items():
+                assert not model.get_parameter(name)[~mask].any(), f"{method}: {name} disobeys its mask"
+            step(model, optimizer, x, y)
+        results.append({name: mask.cpu() for name, mask in pruner.masks().items()})
+    for name, mask in results[0].items():
+        assert (mask ^ results[1][name]).float().mean() < 0.02, f"{method}: the mask of {name} was lost on the way"
+
+
 if pytest is not None:
 
     @pytest.mark.parametrize("method", METHODS)
@@ -121,9 +138,15 @@ if pytest is not None:
     def test_a_captured_step_is_the_eager_step(method: str, fused: bool) -> None:
         compare(method, fused)
 
+    @pytest.mark.parametrize("method", METHODS)
+    def test_another_memory_format_keeps_the_masks(method: str) -> None:
+        moved(method)
+
 
 if __name__ == "__main__":
     for name in METHODS:
         for choice in (False, True):
             compare(name, choice)
             print(f"{name}, fused={choice}: the captured step is the eager step, bit for bit")
+        moved(name)
+        print(f"{name}: another memory format keeps the masks")

@@ -46,7 +46,7 @@ def join(rank: int, folder: str) -> None:
 
 def run(method: str, seed: int, rank: int | None, attach_first: bool = False) -> dict[str, Any]:
     """Train on the whole batch, or on a rank's half of it."""
-    model = plain = Small(seed).double()
+    model = plain = Small(seed).double().to(memory_format=torch.channels_last)
     pruner = METHODS[method]()
     optimizer = sgd(plain)
     if attach_first:
@@ -84,6 +84,7 @@ def worker(rank: int, folder: str) -> None:
         optimizer.step()
     except pm.PomonaError as error:
         Path(folder, f"{rank}.txt").write_text(str(error))
+    distributed.barrier()  # nobody leaves before all have read the error
     distributed.destroy_process_group()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,7 +88,7 @@ def test_pruned_filters_of_a_soft_method_keep_learning() -> None:
     "make", [soft, hard, lambda **o: pm.SFP(**o, every=4), lambda **o: pm.DPF(**o, every=4, settle=0.0)]
 )
 def test_a_removed_filter_leaks_nothing_after_finish(make: Callable[..., pm.Pruner], early: bool) -> None:
-    model, optimizer, pruner = attached(make(pattern=pm.Filter(), sparsity=0.5), total=16)
+    model, optimizer, pruner = attached(make(pattern=pm.Filter(), sparsity=0.5, allocation="uniform"), total=16)
     train(model, optimizer, range(6 if early else 16))
     with silence():
         pruner.finish()
@@ -98,7 +100,8 @@ def test_a_removed_filter_leaks_nothing_after_finish(make: Callable[..., pm.Prun
 
 
 def test_a_compressor_leaves_biases_and_norms_alone() -> None:
-    model, optimizer, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5, compressor=pm.Binary()), total=16)
+    options = {"pattern": pm.Filter(), "sparsity": 0.5, "allocation": "uniform", "compressor": pm.Binary()}
+    model, optimizer, pruner = attached(soft(**options), total=16)
     train(model, optimizer, range(16))
     pruner.finish()
     assert set(model.conv1.weight.unique().tolist()) == {-1, 0, 1}
@@ -369,14 +372,77 @@ def test_only_the_outermost_step_counts(kind: Callable[..., pm.Pruner], with_clo
         assert (latents(pruner)["conv1.weight"][off] != dense[off]).all()
 
 
-def test_the_engine_sees_what_a_subclass_does_as_the_optimizer_would() -> None:
+class Lookahead(Optimizer):
+    """Steps an optimizer of its own, and pulls the weights back every other step."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.count % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+def looking_ahead(model: nn.Module) -> Optimizer:
+    return Lookahead(make_as(SGD)(model))
+
+
+@pytest.mark.parametrize("make", [make_as(Sub), looking_ahead])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_the_engine_sees_what_a_subclass_does_as_the_optimizer_would(make: Any, with_closure: bool) -> None:
     """A soft method that keeps everything is the dense training, to the bit, whatever the optimizer."""
     make_as(SGD)(Net())
-    model, optimizer, _ = attached(soft(sparsity=0.0), make=make_as(Sub))
-    train(model, optimizer, range(6))
+    model, optimizer, pruner = attached(soft(sparsity=0.0), make=make)
+    for step in range(6):
+        if with_closure:
+            optimizer.step(closure_of(model, optimizer, step))
+        else:
+            train(model, optimizer, [step])
     plain = Net().double()
-    train(plain, make_as(Sub)(plain), range(6))
+    train(plain, make(plain), range(6))
+    assert pruner.step == 6
     assert same(model.state_dict(), plain.state_dict())
+
+
+@both
+def test_an_optimizer_that_steps_another_one(kind: Callable[..., pm.Pruner]) -> None:
+    model, optimizer, pruner = attached(kind(), make=looking_ahead)
+    for step in range(6):
+        train(model, optimizer, [step])
+        assert obeys(model, pruner)
+    assert pruner.step == 6
+
+
+@both
+@pytest.mark.parametrize("cls", [SGD, Sub])
+@pytest.mark.parametrize("first", [False, True])
+def test_learning_rate_schedulers_wrap_the_step(
+    kind: Callable[..., pm.Pruner], cls: type[Optimizer], first: bool
+) -> None:
+    make_as(SGD)(Net())
+    model = Net().double()
+    optimizer = make_as(cls)(model)
+    pruner = kind()
+    if not first:
+        pruner.attach(model, optimizer, total_steps=TOTAL)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if first:
+        pruner.attach(model, optimizer, total_steps=TOTAL)
+    for step in range(6):
+        train(model, optimizer, [step])
+        scheduler.step()
+        assert obeys(model, pruner)
+    assert pruner.step == 6
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
 
 
 @both
@@ -715,6 +781,29 @@ def test_a_model_that_changes_its_type_is_followed(kind: Callable[..., pm.Pruner
 
 
 @both
+@pytest.mark.parametrize("pattern", [pm.Unstructured(), pm.Filter()])
+def test_weights_of_several_types_are_ranked_together(kind: Callable[..., pm.Pruner], pattern: Any) -> None:
+    model = Net()
+    model.conv1.to(torch.bfloat16)
+    model.hidden.double()
+    weights = torch.cat([model.get_parameter(name).detach().double().abs().flatten() for name in TARGETS])
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pruner = kind(pattern=pattern, sparsity=0.75).attach(model, optimizer, total_steps=16)
+    if pattern == pm.Unstructured():
+        kept = torch.cat([mask.flatten() for mask in pruner.masks().values()])
+        assert weights[kept].min() >= weights[~kept].max()
+    for _ in range(16):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for name, mask in pruner.masks().items():
+            assert not model.get_parameter(name)[~mask].any()
+    assert pruner.sparsity() == pytest.approx(0.75, abs=0.03)
+    assert 0 <= pruner.history[-1]["delta"] < 1
+    pruner.finish()
+
+
+@both
 def test_moving_a_model_keeps_its_masks(kind: Callable[..., pm.Pruner]) -> None:
     model, optimizer, pruner = attached(kind())
     before = untouched(pruner)
@@ -770,6 +859,18 @@ def test_apply_projects_an_average_of_weights(kind: Callable[..., pm.Pruner]) ->
     pruner.apply(plain)
     assert obeys(plain, pruner)
     assert obeys(model, pruner)
+
+
+def test_apply_compresses_weights_and_leaves_biases_and_norms_alone() -> None:
+    model, optimizer, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5, compressor=pm.Binary()))
+    train(model, optimizer, range(3))
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(Net(seed=3).state_dict())
+    before = copy.deepcopy(twin.state_dict())
+    pruner.apply(twin)
+    assert set(twin.hidden.weight.unique().tolist()) <= {-1, 0, 1}
+    for name in ("conv1.bias", "norm.weight", "hidden.bias"):  # nothing of them has fallen yet
+        assert torch.equal(twin.state_dict()[name], before[name])
 
 
 def test_apply_refuses_another_model_and_a_pruner_without_masks() -> None:
@@ -956,6 +1057,21 @@ def test_after_finish_only_the_masks_are_left() -> None:
     assert pruner.sparsity() == pytest.approx(0.8, abs=1e-3)
     train(model, optimizer, range(2))
     assert not obeys(model, pruner)
+
+
+@both
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_pruner_that_is_dropped_unfinished_holds_nothing(kind: Callable[..., pm.Pruner], stepped: bool) -> None:
+    before = hooks(Net(), sgd(Net()))
+    model, optimizer, pruner = attached(kind())
+    if stepped:
+        train(model, optimizer, range(2))
+    watch = weakref.ref(model), weakref.ref(pruner), weakref.ref(model.conv1.weight)
+    del model, optimizer, pruner
+    gc.collect()
+    assert [ref() for ref in watch] == [None, None, None]
+    train(Net(), sgd(Net()), range(1))
+    assert hooks(Net(), sgd(Net())) == before
 
 
 def test_tick_counts_and_updates() -> None:

@@ -19,7 +19,8 @@ BASE = {"data": "digits", "model": "mlp"}
 
 def test_the_shortest_recipe_shows_every_default():
     table = tomllib.loads(Recipe.load({**BASE, "method": "dpf"}).to_toml())
-    assert set(table) == {"name", "seed", "data", "model", "method", "optimizer", "rate", "train"}
+    sections = {"data", "model", "origin", "method", "optimizer", "rate", "train", "finetune"}
+    assert set(table) == {"name", "seed", *sections}
     assert set(table["train"]) == {f.name for f in dataclasses.fields(TrainOptions)}
     assert table["method"]["sparsity"] == 0.9
     assert table["method"]["schedule"] == {"name": "cubic", "start": 0.0, "until": 0.75}

@@ -106,6 +106,7 @@ def test_a_run_leaves_its_folder(whole):
         "checkpoint",
         "checkpoint.previous",
         "model.safetensors",
+        "masks.safetensors",
         "summary.json",
     }
     assert Recipe.load(folder / "recipe.toml") == made

@@ -79,7 +79,7 @@ def reference(
 
 every_optimizer = pytest.mark.parametrize(
     "make",
-    [lambda m: sgd(m, lr=0.1), adam, lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.3)],
+    [lambda m: sgd(m, lr=0.1), adam, lambda m: AdamW(m.parameters(), lr=0.003, weight_decay=0.1)],
     ids=["sgd", "adam", "adamw"],
 )
 

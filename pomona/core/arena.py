@@ -1,0 +1,129 @@
+"""Masks and latents in flat buffers, so that a step costs a kernel or two and not some for every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .engine import Slot
+
+
+class Arena:
+    """Slots of one device and one type. Their masks and latents become views of one buffer each.
+
+    A view has the strides of its parameter, so that all three can be walked through side by side.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        # Targets come before their companions, so that figures over the targets are over a front part.
+        self.slots = sorted(slots, key=lambda slot: slot.leader is not None)
+        self.targets = [slot for slot in self.slots if slot.leader is None]
+        sizes = [slot.mask.numel() for slot in self.targets]
+        self.count = sum(sizes)
+        self.ends = torch.tensor(sizes).cumsum(0).to(self.slots[0].mask.device)  # of each target in the buffers
+        self.method = self.slots[0].method
+        self.mask = self.pool("mask")
+        self.latent = self.pool("latent") if self.slots[0].latent is not None else None
+        tracked = bool(self.targets) and self.targets[0].flipped is not None
+        self.flipped = self.pool("flipped", self.targets) if tracked else None
+        self.kernel = kernels() if self.fuses() else None
+        self.table: tuple[Tensor, ...] = ()
+        self.addresses: tuple[int, ...] = ()  # of the parameters when the table was made
+
+    def pool(self, field: str, slots: Sequence[Slot] | None = None) -> Tensor:
+        """Move one field of the slots into a buffer, and return the buffer."""
+        slots = self.slots if slots is None else slots
+        tensors = [getattr(slot, field) for slot in slots]
+        buffer = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        offset = 0
+        for slot, tensor in zip(slots, tensors, strict=True):
+            view = buffer.as_strided(tensor.shape, dense_strides(slot.parameter), offset)
+            setattr(slot, field, view.copy_(tensor))
+            offset += tensor.numel()
+        return buffer
+
+    def fuses(self) -> bool:
+        """Whether the kernels can do what the method does."""
+        first = self.slots[0].parameter
+        dense = all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
+        plain = self.method.plain and self.method.weights != "free"
+        return first.is_cuda and dense and plain and self.mask.numel() < 2**31
+
+    def ready(self) -> bool:
+        """Whether to use the kernels; the table of the parameters' addresses is made anew when they moved."""
+        if self.kernel is None:
+            return False
+        addresses = tuple([slot.parameter.data_ptr() for slot in self.slots])
+        if addresses != self.addresses:
+            self.table = self.kernel.table(addresses, [slot.mask.numel() for slot in self.slots], self.mask.device)
+            self.addresses = addresses
+        return True
+
+    # ---- the three moves, for all slots or some of them
+
+    def enter(self, slots: Sequence[Slot]) -> None:
+        """parameter ← latent."""
+        if self.latent is None or not slots:
+            return
+        if len(slots) == len(self.slots) and self.ready():
+            self.kernel.enter(self.table, self.latent)  # type: ignore[union-attr]
+            return
+        torch._foreach_copy_([s.parameter for s in slots], [s.source for s in slots])
+
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """latent ← parameter, then parameter ← project(latent)."""
+        if len(slots) == len(self.slots) and self.ready():
+            self.kernel.leave(self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.mark(slots)
+            return
+        if self.latent is not None and slots:
+            torch._foreach_copy_([s.source for s in slots], [s.parameter for s in slots])
+            for slot in slots:
+                slot.bound()
+        for slot in slots:
+            slot.hold()
+
+    def project(self) -> None:
+        """parameter ← project(latent)."""
+        if self.ready():
+            self.kernel.project(self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.mark(self.slots)
+            return
+        for slot in self.slots:
+            slot.project()
+
+    @staticmethod
+    def mark(slots: Sequence[Slot]) -> None:
+        """Tell autograd, and ourselves, that a kernel wrote the parameters."""
+        torch.autograd.graph.increment_version([slot.parameter for slot in slots])
+        for slot in slots:
+            slot.version = slot.parameter._version
+
+
+def arenas(slots: Sequence[Slot]) -> list[Arena]:
+    """One arena for each device and type."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+    for slot in slots:
+        kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append(slot)
+    return [Arena(group) for group in kinds.values()]
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a copy: those of the parameter where it has no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The Triton kernels, where Triton is there."""
+    try:
+        from . import arena_triton
+    except ImportError:
+        return None
+    return arena_triton

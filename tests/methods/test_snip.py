@@ -1,0 +1,235 @@
+"""SNIP: one cut before training, by |w · ∂L/∂w|."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_hand import Tiny, bits, largest_of_all, pull, step, still
+from kit import Net, adam, batch, loss_at, sgd, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pomona as pm
+
+WEIGHTS = [[4.0, -3.0, 2.0, 1.0], [-8.0, 0.5, 0.0, 6.0]]
+GRADIENT = [[1.0, -2.0, 0.5, -5.0], [0.25, 8.0, 100.0, 0.5]]
+# |w · g| = 4  6  1  5    Four of eight are kept: 6, 5 and both 4s. By magnitude it would have been
+#           2  4  0  3    8, 6, 4 and 3; by gradient 100, 8, 5 and 2.
+MASK = [[1, 1, 0, 1], [0, 1, 0, 0]]
+LEFT = [[4.0, -3.0, 0.0, 1.0], [0.0, 0.5, 0.0, 0.0]]
+
+
+def test_by_hand_from_a_loss() -> None:
+    model = Tiny(a=WEIGHTS)
+    pruner = pm.SNIP(sparsity=0.5, include=["a"]).attach(model, still(model), loss=lambda: pull(model, a=GRADIENT))
+    assert bits(pruner) == MASK
+    assert model.a.weight.tolist() == LEFT
+
+
+def test_by_hand_from_the_first_step() -> None:
+    model = Tiny(a=WEIGHTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pruner = pm.SNIP(sparsity=0.5, include=["a"]).attach(model, optimizer)
+    assert bits(pruner) == [[1] * 4] * 2, "nothing is known before the first gradient"
+    step(model, optimizer, a=GRADIENT)
+    assert bits(pruner) == MASK
+    assert model.a.weight.tolist() == LEFT, "the first step only prunes"
+    step(model, optimizer, a=GRADIENT)  # w − g where the mask is: 4 − 1, −3 + 2, 1 + 5, 0.5 − 8
+    assert model.a.weight.tolist() == [[3.0, -1.0, 0.0, 6.0], [0.0, -7.5, 0.0, 0.0]]
+    assert bits(pruner) == MASK
+
+
+def test_by_hand_over_weights_biases_and_the_last_layer() -> None:
+    # All five parameters are ranked together. Loss = 3 y with y = v (w x + b) + c at x = (1, 2):
+    #   w = (2, −1), b = 0.5, so h = 2 − 2 + 0.5 = 0.5; v = 4, c = 0.3
+    #   |w · g| = |2 · 3·4·1| = 24, |−1 · 3·4·2| = 24; |b · g| = |0.5 · 12| = 6; |v · g| = |4 · 3·0.5| = 6; |c · g| = 0.9
+    # Two of five go: c, and of the two 6s the later, which is v.
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)).double()
+    for parameter, value in zip(model.parameters(), ([[2.0, -1.0]], [0.5], [[4.0]], [0.3]), strict=True):
+        parameter.data.copy_(torch.tensor(value))
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    pruner = pm.SNIP(sparsity=0.4).attach(model, still(model), loss=lambda: 3 * model(x).sum())
+    masks = {name: mask.int().tolist() for name, mask in pruner.masks().items()}
+    assert masks == {"0.weight": [[1, 1]], "0.bias": [1], "1.weight": [[0]], "1.bias": [0]}
+
+
+def reference(model: nn.Module, loss: Tensor, sparsity: float) -> dict[str, np.ndarray]:
+    """Lee et al.: one global ranking of the normalised |w · g| over weights and biases; norms are left alone."""
+    named = {n: p for n, p in model.named_parameters() if not n.startswith("norm")}
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    raw = {n: (p * g).abs().detach().numpy() for (n, p), g in zip(named.items(), gradients, strict=True)}
+    whole = sum(s.sum() for s in raw.values())
+    count = sum(s.size for s in raw.values())
+    return largest_of_all({n: s / whole for n, s in raw.items()}, count - round(sparsity * count))
+
+
+@pytest.mark.parametrize("way", ["loss", "first step"])
+def test_fifty_random_networks(way: str) -> None:
+    for seed in range(50):
+        model = Net(seed).double()
+        sparsity = (0.1, 0.5, 0.8, 0.9, 0.98)[seed % 5]
+        twin = copy.deepcopy(model).train(way == "first step")  # a loss is taken with batch norm at rest
+        expected = reference(twin, loss_at(twin, seed), sparsity)
+        optimizer = sgd(model)
+        pruner = pm.SNIP(sparsity=sparsity)
+        if way == "loss":
+            pruner.attach(model, optimizer, loss=lambda: loss_at(model, seed))  # noqa: B023 - called at once
+        else:
+            pruner.attach(model, optimizer)
+            train(model, optimizer, [seed])
+        ours = pruner.masks()
+        assert ours.keys() == expected.keys()
+        assert all(np.array_equal(ours[n].numpy(), expected[n]) for n in expected)
+
+
+def test_both_ways_agree_where_batch_norm_is_at_rest() -> None:
+    one, other = Net().double(), Net().double()
+    by_loss = pm.SNIP(sparsity=0.8).attach(one, sgd(one), loss=lambda: loss_at(one, 0))
+    optimizer = sgd(other)
+    by_step = pm.SNIP(sparsity=0.8).attach(other, optimizer)
+    other.eval()
+    train(other, optimizer, [0])
+    assert all(torch.equal(m, by_step.masks()[n]) for n, m in by_loss.masks().items())
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_loss_leaves_no_mark() -> None:
+    model = Net().double()
+    model.norm.eval()
+    statistics, modes = model.norm.running_mean.clone(), [m.training for m in model.modules()]
+    pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    assert torch.equal(model.norm.running_mean, statistics)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_after_the_loss_the_first_step_moves() -> None:
+    model = Net().double()
+    optimizer = sgd(model)
+    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: loss_at(model, 0))
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, [0])
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert [record["step"] for record in pruner.history] == [0]
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_the_first_step_moves_nothing(make: Any) -> None:
+    model = Net().double()
+    optimizer = make(model)
+    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss_at(model, 0).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    masks = pruner.masks()
+    for name, parameter in model.named_parameters():
+        kept = masks.get(name, torch.ones_like(parameter, dtype=torch.bool))
+        assert torch.equal(parameter, torch.where(kept, before[name], 0))
+        assert torch.equal(parameter.grad, gradients[name]), "the gradient is given back after the step"
+    assert not any(optimizer.state.values()), "the optimizer saw nothing"
+    train(model, optimizer, [1, 2])
+    assert len(pruner.history) == 1
+    assert not any(model.get_parameter(name)[~mask].any() for name, mask in masks.items())
+
+
+def first_mask(how: str) -> dict[str, Tensor]:
+    """The mask from the first step of a loop of some style, on one and the same batch."""
+    model = Net().double().eval()
+    optimizer = sgd(model)
+    pruner = pm.SNIP(sparsity=0.8).attach(model, optimizer)
+    images, labels = batch(0)
+    if how == "accumulated":
+        for half in (slice(0, 3), slice(3, 6)):
+            (F.cross_entropy(model(images[half]), labels[half]) / 2).backward()
+        optimizer.step()
+    elif how == "closure":
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_at(model, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    else:
+        loss = loss_at(model, 0)
+        scaler = torch.amp.GradScaler("cpu", enabled=how == "scaled")
+        scaler.scale(loss).backward()
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+    return {name: mask.clone() for name, mask in pruner.masks().items()}
+
+
+@pytest.mark.parametrize("how", ["accumulated", "closure", "scaled", "clipped"])
+def test_every_loop_gives_the_same_mask(how: str) -> None:
+    assert all(torch.equal(mask, first_mask("plain")[name]) for name, mask in first_mask(how).items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_not_the_first(fused: bool) -> None:
+    model = Net()
+    optimizer = sgd(model, fused=fused)
+    pruner = pm.SNIP(sparsity=0.8).attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, factor in enumerate((torch.inf, 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        pruned = pruner.sparsity()
+        assert pruned == 0 if step == 0 else pruned == pytest.approx(0.8, abs=1e-3)
+    for name, mask in pruner.masks().items():
+        assert torch.equal(model.get_parameter(name), torch.where(mask, before[name], 0))
+
+
+def test_without_data_it_is_refused() -> None:
+    model = Net()
+    pruner = pm.SNIP(sparsity=0.5).attach(model, sgd(model))
+    with pytest.raises(pm.PomonaError, match="snip has seen no gradient: give attach\\(…, loss=…\\)"):
+        pruner.finish()
+
+
+def test_two_optimizers_are_refused() -> None:
+    model = Net()
+    optimizers = [torch.optim.SGD(list(model.parameters())[:3], lr=0.1), sgd(model)]
+    with pytest.raises(pm.PomonaError, match="takes one optimizer, got 2"):
+        pm.SNIP().attach(model, optimizers)
+
+
+def test_filters_leave_the_classes() -> None:
+    model = Net().double()
+    pruner = pm.SNIP(sparsity=0.5, pattern=pm.Filter()).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    assert "head.weight" not in pruner.masks()
+    assert "conv1.bias" not in pruner.masks(), "a bias falls with its filter, not by itself"
+
+
+@pytest.mark.parametrize("way", ["loss", "first step"])
+def test_a_frozen_layer_is_refused_by_name(way: str) -> None:
+    model = Net().double()
+    model.hidden.weight.requires_grad_(False)
+    optimizer = sgd(model)
+    with pytest.raises(pm.PomonaError, match="hidden.weight"):
+        pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=(lambda: loss_at(model, 0)) if way == "loss" else None)
+        train(model, optimizer, [0])
+
+
+def test_a_resumed_run_does_not_prune_again() -> None:
+    model = Net().double()
+    optimizer = sgd(model)
+    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: loss_at(model, 0))
+    other = Net(1).double()
+    again = sgd(other)
+    resumed = pm.SNIP(sparsity=0.5).attach(other, again)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    before = other.conv1.weight.detach().clone()
+    train(other, again, [0])
+    assert not torch.equal(before, other.conv1.weight), "the first step was taken for another update"
+    assert all(torch.equal(mask, resumed.masks()[name]) for name, mask in pruner.masks().items())
