@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Iterable
@@ -11,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-
-optimizers = sys.modules[Optimizer.__module__]  # torch.optim.optimizer, a name that torch deletes
 
 
 class Net(nn.Module):
@@ -105,17 +104,23 @@ def obeys(model: nn.Module, pruner: Any, grown: bool = False) -> bool:
 
 
 def hooks(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """How many hooks hang on every module, parameter and optimizer."""
+    """How many hooks hang on every module, parameter and the optimizer."""
     holders = {
         "optimizer": optimizer,
         **{f"module {name}": module for name, module in model.named_modules()},
         **{f"parameter {name}": parameter for name, parameter in model.named_parameters()},
     }
     names = {"_backward_hooks", "_post_accumulate_grad_hooks"}
-    everywhere = {k: len(v) for k, v in vars(optimizers).items() if k.startswith("_global_optimizer")}
-    return everywhere | {
+    return {
         f"{holder}.{key}": len(getattr(value, key) or ())
         for holder, value in holders.items()
         for key in names | {k for k in vars(value) if k.endswith("hooks")}
         if hasattr(value, key)
     }
+
+
+def hooks_on_all() -> int:
+    """How many hooks hang on the steps of all optimizers, when those of dropped pruners are gone."""
+    gc.collect()
+    module = sys.modules[Optimizer.__module__]  # torch.optim.optimizer, a name that torch deletes
+    return len(module._global_optimizer_pre_hooks) + len(module._global_optimizer_post_hooks)

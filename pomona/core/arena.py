@@ -33,8 +33,8 @@ class Arena:
         tracked = bool(self.targets) and self.targets[0].flipped is not None
         self.flipped = self.pool("flipped", self.targets) if tracked else None
         self.kernel = kernels() if self.fuses() else None
+        self.addresses = self.locate()  # of the parameters when the table was made
         self.table: tuple[Tensor, ...] = ()
-        self.addresses: tuple[int, ...] = ()  # of the parameters when the table was made
 
     def pool(self, field: str, slots: Sequence[Slot] | None = None) -> Tensor:
         """Move one field of the slots into a buffer, and return the buffer."""
@@ -55,14 +55,25 @@ class Arena:
         plain = self.method.plain and self.method.weights != "free"
         return first.is_cuda and dense and plain and self.mask.numel() < 2**31
 
+    def locate(self) -> tuple[int, ...]:
+        """Where the parameters lie."""
+        return tuple([slot.parameter.data_ptr() for slot in self.slots])
+
+    def moved(self) -> bool:
+        """Whether a parameter lies elsewhere than before; the kernels' table is then made anew."""
+        addresses = self.locate()
+        if addresses == self.addresses:
+            return False
+        self.addresses, self.table = addresses, ()
+        return True
+
     def ready(self) -> bool:
-        """Whether to use the kernels; the table of the parameters' addresses is made anew when they moved."""
+        """Whether to use the kernels."""
         if self.kernel is None:
             return False
-        addresses = tuple([slot.parameter.data_ptr() for slot in self.slots])
-        if addresses != self.addresses:
-            self.table = self.kernel.table(addresses, [slot.mask.numel() for slot in self.slots], self.mask.device)
-            self.addresses = addresses
+        if not self.table:
+            sizes = [slot.mask.numel() for slot in self.slots]
+            self.table = self.kernel.table(self.addresses, sizes, self.mask.device)
         return True
 
     # ---- the three moves, for all slots or some of them

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import distributed, guards
-from .arena import Arena, arenas
+from .arena import Arena, arenas, dense_strides
 from .errors import PomonaError
 from .method import Masks, Method, masked
 from .targets import Target
@@ -88,9 +88,13 @@ class Slot:
         self.mask.copy_(kept)
 
     def stale(self) -> bool:
-        """Whether the model holds another tensor under this name, or holds it elsewhere, than the slot knows."""
+        """Whether the model holds another tensor under this name, or one laid out otherwise, than the slot knows."""
         now = self.target.parameter
-        return now is not self.parameter or now.device != self.mask.device or now.dtype != self.source.dtype
+        kept = self.source
+        laid_out = (
+            now.device == self.mask.device and now.dtype == kept.dtype and dense_strides(now) == self.mask.stride()
+        )
+        return now is not self.parameter or not laid_out
 
     def follow(self) -> None:
         """Take over the tensor that the model holds now."""
@@ -328,7 +332,9 @@ class Engine:
 
     def start(self) -> None:
         """Follow the model: a parameter that was replaced or moved to a device since, if an optimizer moves it."""
-        changed = [s for s in self.slots if s.stale()]
+        replaced = any(s.target.parameter is not s.parameter for s in self.slots)
+        moved = [arena.moved() for arena in self.arenas]  # of all, for each takes note
+        changed = [s for s in self.slots if s.stale()] if replaced or any(moved) else []
         if changed or not self.started:
             guards.require_owned(self.slots, self.optimizers)
         for slot in changed:

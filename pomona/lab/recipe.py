@@ -350,17 +350,24 @@ def _read(path: Path) -> dict[str, Any]:
 def _apply(given: dict[str, Any], override: str) -> None:
     """Set one "dotted.key=value" in a recipe that is not yet resolved."""
     key, equals, text = override.partition("=")
-    path = key.strip().split(".")
-    require(bool(equals) and all(path), f"'{override}' is not of the form key=value (train.epochs=10).")
+    require(
+        bool(equals) and all(key.strip().split(".")), f"'{override}' is not of the form key=value (train.epochs=10)."
+    )
+    put(given, key.strip(), _literal(text.strip()))
+
+
+def put(given: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a recipe that is not yet resolved."""
+    *path, last = key.split(".")
     table = given
-    for depth, part in enumerate(path[:-1]):
+    for depth, part in enumerate(path):
         inner = _spelled(table.get(part, {}))
         if not isinstance(inner, Mapping):
             where = ".".join(path[: depth + 1])
-            raise PomonaError(f"'{key.strip()}' cannot be set: {where} is {inner!r}, which has no options.")
+            raise PomonaError(f"'{key}' cannot be set: {where} is {inner!r}, which has no options.")
         table[part] = dict(inner)
         table = table[part]
-    table[path[-1]] = _literal(text.strip())
+    table[last] = value
 
 
 def _literal(text: str) -> Any:

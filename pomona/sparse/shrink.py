@@ -17,6 +17,7 @@ import io
 import statistics
 import time
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Shrunk:
         for title, footer in zip(("channels", "left"), footers[1:], strict=False):
             table.add_column(title, footer=footer, justify="right", no_wrap=True)
         table.add_column("zero channels that stay", footer=footers[3])
-        for name in dict.fromkeys((*self.removed, *self.kept)):
+        for name in [n for n, _ in self.model.named_modules() if n in self.removed or n in self.kept]:
             counts = self.removed.get(name, ("", ""))
             table.add_row(name, *map(str, counts), self.kept.get(name, ""))
         return table
@@ -360,38 +361,38 @@ def observe(model: nn.Module, batch: Tensor) -> Values:
 
 def report(groups: Sequence[Group], model: nn.Module, small: nn.Module) -> tuple[dict[str, Change], dict[str, str]]:
     """How many channels each layer loses, and which zero channels stay, in the model's order."""
-    counts: dict[nn.Module, int] = {}
-    reasons: dict[nn.Module, list[str]] = {}
+    lost: Counter[nn.Module] = Counter()
+    stay: dict[nn.Module, Counter[str]] = defaultdict(Counter)
     for group in groups:
         for maker in group.makers:
-            counts[maker.module] = counts.get(maker.module, 0) + int(group.gone[maker.roots].sum())
-            reasons.setdefault(maker.module, []).extend(why(group, maker))
+            lost[maker.module] += int(group.gone[maker.roots].sum())
+            stay[maker.module].update(why(group, maker))
     removed, kept = {}, {}
     for name, _ in model.named_modules():
         module = small.get_submodule(name)
-        if counts.get(module):
-            channels = len(Member(module, torch.empty(0), torch.empty(0)).weight(outputs=True))
-            removed[name] = Change(channels, channels - counts[module])
-        if reasons.get(module):
-            kept[name] = "; ".join(reasons[module])
+        if lost[module]:
+            channels = module.weight.shape[stores_outputs_second(module)]  # type: ignore[index, union-attr]
+            removed[name] = Change(channels, channels - lost[module])
+        if stay[module]:
+            kept[name] = "; ".join(f"{count} {reason}" for reason, count in stay[module].items())
     return removed, kept
 
 
-def why(group: Group, maker: Member) -> list[str]:
-    """The reasons for which some of a layer's zero channels stay."""
+def why(group: Group, maker: Member) -> dict[str, int]:
+    """How many of a layer's zero channels stay, for each reason."""
     stay = maker.empty(outputs=True) & ~group.gone[maker.roots]
+    dead, leaks = group.dead[maker.roots], group.leaks[maker.roots]
     if group.obstacle is not None:
-        return [f"{int(stay.sum())}: {group.obstacle}"] if stay.any() else []
-    dead = group.dead[maker.roots]
-    speaks = maker.roots == (-1 if group.speaker is None else group.speaker)
-    steady = group.leaks[maker.roots] & ~speaks
-    cases = {
-        "coupled with channels that are not zero": stay & ~dead,
-        "for the constant that batch norms or biases make of these": stay & speaks,
-        "still a constant behind its batch norm or bias": stay & steady,
-        "so that the layer has a channel": stay & dead & ~steady & ~speaks,
-    }
-    return [f"{int(which.sum())}: {reason}" for reason, which in cases.items() if which.any()]
+        cases = {f"because {group.obstacle}": stay}
+    else:
+        speaks = maker.roots == (-1 if group.speaker is None else group.speaker)
+        cases = {
+            "coupled with channels that are not zero": stay & ~dead,
+            "in place of all that are constant": stay & speaks,
+            "constant, by a batch norm or a bias": stay & leaks & ~speaks,
+            "so that the layer has a channel": stay & dead & ~leaks & ~speaks,
+        }
+    return {reason: int(which.sum()) for reason, which in cases.items() if which.any()}
 
 
 def nothing(model: nn.Module, sparsity: float, kept: dict[str, str]) -> str:

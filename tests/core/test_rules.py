@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, hooks, loss_at, obeys, same, saved, sgd, train
+from kit import TARGETS, Net, adam, hooks, hooks_on_all, loss_at, obeys, same, saved, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
@@ -264,13 +264,13 @@ def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: in
 def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
     model = make_model(name)
     optimizer = sgd(model)
-    before = hooks(model, optimizer)
+    before, on_all = hooks(model, optimizer), hooks_on_all()
     pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     assert hooks(model, optimizer) != before
     train(model, optimizer, range(TOTAL))
     pruner.finish()
     assert obeys(model, pruner, grown=name in GROWING)
-    assert hooks(model, optimizer) == before
+    assert (hooks(model, optimizer), hooks_on_all()) == (before, on_all)
     assert "pomona" not in optimizer.state_dict()
     size = sum(mask.numel() for mask in pruner.masks().values())
     asked = 1344 // 2 if name == "finetune" else round(0.75 * size)  # or half of the convolutions and `hidden`

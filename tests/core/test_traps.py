@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, attached, hooks, loss_at, obeys, same, sgd, train
+from kit import TARGETS, Net, adam, attached, hooks, hooks_on_all, loss_at, obeys, same, sgd, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -985,7 +985,7 @@ def test_where_attach_raises_nothing_is_changed(case: str) -> None:
 def test_a_method_that_fails_at_attach_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = sgd(model)
-    before, weights = hooks(model, optimizer), copy.deepcopy(model.state_dict())
+    before, weights = (hooks(model, optimizer), hooks_on_all()), copy.deepcopy(model.state_dict())
     pruner = hard()
 
     def fail(*_: Any) -> Any:
@@ -995,7 +995,7 @@ def test_a_method_that_fails_at_attach_leaves_no_hooks(monkeypatch: pytest.Monke
         patch.setattr(type(pruner.method), "update", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             pruner.attach(model, optimizer, total_steps=TOTAL)
-    assert hooks(model, optimizer) == before
+    assert (hooks(model, optimizer), hooks_on_all()) == before
     assert same(model.state_dict(), weights)
     pruner.attach(model, optimizer, total_steps=TOTAL)
 
@@ -1062,7 +1062,7 @@ def test_after_finish_only_the_masks_are_left() -> None:
 @both
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_pruner_that_is_dropped_unfinished_holds_nothing(kind: Callable[..., pm.Pruner], stepped: bool) -> None:
-    before = hooks(Net(), sgd(Net()))
+    before = hooks_on_all()
     model, optimizer, pruner = attached(kind())
     if stepped:
         train(model, optimizer, range(2))
@@ -1070,8 +1070,7 @@ def test_a_pruner_that_is_dropped_unfinished_holds_nothing(kind: Callable[..., p
     del model, optimizer, pruner
     gc.collect()
     assert [ref() for ref in watch] == [None, None, None]
-    train(Net(), sgd(Net()), range(1))
-    assert hooks(Net(), sgd(Net())) == before
+    assert hooks_on_all() == before
 
 
 def test_tick_counts_and_updates() -> None:

@@ -1,0 +1,140 @@
+"""Runs in several processes at once, one thread each.
+
+A process that is killed takes nothing with it: its run is taken up again by another, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .recipe import Recipe
+from .run import Interrupted, Note, Progress, train
+
+MAKE = get_context("spawn")  # a fork would inherit threads and CUDA
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made, or taken up where it was left."""
+
+    recipe: Recipe
+    folder: Path
+    data_dir: Path | str | None = None
+
+    def run(
+        self, stop: Callable[[], bool] | None = None, note: Note | None = None, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """Its summary, or under `error` why there is none."""
+        begun = (self.folder / "recipe.toml").is_file()
+        options: dict[str, Any] = {"stop": stop, "progress": progress, "note": note or (lambda text: None)}
+        try:
+            return train(self.recipe, self.folder, resume=begun, data_dir=self.data_dir, **options)
+        except Exception as error:
+            if isinstance(error, Interrupted):
+                raise
+            text = " ".join(str(error).split())
+            return {"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"}
+
+
+class Worker:
+    """A process that runs one job after another."""
+
+    def __init__(self, stop: Any) -> None:
+        self.line, other = MAKE.Pipe()
+        self.process = MAKE.Process(target=serve, args=(other, stop), daemon=True)
+        self.process.start()
+        other.close()  # so that the line ends with the process
+        self.index: int | None = None
+
+    def give(self, index: int, job: Job) -> None:
+        self.index = index
+        self.line.send(job)
+
+    def end(self) -> None:
+        self.line.close()
+        self.process.terminate()
+        self.process.join(5)
+        self.process.kill()
+
+
+def serve(line: connection.Connection, stop: Any) -> None:
+    """The life of a worker: Ctrl-C is the parent's business, and nothing outlives the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    parent = os.getppid()
+    while True:
+        try:
+            job = line.recv()
+            line.send(
+                ("done", job.run(lambda: stop.is_set() or os.getppid() != parent, lambda t: line.send(("note", t))))
+            )
+        except Interrupted:
+            line.send(("stopped", None))
+        except (EOFError, OSError, KeyboardInterrupt):
+            return
+
+
+def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Index and summary (or `error`) of each job, as they come, from `count` processes.
+
+    Ctrl-C lets every run write a checkpoint, and is then raised; a second one does not wait.
+    """
+    stop = MAKE.Event()
+    waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
+    workers: list[Worker] = []
+    try:
+        while waiting or any(w.index is not None for w in workers):
+            try:
+                while waiting and len(workers) < count:
+                    workers.append(Worker(stop))
+                for worker in workers:
+                    if worker.index is None and waiting:
+                        worker.give(waiting[0], jobs[waiting[0]])
+                        waiting.popleft()
+                yield from answers(workers, waiting, tries, note)
+            except KeyboardInterrupt:
+                stop.set()
+                waiting.clear()
+                while any(w.index is not None for w in workers):
+                    for _ in answers(workers, deque(), [2] * len(jobs), note):
+                        pass
+                raise
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def answers(workers: list[Worker], waiting: deque[int], tries: list[int], note: Note) -> Iterator[tuple[int, Any]]:
+    """What workers have to tell now; the dead ones leave the list, and what they were at waits again, once."""
+    lines = {worker.line: worker for worker in workers if worker.index is not None}
+    for line in connection.wait(list(lines)):
+        worker = lines[line]  # type: ignore[index]
+        index = worker.index
+        assert index is not None
+        try:
+            kind, value = worker.line.recv()
+        except (EOFError, OSError):
+            worker.process.join()
+            workers.remove(worker)
+            kind, value = "killed", worker.process.exitcode
+        if kind == "note":
+            note(value)
+            continue
+        worker.index = None
+        if kind == "done":
+            yield index, value
+            continue
+        tries[index] += 1
+        if tries[index] == 1:
+            waiting.appendleft(index)
+        elif kind == "killed":
+            yield index, {"error": f"its process ended twice (exit code {value}): is there memory for so many jobs?"}
