@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from . import guards
+
 if TYPE_CHECKING:
     from .engine import Slot
 
@@ -35,6 +37,7 @@ class Arena:
         self.kernel = kernels() if self.fuses() else None
         self.addresses = self.locate()  # of the parameters when the table was made
         self.table: tuple[Tensor, ...] = ()
+        self.recordings: dict[str, torch.cuda.CUDAGraph | None] = {}
 
     def pool(self, field: str, slots: Sequence[Slot] | None = None) -> Tensor:
         """Move one field of the slots into a buffer, and return the buffer."""
@@ -64,7 +67,7 @@ class Arena:
         addresses = self.locate()
         if addresses == self.addresses:
             return False
-        self.addresses, self.table = addresses, ()
+        self.addresses, self.table, self.recordings = addresses, (), {}
         return True
 
     def ready(self) -> bool:
@@ -76,6 +79,30 @@ class Arena:
             self.table = self.kernel.table(self.addresses, sizes, self.mask.device)
         return True
 
+    def launch(self, move: str) -> None:
+        """Run a kernel on all slots.
+
+        Python takes longer to launch a Triton kernel than to replay a recording of it, so from the second
+        time on a move is a CUDA graph of one node.
+        """
+        if guards.capturing(self.mask) or move not in self.recordings:
+            self.kernel.move(move, self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.recordings.setdefault(move, None)
+            return
+        recording = self.recordings[move]
+        if recording is None:
+            recording = self.recordings[move] = self.record(move)
+        recording.replay()
+
+    def record(self, move: str) -> torch.cuda.CUDAGraph:
+        """A CUDA graph of a move."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(self.mask.device)):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
+            self.kernel.move(move, self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            graph.capture_end()
+        return graph
+
     # ---- the three moves, for all slots or some of them
 
     def enter(self, slots: Sequence[Slot]) -> None:
@@ -83,14 +110,14 @@ class Arena:
         if self.latent is None or not slots:
             return
         if len(slots) == len(self.slots) and self.ready():
-            self.kernel.enter(self.table, self.latent)  # type: ignore[union-attr]
+            self.launch("enter")
             return
         torch._foreach_copy_([s.parameter for s in slots], [s.source for s in slots])
 
     def leave(self, slots: Sequence[Slot]) -> None:
         """latent ← parameter, then parameter ← project(latent)."""
         if len(slots) == len(self.slots) and self.ready():
-            self.kernel.leave(self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.launch("leave")
             self.mark(slots)
             return
         if self.latent is not None and slots:
@@ -103,7 +130,7 @@ class Arena:
     def project(self) -> None:
         """parameter ← project(latent)."""
         if self.ready():
-            self.kernel.project(self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.launch("project")
             self.mark(self.slots)
             return
         for slot in self.slots:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 BLOCK = 4096  # weights a program moves
 
-ENTER, LEAVE, PROJECT = 0, 1, 2
+MOVES = {
+    "enter": 0,  # parameter ← latent
+    "leave": 1,  # latent ← parameter, then parameter ← m ⊙ parameter
+    "project": 2,  # parameter ← m ⊙ latent
+}
 
 TYPES = {
     torch.float64: tl.float64,
@@ -31,23 +35,10 @@ def table(addresses: Sequence[int], sizes: Sequence[int], device: torch.device) 
     return torch.tensor(addresses, dtype=torch.int64).to(device), *columns
 
 
-def enter(table: tuple[Tensor, ...], latent: Tensor) -> None:
-    """parameter ← latent."""
-    launch(table, latent, latent, latent, ENTER)
-
-
-def leave(table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like: Tensor) -> None:
-    """latent ← parameter, then parameter ← m ⊙ parameter."""
-    launch(table, latent, mask, like, PROJECT if latent is None else LEAVE)
-
-
-def project(table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like: Tensor) -> None:
-    """parameter ← m ⊙ latent, or m ⊙ parameter where there is no latent."""
-    launch(table, latent, mask, like, PROJECT)
-
-
-def launch(table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like: Tensor, move: int) -> None:
+def move(name: str, table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like: Tensor) -> None:
+    """Run one of MOVES. Where there is no latent, the parameter is its own."""
     addresses, slot, start, offset, size = table
+    own = latent is None
     with torch.cuda.device_of(mask):
         _move[(len(slot),)](
             addresses,
@@ -57,8 +48,8 @@ def launch(table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like:
             size,
             mask if latent is None else latent,
             mask,
-            MOVE=move,
-            OWN=latent is None,
+            MOVE=MOVES["project" if own else name],
+            OWN=own,
             TYPE=TYPES[like.dtype],
             BLOCK=BLOCK,
         )

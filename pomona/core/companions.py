@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -26,9 +28,25 @@ def zero_stays(call: Any) -> bool:
     return isinstance(call, ZERO_STAYS) or getattr(call, "__name__", call) in ZERO_FUNCTIONS
 
 
-def companions(model: nn.Module, leaders: Sequence[Target]) -> list[tuple[Target, Target]]:
+def norms_behind(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Layer → the norm that takes its output: in a traced forward, else as they are defined one after the other."""
+    calls = traced_calls(model, zero_stays)
+    if calls is None:
+        children = [list(module.children()) for module in model.modules()]
+        calls = [pair for siblings in children for pair in pairwise(siblings)]
+        if any(isinstance(module, NORMS) for module in model.modules()):
+            warnings.warn(
+                f"the forward of {type(model).__name__} cannot be traced: norms are taken to stand behind the layer "
+                "they are defined after; where that is wrong, a removed filter may leave a constant behind.",
+                stacklevel=4,
+            )
+    return {module: user for module, user in calls if isinstance(user, NORMS)}
+
+
+def companions(
+    model: nn.Module, leaders: Sequence[Target], behind: dict[nn.Module, nn.Module]
+) -> list[tuple[Target, Target]]:
     """(companion, leader) pairs: vectors with one entry for each output of the leader."""
-    behind = {module: user for module, user in traced_calls(model, zero_stays) if isinstance(user, NORMS)}
     names = {module: name for name, module in model.named_modules()}
     taken = {(leader.module, leader.leaf) for leader in leaders}
     pairs = []

@@ -37,8 +37,8 @@ def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Tensor]:
     """The same for one arena: the parts that are summed, and the sparsity of each of its targets."""
     mask = arena.mask[: arena.count]
     before = mask.clone()
-    for slot in arena.targets:
-        slot.mask.copy_(masks[slot.name].movedim(0, slot.target.rows))
+    new = [masks[slot.name].movedim(0, slot.target.rows) for slot in arena.targets]
+    torch._foreach_copy_([slot.mask for slot in arena.targets], new)
     flips = before ^ mask
     if arena.flipped is not None:
         arena.flipped.masked_fill_(flips, time.step)

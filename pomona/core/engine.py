@@ -41,6 +41,7 @@ class Slot:
     latent: Tensor | None  # None: the optimizer moves the parameter itself
     flipped: Tensor | None = None  # the step at which each mask entry last changed, where that is tracked
     parked: Tensor | None = None  # what the first cut took, until the first step: a state may want it back
+    plain_norm: Tensor | None = None  # the running mean of a norm without gain and shift that takes the outputs
     leader: Slot | None = None  # the slot whose removed outputs this one follows
     version: int = -1  # the parameter's version right after the last projection
 
@@ -81,11 +82,16 @@ class Slot:
         """Keep what the leader keeps any weight of."""
         if self.leader is None:
             return
-        kept = self.leader.mask.movedim(self.leader.target.rows, 0).flatten(1).any(1)
-        if self.hard and "norm" in self.target.tags and self.target.leaf == "weight":
-            # A filter that grows again is zero, and behind a zero gain it would never learn.
-            self.parameter.masked_fill_(kept & ~self.mask, 1)
-        self.mask.copy_(kept)
+        self.mask.copy_(self.leader.outputs())
+
+    def outputs(self) -> Tensor:
+        """Which outputs keep any weight."""
+        return self.mask.movedim(self.target.rows, 0).flatten(1).any(1)
+
+    def still(self) -> None:
+        """Forget the running mean behind removed outputs, where a norm has no gain and shift to cut."""
+        if self.plain_norm is not None:
+            self.plain_norm.masked_fill_(~self.outputs(), 0)
 
     def stale(self) -> bool:
         """Whether the model holds another tensor under this name, or one laid out otherwise, than the slot knows."""
@@ -106,12 +112,12 @@ class Slot:
 
     def project(self) -> None:
         """Give the model the sparse value."""
-        self.project_into(self.parameter)
+        self.write(self.source, self.parameter)
         self.version = self.parameter._version
 
-    def project_into(self, out: Tensor) -> None:
-        """Write the sparse value; what follows a filter is masked and nothing else."""
-        (self.method.project if self.leader is None else masked)(self.source, self.mask, out)
+    def write(self, values: Tensor, out: Tensor) -> None:
+        """The sparse value of `values`; what follows a filter is masked and nothing else."""
+        (self.method.project if self.leader is None else masked)(values, self.mask.to(out.device), out)
 
     def park(self) -> None:
         """Keep the value until the first step, where there is no latent to keep it."""
@@ -131,7 +137,7 @@ class Slot:
     def sparse(self) -> Tensor:
         """A new tensor with the sparse value."""
         value = torch.empty_like(self.parameter, requires_grad=False)
-        self.project_into(value)
+        self.write(self.source, value)
         return value
 
     def bound(self) -> None:
@@ -387,6 +393,7 @@ class Engine:
         for slot in self.slots:
             if slot.hard or last:
                 slot.heed()
+                slot.still()
         for arena in self.arenas:
             if arena.method.weights == "free" and not last:
                 for slot in arena.targets:
@@ -411,7 +418,9 @@ def watch(engine: Engine) -> Any:
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         alive = watched()
-        if alive is not None and guards.unwrap_optimizer(optimizer) not in alive.optimizers:
+        if alive is None or guards.unwrap_optimizer(optimizer) in alive.optimizers:
+            return
+        if alive.frame is None or not guards.still_running(alive.frame):  # one of ours may step another inside
             guards.refuse_foreign(optimizer, alive.slots)
 
     handle = register_optimizer_step_pre_hook(torch.compiler.disable(check))

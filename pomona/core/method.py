@@ -55,7 +55,7 @@ class Targets:
     masks: Mapping[str, Tensor]  # the masks in force, true where kept
     time: Time
     grads: Mapping[str, Tensor] = field(default_factory=dict)  # unmasked, for methods that update `before` the step
-    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, where it has one
+    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, for methods that `remember`
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
     fresh: Masks = field(default_factory=dict)  # where an update may mark weights that are to start anew, at zero
 
@@ -70,6 +70,7 @@ class Method:
     dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
     usual: ClassVar[float] = 0.9  # the sparsity where none is given
     remembers: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then left dense
+    once: ClassVar[bool] = False  # whether there is one update only
     before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the usual one

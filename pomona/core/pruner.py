@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import dynamics, guards
-from .companions import companions
+from .companions import companions, norms_behind
 from .engine import Engine, Slot
 from .errors import PomonaError, require
 from .method import Masks, Method, Targets, Time
@@ -99,8 +99,7 @@ class Pruner:
         for target in targets:
             self.method.pattern.check(target.name, target.outputs_first)
         slots = {target.name: Slot.make(target, self.method, track) for target in targets}
-        pairs = companions(unwrap(model), targets) if self.method.pattern.outputs else []
-        followers = [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
+        followers = self._followers(unwrap(model), slots) if self.method.pattern.outputs else []
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
         if self.method.before or self.method.remembers:
@@ -119,6 +118,16 @@ class Pruner:
             self.slots, self.companions, self.optimizers, self.model = [], [], [], None
             raise
         return self
+
+    def _followers(self, model: nn.Module, slots: dict[str, Slot]) -> list[Slot]:
+        """What must go with removed outputs."""
+        behind = norms_behind(model)
+        for slot in slots.values():
+            norm = behind.get(slot.target.module)
+            if norm is not None and norm.weight is None:
+                slot.plain_norm = norm._buffers.get("running_mean")
+        pairs = companions(model, [slot.target for slot in slots.values()], behind)
+        return [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
 
     def finish(self) -> None:
         """Leave exact zeros in a plain model, and let go of it: from here on nothing holds the zeros."""
@@ -148,8 +157,10 @@ class Pruner:
     def tick(self) -> None:
         """Count a step that a CUDA graph replayed, and update the mask when due; no host sync."""
         self._attached()
+        done = self.method.once and bool(self._history)
         require(
-            not self.method.before, f"{self.method.name} needs gradients, which a replay does not show: step eagerly."
+            done or not self.method.before,
+            f"{self.method.name} needs gradients, which a replay hides: step eagerly.",
         )
         self.advance()
 
@@ -165,7 +176,7 @@ class Pruner:
         self._compare("apply", {s.name: s.mask.shape for s in self.slots}, {k: p.shape for k, p in parameters.items()})
         for slot in (*self.slots, *self.companions):
             parameter = parameters[slot.name]
-            self.method.project(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
+            slot.write(parameter.detach().clone(), parameter)
 
     # ---- what was reached
 
@@ -336,7 +347,11 @@ class Pruner:
     def _start(self, loss: Callable[[], Tensor] | None) -> None:
         """The masks that training begins with."""
         sparsity = self.method.asked(self.time)
-        if loss is not None and self.wants_gradient():
+        require(
+            loss is None or self.wants_gradient(),
+            f"{self.method.name} makes no use of a loss at attach: leave it out.",
+        )
+        if loss is not None:
             self._update(sparsity, self._gradient(loss))
             return
         masks = self.method.start(self._targets(), sparsity)
@@ -354,7 +369,13 @@ class Pruner:
         model.eval()
         try:
             with torch.enable_grad():
-                gradients = torch.autograd.grad(loss(), [s.parameter for s in self.slots], allow_unused=True)
+                value = loss()
+                fits = isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+                require(
+                    fits,
+                    f"loss() must give the loss of a batch, a tensor of one number with a gradient, got {value!r}.",
+                )
+                gradients = torch.autograd.grad(value, [s.parameter for s in self.slots], allow_unused=True)
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -367,6 +388,11 @@ class Pruner:
                 raise PomonaError(
                     f"{name} has no gradient, so the loss does not use it, and {self.method.name} cannot rank it: "
                     f"use exclude=['{name}']."
+                )
+            if not bool(torch.isfinite(gradient).all()):
+                raise PomonaError(
+                    f"the gradient of {name} holds NaN or inf, and {self.method.name} cannot rank it: lower the "
+                    "learning rate, clip, or skip this step."
                 )
         return dict(gradients)  # type: ignore[arg-type]
 
@@ -381,8 +407,8 @@ class Pruner:
             latent=view(lambda slot: slot.source),
             masks=view(lambda slot: slot.mask),
             time=self.time,
-            grads=view(lambda slot: (grads or {}).get(slot.name)),
-            momentum=view(lambda slot: guards.momentum(self.optimizers, slot.parameter)),
+            grads=view(lambda slot: grads.get(slot.name)) if grads else {},
+            momentum=view(lambda s: guards.momentum(self.optimizers, s.parameter)) if self.method.remembers else {},
             memory=self._memory,
         )
 

@@ -236,14 +236,16 @@ def traced(model: nn.Module) -> list[nn.Module] | None:
     return [model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
 
 
-def traced_calls(model: nn.Module, through: Callable[[Any], bool]) -> list[tuple[nn.Module, nn.Module]]:
-    """(module, module that takes its output) pairs of a symbolic forward; none where it cannot be traced.
+def traced_calls(model: nn.Module, through: Callable[[Any], bool]) -> list[tuple[nn.Module, nn.Module]] | None:
+    """(module, module that takes its output) pairs of a symbolic forward, or None where it cannot be traced.
 
     Calls that `through` lets pass are looked through, as long as nobody else takes their output.
     """
     graph = trace(model)
+    if graph is None:
+        return None
     pairs = []
-    for node in graph.nodes if graph is not None else ():
+    for node in graph.nodes:
         if node.op != "call_module":
             continue
         for user in node.users:

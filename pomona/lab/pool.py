@@ -9,8 +9,9 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from .recipe import Recipe
 from .run import Interrupted, Note, Progress, train
 
-MAKE = get_context("spawn")  # a fork would inherit threads and CUDA
+# A fork of this process would inherit threads and CUDA; one of a process that has only imported does not.
+MAKE: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+MAKE.set_forkserver_preload([__name__, "torch._dynamo", "sklearn.datasets"])  # what every run imports late
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,21 @@ class Worker:
 
 
 def serve(line: connection.Connection, stop: Any) -> None:
-    """The life of a worker: Ctrl-C is the parent's business, and nothing outlives the parent."""
+    """The life of a worker: Ctrl-C is the parent's business, and nothing outlives the parent for long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     parent = os.getppid()
+
+    def tell(kind: str, value: Any = None) -> None:
+        with suppress(OSError):  # nobody listens any more
+            line.send((kind, value))
+
     while True:
         try:
             job = line.recv()
-            line.send(
-                ("done", job.run(lambda: stop.is_set() or os.getppid() != parent, lambda t: line.send(("note", t))))
-            )
+            tell("done", job.run(lambda: stop.is_set() or os.getppid() != parent, lambda text: tell("note", text)))
         except Interrupted:
-            line.send(("stopped", None))
+            tell("stopped")
         except (EOFError, OSError, KeyboardInterrupt):
             return
 
@@ -86,40 +92,41 @@ def serve(line: connection.Connection, stop: Any) -> None:
 def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and summary (or `error`) of each job, as they come, from `count` processes.
 
-    Ctrl-C lets every run write a checkpoint, and is then raised; a second one does not wait.
+    Ctrl-C, or closing this iterator, lets the runs under way write a checkpoint first; a second Ctrl-C does not wait.
     """
     stop = MAKE.Event()
     waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
     workers: list[Worker] = []
     try:
-        while waiting or any(w.index is not None for w in workers):
-            try:
-                while waiting and len(workers) < count:
-                    workers.append(Worker(stop))
-                for worker in workers:
-                    if worker.index is None and waiting:
-                        worker.give(waiting[0], jobs[waiting[0]])
-                        waiting.popleft()
-                yield from answers(workers, waiting, tries, note)
-            except KeyboardInterrupt:
-                stop.set()
-                waiting.clear()
-                while any(w.index is not None for w in workers):
-                    for _ in answers(workers, deque(), [2] * len(jobs), note):
-                        pass
-                raise
+        while waiting or busy(workers):
+            while waiting and len(workers) < count:
+                workers.append(Worker(stop))
+            for worker in workers:
+                if worker.index is None and waiting:
+                    worker.give(waiting[0], jobs[waiting[0]])
+                    waiting.popleft()
+            yield from answers(workers, waiting, tries, note)
     finally:
-        for worker in workers:
-            worker.end()
+        stop.set()
+        try:
+            while busy(workers):
+                list(answers(workers, waiting, tries, note))
+        finally:
+            for worker in workers:
+                worker.end()
 
 
-def answers(workers: list[Worker], waiting: deque[int], tries: list[int], note: Note) -> Iterator[tuple[int, Any]]:
+def busy(workers: Sequence[Worker]) -> bool:
+    return any(worker.index is not None for worker in workers)
+
+
+def answers(
+    workers: list[Worker], waiting: deque[int], tries: list[int], note: Note
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """What workers have to tell now; the dead ones leave the list, and what they were at waits again, once."""
     lines = {worker.line: worker for worker in workers if worker.index is not None}
     for line in connection.wait(list(lines)):
-        worker = lines[line]  # type: ignore[index]
-        index = worker.index
-        assert index is not None
+        worker = lines[line]
         try:
             kind, value = worker.line.recv()
         except (EOFError, OSError):
@@ -129,12 +136,12 @@ def answers(workers: list[Worker], waiting: deque[int], tries: list[int], note: 
         if kind == "note":
             note(value)
             continue
-        worker.index = None
+        index, worker.index = worker.index, None
+        assert index is not None
+        tries[index] += 1
         if kind == "done":
             yield index, value
-            continue
-        tries[index] += 1
-        if tries[index] == 1:
+        elif tries[index] == 1:
             waiting.appendleft(index)
-        elif kind == "killed":
-            yield index, {"error": f"its process ended twice (exit code {value}): is there memory for so many jobs?"}
+        else:
+            yield index, {"error": f"its process ended twice ({kind}, {value}): is there memory for so many jobs?"}

@@ -198,12 +198,8 @@ class Run:
             weights = safetensors.torch.load_file(folder / "model.safetensors")
             compare_models(weights, self.model.state_dict(), folder)
             self.model.load_state_dict(weights)
-        if (folder / masks.FILE).is_file():
+        if self.recipe.method["name"] == "finetune":
             self.masks = {name: mask.to(self.device) for name, mask in masks.load(folder).items()}
-        require(
-            self.masks is not None or self.recipe.method["name"] != "finetune",
-            f"the run in '{folder}' pruned nothing: there is no mask for finetune to hold.",
-        )
 
     def begin(self, index: int, resumed: bool = False) -> None:
         """Begin a stage, with a new optimizer; where it is resumed its state is still to come."""

@@ -109,8 +109,8 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
         found = [Stage("train", *first), Stage("finetune", *second)]
     elif isinstance(method, Lottery):
         count = sum(target.shape.numel() for target in method.targets(model))
-        levels = method.levels(max(count, 1))  # where there is nothing to prune, the first round says so
-        found = [Round(f"round {k}", *first, method, k, level) for k, level in enumerate(levels)]
+        require(count > 0, f"{type(model).__name__} has nothing to prune: name layers with include=[…].")
+        found = [Round(f"round {k}", *first, method, k, level) for k, level in enumerate(method.levels(count))]
         found.append(Tuning("finetune", *second, method))
     else:
         found = [Pruning("train", *first, method), Tuning("finetune", *second, method)]

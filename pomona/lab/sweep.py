@@ -19,7 +19,8 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,11 @@ def sweep(
     todo = [i for i in range(len(found)) if i not in outcomes]
     count = min(jobs or processes(found), len(todo))
     try:
-        for k, outcome in run([found[i] for i in todo], count, data_dir, progress, note):
-            outcomes[todo[k]] = outcome
-            if report is not None:
-                report(len(outcomes), len(found), found[todo[k]], outcome)
+        with closing(run([found[i] for i in todo], count, data_dir, progress, note)) as coming:
+            for k, outcome in coming:
+                outcomes[todo[k]] = outcome
+                if report is not None:
+                    report(len(outcomes), len(found), found[todo[k]], outcome)
     except (Interrupted, KeyboardInterrupt) as stopped:
         raise Stopped(out, sum("error" not in o for o in outcomes.values()), len(found)) from stopped
     result = result_of(found, [outcomes[i] for i in range(len(found))])
@@ -119,7 +121,7 @@ def run(
     data_dir: str | Path | None,
     progress: Callable[[], Progress] | None,
     note: Note,
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Index and outcome of each cell, as they come."""
     jobs = [pool.Job(cell.recipe, cell.folder, data_dir) for cell in found]
     if count > 1:
@@ -233,7 +235,7 @@ def has(method: Mapping[str, Any], option: str) -> bool:
 def label(values: Mapping[str, Any]) -> str:
     """A name for the values on the axes: "dpf-95-seed0"."""
     parts = []
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda item: (item[0] != "method", item[0] != "method.sparsity")):
         if key == "method":
             parts.append(str(spelled(value).get("name")))
         elif key == "method.sparsity":

@@ -56,7 +56,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
     """Rows are sparsities (and other settings), columns methods: mean ± standard deviation, the best marked."""
     dense = [c for c in cells if c["method"] == DENSE]
     pruned = [c for c in cells if c["method"] != DENSE]
-    grid = Table(title="; ".join(heading(c) for c in dense) or None, title_justify="left", caption_justify="left")
+    grid = Table(title="\n".join(heading(c) for c in dense) or None, title_justify="left", caption_justify="left")
     grid.add_column("sparsity", justify="right")
     columns = list(dict.fromkeys(column(c, pruned) for c in pruned))
     for name in columns:

@@ -38,6 +38,7 @@ class DSR(Method):
         require(self.every >= 1, f"every counts steps between updates and must be ≥ 1, got {self.every}.")
         require(0 < self.churn < 1, f"churn is a share of all weights in (0, 1), got {self.churn}.")
         require(self.threshold > 0, f"threshold must be above 0, got {self.threshold}.")
+        evolve.refuse_filters(self.pattern, self.name)
         require(
             self.pattern.sparsity is None,
             f"{self.pattern} fixes every layer's sparsity, and dsr moves weights between layers.",
@@ -65,7 +66,7 @@ class DSR(Method):
         weak = {name: self.weak(targets.latent[name], mask, threshold) for name, mask in targets.masks.items()}
         # No more can move than there is room for.
         count = min(sum(weak.values()), sum(free.values()))
-        drops = evolve.share_out(count, {name: float(n) for name, n in weak.items()}, weak, quanta)
+        drops = evolve.share_out(count, {name: float(n) for name, n in weak.items()}, weak)
         kept = {
             name: evolve.drop(self.pattern, targets.latent[name].abs(), mask, drops[name])
             for name, mask in targets.masks.items()
@@ -74,7 +75,7 @@ class DSR(Method):
         moved = memory["kept"] - sum(active.values())
         goal = self.churn * sum(mask.numel() for mask in kept.values())
         memory["threshold"] = threshold * (0.5 if moved > 1.1 * goal else 2.0 if moved < 0.9 * goal else 1.0)
-        growth = evolve.share_out(moved, {name: float(n) for name, n in active.items()}, free, quanta)
+        growth = evolve.share_out(moved, {name: float(n) for name, n in active.items()}, free, quanta, active)
         draws = random(targets.latent, seed=self.seed + 1 + targets.time.step)
         return {
             n: evolve.grow(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])

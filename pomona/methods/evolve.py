@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..core.errors import PomonaError
+from ..core.errors import PomonaError, require
 from ..patterns import Pattern, Units, Unstructured
 
 
@@ -31,9 +31,13 @@ def part(share: float, count: int) -> int:
     return int(share * count + 1e-9)
 
 
-def whole(count: int, quantum: int) -> int:
-    """The nearest multiple, so that what is left can be divided into whole quanta again."""
-    return round(count / quantum) * quantum
+def refuse_filters(pattern: Pattern, name: str) -> None:
+    """Refuse patterns of whole outputs, which cannot grow."""
+    require(
+        not pattern.outputs,
+        f"{name} grows weights from zero, and a filter of zeros behind a ReLU never learns: use snip, incremental, "
+        "sfp or dpf with filters, or another pattern.",
+    )
 
 
 def share_out(
@@ -41,26 +45,39 @@ def share_out(
     weights: Mapping[str, float],
     room: Mapping[str, int],
     quantum: Mapping[str, int] | None = None,
+    base: Mapping[str, int] | None = None,
     evenly: bool = False,
 ) -> dict[str, int]:
     """Divide `total` in proportion to `weights`, nobody above their `room`, to the last unit.
 
-    What some cannot take goes to the others, in proportion or `evenly`. Everyone takes whole multiples of
-    their `quantum`, by largest remainder, the earlier name first where two are alike.
+    What some cannot take goes to the others, in proportion or `evenly`. With what they have (`base`) everyone
+    ends at a whole multiple of their `quantum`, by largest remainder, the earlier name first where two are alike.
     """
     if total > sum(room.values()):
         raise PomonaError(f"{total} weights are to grow and there is room for {sum(room.values())}: prune more.")
-    ideal = fill(total, weights, room, evenly)
+    have = {name: 0 if base is None else base[name] for name in weights}
     step = {name: 1 if quantum is None else quantum[name] for name in weights}
-    counts = {name: int((value + 1e-9) // step[name]) * step[name] for name, value in ideal.items()}
+    ideal = {name: have[name] + value for name, value in fill(total, weights, room, evenly).items()}
+    ends = {
+        name: max(int((ideal[name] + 1e-9) // step[name]), -(-have[name] // step[name])) * step[name] for name in ideal
+    }
+    goal = total + sum(have.values())
+
+    def surplus(name: str) -> float:
+        return (ends[name] - ideal[name]) / step[name]
+
     while True:
-        left = total - sum(counts.values())
-        # One more step helps where it brings the sum nearer.
-        helps = [n for n in counts if step[n] < 2 * left and counts[n] + step[n] <= room[n]]
-        if not helps:
-            return counts
-        best = max(helps, key=lambda name: (ideal[name] - counts[name]) / step[name])
-        counts[best] += step[best]
+        left = goal - sum(ends.values())
+        up = [n for n in ends if ends[n] + step[n] <= have[n] + room[n] and step[n] < 2 * left]
+        down = [n for n in ends if ends[n] - step[n] >= have[n] and step[n] < -2 * left]
+        if up:
+            best = min([n for n in up if step[n] <= left] or up, key=surplus)
+            ends[best] += step[best]
+        elif down:
+            best = max([n for n in down if step[n] <= -left] or down, key=surplus)
+            ends[best] -= step[best]
+        else:
+            return {name: ends[name] - have[name] for name in ends}
 
 
 def fill(total: int, weights: Mapping[str, float], room: Mapping[str, int], evenly: bool) -> dict[str, float]:

@@ -82,7 +82,8 @@ class Rounds(Pruner):
             self.method.pattern.check(target.name, target.outputs_first)
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
-        shelf = Shelf(None if folder is None else Path(folder), describe(self.method))
+        model_is = {target.name: list(target.shape) for target in targets}
+        shelf = Shelf(None if folder is None else Path(folder), {"method": describe(self.method), "layers": model_is})
         inner = unwrap(model)
         masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}
         done = shelf.results()
@@ -98,8 +99,9 @@ class Rounds(Pruner):
             require(pruner.finished, "train(model, pruner, round) must attach the pruner, train, and finish() it.")
             if index == 0:
                 shelf.write("rewind", pruner.snapshot)
-            shelf.write("model", inner.state_dict())
+            # The masks first: pruning any weights by them again gives the same masks, whatever comes between.
             shelf.write("masks", {name: mask.to(torch.uint8) for name, mask in masks.items()})
+            shelf.write("model", inner.state_dict())
             done.append({"round": index, "sparsity": levels[index], "result": result})
             shelf.record(done)
         return done
@@ -153,8 +155,8 @@ class Holder(Pruner):
 class Shelf:
     """Where finished rounds are kept: in a folder, or in memory."""
 
-    def __init__(self, folder: Path | None, method: dict[str, Any]) -> None:
-        self.folder, self.method = folder, method
+    def __init__(self, folder: Path | None, label: dict[str, Any]) -> None:
+        self.folder, self.label = folder, json.loads(json.dumps(label))
         self.memory: dict[str, dict[str, Tensor]] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -174,8 +176,9 @@ class Shelf:
 
     def record(self, done: list[dict[str, Any]]) -> None:
         if self.folder is not None:
+            text = json.dumps({**self.label, "rounds": done}, indent=1, default=plain_number)
             partial = self.folder / "rounds.partial"
-            partial.write_text(json.dumps({"method": self.method, "rounds": done}, indent=1))
+            partial.write_text(text)
             partial.replace(self.folder / "rounds.json")
 
     def results(self) -> list[dict[str, Any]]:
@@ -184,8 +187,15 @@ class Shelf:
         if path is None or not path.exists():
             return []
         kept = json.loads(path.read_text())
-        require(
-            kept["method"] == json.loads(json.dumps(self.method)),
-            f"{path} is of another lottery: choose another folder.",
-        )
+        for what, mine in self.label.items():
+            require(kept.get(what) == mine, f"{path} is of a lottery with another {what}: choose another folder.")
         return kept["rounds"]
+
+
+def plain_number(value: Any) -> Any:
+    """A tensor or a numpy number as JSON can hold it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise PomonaError(
+        f"train returned {value!r}, which a folder cannot keep: return numbers, texts, lists or dictionaries."
+    )

@@ -29,10 +29,6 @@ class RigL(SET):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.pattern.outputs,
-            "rigl grows by the gradient, and that of a removed filter is zero: use set or dsr, or another pattern.",
-        )
         require(0 < self.until <= 1, f"until is a share of training in (0, 1], got {self.until}.")
 
     def due(self, time: Time) -> bool:

@@ -31,6 +31,7 @@ class SET(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_every(self.every)
+        evolve.refuse_filters(self.pattern, self.name)
         require(0 < self.share < 1, f"share is the part of a layer that is replaced, in (0, 1), got {self.share}.")
 
     def due(self, time: Time) -> bool:

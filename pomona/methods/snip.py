@@ -21,6 +21,7 @@ class SNIP(Method):
     Biases and the classifier are pruned too, as the authors do.
     """
 
+    once: ClassVar[bool] = True
     before: ClassVar[bool] = True
 
     schedule: Schedule = field(default=Constant(), init=False)

@@ -42,10 +42,7 @@ class SparseMomentum(Method):
             self.pattern.sparsity is None,
             f"{self.pattern} fixes every layer's sparsity, and sparse_momentum moves weights between layers.",
         )
-        require(
-            not self.pattern.outputs,
-            "sparse_momentum grows by momentum, and that of a removed filter fades: use set, dsr or another pattern.",
-        )
+        evolve.refuse_filters(self.pattern, self.name)
         check_every(self.every)
 
     def due(self, time: Time) -> bool:
@@ -58,23 +55,24 @@ class SparseMomentum(Method):
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         momentum = {name: m.abs() for name, m in targets.momentum.items()}
-        for name in targets.latent.keys() - momentum.keys():
-            raise PomonaError(f"{name} has no momentum: use SGD(momentum=0.9) or Adam, or exclude=['{name}'].")
+        for name in targets.latent:
+            if name not in momentum:
+                raise PomonaError(f"{name} has no momentum: use SGD(momentum=0.9) or Adam, or exclude=['{name}'].")
         means = {n: float(momentum[n][m].mean()) if bool(m.any()) else 0.0 for n, m in targets.masks.items()}
         total = sum(means.values()) or 1.0
         shares = {name: mean / total for name, mean in means.items()}
         quanta = evolve.quanta(self.pattern, targets.masks)
-        kept = {}
-        for name, mask in targets.masks.items():
-            count = evolve.whole(self.dropped(mask, shares[name], targets), quanta[name])
-            kept[name] = evolve.drop(self.pattern, targets.latent[name].abs(), mask, count)
+        kept = {
+            name: evolve.drop(self.pattern, targets.latent[name].abs(), mask, self.dropped(mask, shares[name], targets))
+            for name, mask in targets.masks.items()
+        }
         active = {name: int(mask.sum()) for name, mask in kept.items()}
         room = {name: mask.numel() - active[name] for name, mask in kept.items()}
         # A layer grows into 99 % of its free entries at most, where the others can take the rest.
         cap = {name: evolve.part(0.99, free) for name, free in room.items()}
         missing = targets.memory["kept"] - sum(active.values())
         room = cap if sum(cap.values()) >= missing else room
-        growth = evolve.share_out(missing, shares, room, quanta, evenly=True)
+        growth = evolve.share_out(missing, shares, room, quanta, active, evenly=True)
         return {n: evolve.grow(self.pattern, momentum[n], mask, active[n] + growth[n]) for n, mask in kept.items()}
 
     def dropped(self, mask: Tensor, share: float, targets: Targets) -> int:

@@ -42,7 +42,7 @@ from ..models.summary import summary
 LAYERS = (_ConvNd, nn.Linear)
 NORMS = (_BatchNorm, _InstanceNorm)  # those that treat every channel for itself
 ROUNDING = 1e4  # times the type's epsilon: what sums in another order may differ by, through many layers
-WARMUP, REPEATS, PATIENCE = 3, 101, 5.0  # latency: turns, and the seconds after which there are no more
+WARMUP, REPEATS, PATIENCE = 5, 501, 3.0  # latency: turns, and the seconds after which there are no more
 
 
 class Change(NamedTuple):
@@ -189,6 +189,7 @@ class Group:
     dead: Tensor = field(init=False)  # no maker gives them anything that depends on the input
     gone: Tensor = field(init=False)  # those that go
     leaks: Tensor = field(init=False)  # dead ones that are a constant at some reader
+    spared: Tensor = field(init=False)  # those that stay for a layer's sake
     speaker: int | None = None  # the one of them that stays for all
     undo: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -202,6 +203,7 @@ class Group:
     def judge(self, seen: Values) -> None:
         """Find the channels that contribute nothing, and those that contribute a constant."""
         self.dead = self.everywhere(self.makers, lambda maker: maker.empty(outputs=True))
+        self.spared = torch.zeros_like(self.dead)
         if self.obstacle is not None:
             self.gone = self.leaks = torch.zeros_like(self.dead)
             return
@@ -236,6 +238,7 @@ class Group:
             if maker.whole and going[maker.roots].all():
                 first = maker.roots[0]
                 going[first] = self.gone[first] = self.leaks[first] = False
+                self.spared[first] = True
 
     def raise_voice(self) -> None:
         """Have the norms make a constant one of the speaker, so that every reader sees it."""
@@ -258,16 +261,15 @@ class Group:
         sums = []
         for reader in self.readers:
             rows = reader.weight().cpu().double()
-            parts = [scale(rows, reader.of(root), seen[reader.module]) for root in (self.speaker, *others)]
-            total = torch.stack(parts).sum(0)
-            at = reader.of(self.speaker)
-            voice = heard[reader.module][at].double()
+            every = [reader.of(root) for root in (self.speaker, *others)]
+            parts = [rows[at] * like(rows, seen[reader.module][at]) for at in every]
+            total, voice = torch.stack(parts).sum(0), heard[reader.module][every[0]]
             if total[(voice == 0) | voice.isnan()].any():  # nobody would hear: all stay as they were
                 for tensor, where, value in self.undo:
                     tensor[where] = value
                 self.speaker = None
                 return
-            sums.append((reader.weight(), at, total / voice.where(voice != 0, 1.0).view(-1, *[1] * (rows.ndim - 1))))
+            sums.append((reader.weight(), every[0], total / like(rows, voice.where(voice != 0, 1.0))))
         for weight, at, total in sums:
             weight[at] = total.to(weight)
         self.gone[others] = True
@@ -278,9 +280,9 @@ class Group:
             self.prune(self.gone.nonzero().flatten().tolist())
 
 
-def scale(rows: Tensor, at: Tensor, values: Tensor) -> Tensor:
-    """Some rows of a weight, each times its channel's value."""
-    return rows[at] * values[at].double().view(-1, *[1] * (rows.ndim - 1))
+def like(rows: Tensor, values: Tensor) -> Tensor:
+    """One value for each row, in a shape that can be multiplied with them."""
+    return values.double().view(-1, *[1] * (rows.ndim - 1))
 
 
 def find_groups(model: nn.Module, batch: Tensor) -> list[Group]:
@@ -371,7 +373,8 @@ def report(groups: Sequence[Group], model: nn.Module, small: nn.Module) -> tuple
     for name, _ in model.named_modules():
         module = small.get_submodule(name)
         if lost[module]:
-            channels = module.weight.shape[stores_outputs_second(module)]  # type: ignore[index, union-attr]
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            channels = weight.shape[stores_outputs_second(module)]
             removed[name] = Change(channels, channels - lost[module])
         if stay[module]:
             kept[name] = "; ".join(f"{count} {reason}" for reason, count in stay[module].items())
@@ -381,7 +384,7 @@ def report(groups: Sequence[Group], model: nn.Module, small: nn.Module) -> tuple
 def why(group: Group, maker: Member) -> dict[str, int]:
     """How many of a layer's zero channels stay, for each reason."""
     stay = maker.empty(outputs=True) & ~group.gone[maker.roots]
-    dead, leaks = group.dead[maker.roots], group.leaks[maker.roots]
+    dead, spared = group.dead[maker.roots], group.spared[maker.roots]
     if group.obstacle is not None:
         cases = {f"because {group.obstacle}": stay}
     else:
@@ -389,8 +392,8 @@ def why(group: Group, maker: Member) -> dict[str, int]:
         cases = {
             "coupled with channels that are not zero": stay & ~dead,
             "in place of all that are constant": stay & speaks,
-            "constant, by a batch norm or a bias": stay & leaks & ~speaks,
-            "so that the layer has a channel": stay & dead & ~leaks & ~speaks,
+            "constant, by a batch norm or a bias": stay & dead & ~spared & ~speaks,
+            "so that the layer has a channel": stay & spared,
         }
     return {reason: int(which.sum()) for reason, which in cases.items() if which.any()}
 

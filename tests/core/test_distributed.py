@@ -86,6 +86,7 @@ def worker(rank: int, folder: str) -> None:
         Path(folder, f"{rank}.txt").write_text(str(error))
     distributed.barrier()  # nobody leaves before all have read the error
     distributed.destroy_process_group()
+    os._exit(0)  # torch's threads now and then abort a plain exit
 
 
 @pytest.fixture(scope="module")

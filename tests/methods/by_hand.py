@@ -1,4 +1,4 @@
-"""What the tests of the baselines share: a network to prune on paper, and selection written apart from the package's."""
+"""What the tests of the baselines share: a network to prune on paper, and selection apart from the package's."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from kit import TARGETS, Net, loss_at, same, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
+from pomona.methods import lottery
 
 
 def test_levels_by_hand() -> None:
@@ -323,3 +324,59 @@ def test_the_pruner_is_let_go_after_each_round() -> None:
     zeros = {name: model.get_parameter(name) == 0 for name in TARGETS}
     train(model, sgd(model), [0])
     assert all(model.get_parameter(name)[zero].any() for name, zero in zeros.items()), "something holds the zeros"
+
+
+def test_a_result_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    def training(model: nn.Module, pruner: pm.Pruner, index: int) -> Any:
+        trained(model, pruner, index)
+        return {"path": tmp_path}
+
+    assert len(pm.Lottery(sparsity=0.5, retrainings=1).rounds(Net().double(), training)) == 2, "in memory anything goes"
+    with pytest.raises(pm.PomonaError, match="cannot be kept"):
+        pm.Lottery(sparsity=0.5, retrainings=1).rounds(Net().double(), training, folder=tmp_path)
+
+
+@pytest.mark.parametrize("rewind", [0, 1])
+def test_a_crash_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewind: int) -> None:
+    """Wherever a run is killed, the next one ends with the same ticket: also where kept weights are zero."""
+    options = {"sparsity": 0.059, "rate": 0.02, "rewind": rewind}
+
+    def sparse(model: nn.Module, pruner: pm.Pruner, index: int) -> int:
+        """Training that ends with weights at zero, as an L1 penalty's does, more of them than are pruned."""
+        optimizer = sgd(model, lr=0.2)
+        pruner.attach(model, optimizer, total_steps=STEPS)
+        train(model, optimizer, range(STEPS * index, STEPS * (index + 1)))
+        with torch.no_grad():
+            for name in TARGETS:
+                parameter = model.get_parameter(name)
+                parameter.masked_fill_(parameter.abs() < 0.02, 0)
+        pruner.finish()
+        return index
+
+    whole = Net().double()
+    expected = pm.Lottery(**options).rounds(whole, sparse)
+    assert len(expected) == 4
+    shelf, calls = lottery.Shelf, {"left": 0}
+
+    def dying(method: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if calls["left"] == 0:
+                raise KeyboardInterrupt
+            calls["left"] -= 1
+            return method(*args)
+
+        return run
+
+    write, record = shelf.write, shelf.record
+    for survived in range(13):  # four writes of the first round, three of each other
+        folder = tmp_path / str(survived)
+        calls["left"] = survived
+        monkeypatch.setattr(shelf, "write", dying(write))
+        monkeypatch.setattr(shelf, "record", dying(record))
+        with pytest.raises(KeyboardInterrupt):
+            pm.Lottery(**options).rounds(Net().double(), sparse, folder=folder)
+        monkeypatch.setattr(shelf, "write", write)
+        monkeypatch.setattr(shelf, "record", record)
+        again = Net().double()
+        assert pm.Lottery(**options).rounds(again, sparse, folder=folder) == expected
+        assert same(again.state_dict(), whole.state_dict()), f"killed after {survived} writes"

@@ -274,10 +274,21 @@ def test_filters_are_refused() -> None:
 def test_a_frozen_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
+    with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and rigl needs its gradient"):
+        pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, sgd(model), total_steps=24)
+
+
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf])
+def test_a_gradient_that_is_no_number_is_refused(factor: float) -> None:
+    model = Net().double()
     optimizer = sgd(model)
-    with pytest.raises(pm.PomonaError, match="hidden.weight"):
-        pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, optimizer, total_steps=24)
-        train(model, optimizer, range(4))
+    pruner = pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, optimizer, total_steps=24)
+    train(model, optimizer, range(2))
+    before = {name: mask.clone() for name, mask in pruner.masks().items()}
+    (loss_at(model, 2) * factor).backward()
+    with pytest.raises(pm.PomonaError, match="gradient of .* holds NaN or inf"):
+        optimizer.step()
+    assert all(torch.equal(mask, before[name]) for name, mask in pruner.masks().items())
 
 
 @pytest.mark.parametrize("options", [{"until": 0.0}, {"until": 1.5}, {"share": 1.0}, {"every": 0}])

@@ -46,7 +46,7 @@ def test_by_hand_from_the_first_step() -> None:
 def test_by_hand_over_weights_biases_and_the_last_layer() -> None:
     # All five parameters are ranked together. Loss = 3 y with y = v (w x + b) + c at x = (1, 2):
     #   w = (2, −1), b = 0.5, so h = 2 − 2 + 0.5 = 0.5; v = 4, c = 0.3
-    #   |w · g| = |2 · 3·4·1| = 24, |−1 · 3·4·2| = 24; |b · g| = |0.5 · 12| = 6; |v · g| = |4 · 3·0.5| = 6; |c · g| = 0.9
+    #   |w · g|: |2 · 3·4·1| = 24, |−1 · 3·4·2| = 24; of b |0.5 · 12| = 6; of v |4 · 3·0.5| = 6; of c 0.3 · 3 = 0.9
     # Two of five go: c, and of the two 6s the later, which is v.
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)).double()
     for parameter, value in zip(model.parameters(), ([[2.0, -1.0]], [0.5], [[4.0]], [0.3]), strict=True):
@@ -178,13 +178,13 @@ def test_a_step_that_the_scaler_skips_is_not_the_first(fused: bool) -> None:
     pruner = pm.SNIP(sparsity=0.8).attach(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step, factor in enumerate((torch.inf, 1.0)):
+    for t, factor in enumerate((torch.inf, 1.0)):
         optimizer.zero_grad()
-        scaler.scale(loss_at(model, step) * factor).backward()
+        scaler.scale(loss_at(model, t) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
         pruned = pruner.sparsity()
-        assert pruned == 0 if step == 0 else pruned == pytest.approx(0.8, abs=1e-3)
+        assert pruned == 0 if t == 0 else pruned == pytest.approx(0.8, abs=1e-3)
     for name, mask in pruner.masks().items():
         assert torch.equal(model.get_parameter(name), torch.where(mask, before[name], 0))
 
@@ -210,14 +210,51 @@ def test_filters_leave_the_classes() -> None:
     assert "conv1.bias" not in pruner.masks(), "a bias falls with its filter, not by itself"
 
 
-@pytest.mark.parametrize("way", ["loss", "first step"])
-def test_a_frozen_layer_is_refused_by_name(way: str) -> None:
+def test_a_frozen_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
-    optimizer = sgd(model)
-    with pytest.raises(pm.PomonaError, match="hidden.weight"):
-        pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=(lambda: loss_at(model, 0)) if way == "loss" else None)
-        train(model, optimizer, [0])
+    with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and snip needs its gradient"):
+        pm.SNIP(sparsity=0.5).attach(model, sgd(model))
+
+
+def test_a_gradient_that_is_no_number_is_refused() -> None:
+    model = Net().double()
+    before = model.conv1.weight.clone()
+    with pytest.raises(pm.PomonaError, match="gradient of conv1.weight holds NaN or inf"):
+        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0) * torch.nan)
+    assert torch.equal(model.conv1.weight, before)
+
+
+@pytest.mark.parametrize(
+    "value", [3.0, torch.ones(2, requires_grad=True), torch.ones(())], ids=["float", "vector", "leaf"]
+)
+def test_a_loss_that_is_none_is_refused(value: Any) -> None:
+    model = Net().double()
+    with pytest.raises(pm.PomonaError, match="loss"):
+        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: value)
+
+
+def test_a_loss_that_nobody_asked_for_is_refused() -> None:
+    model = Net().double()
+    with pytest.raises(pm.PomonaError, match="loss"):
+        pm.OneShot(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+
+
+def test_an_unused_layer_is_refused_by_name() -> None:
+    model = Net().double()
+    model.spare = nn.Linear(4, 4).double()
+    with pytest.raises(pm.PomonaError, match="spare.weight has no gradient"):
+        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+
+
+def test_tick_after_the_update() -> None:
+    model = Net().double()
+    pruner = pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    pruner.tick()  # it needs no gradient any more
+    assert pruner.step == 1
+    other = Net().double()
+    with pytest.raises(pm.PomonaError, match="snip needs gradients, which a replay does not show"):
+        pm.SNIP(sparsity=0.5).attach(other, sgd(other)).tick()
 
 
 def test_a_resumed_run_does_not_prune_again() -> None:

@@ -30,7 +30,8 @@ def test_by_hand() -> None:
     # Update 1. The momentum is the first gradient, and dense: missing weights have theirs too.
     # p = 0.6 · (1 + cos π/3)/2 = 0.45, so ⌈0.45·4⌉ = 2 go: of a 1 and −2, of b 1 and 2.
     # Mean |momentum| of the active: a (1 + 1 + 4 + 2)/4 = 2, b (6 + 6 + 8 + 4)/4 = 6; of the four a gets 1, b gets 3.
-    # a: largest |momentum| among zeros is 5 at (0,3). b: 9 at (1,0), 8 at (0,3), which is back with its value, 7 at (0,2).
+    # The largest |momentum| among the zeros of a: 5 at (0,3); of b: 9 at (1,0), 8 at (0,3), which is back with
+    # its value, and 7 at (0,2).
     step(
         model,
         optimizer,
@@ -150,8 +151,8 @@ def test_missing_weights_gather_momentum() -> None:
     for name, mask in pruner.masks().items():
         parameter = model.get_parameter(name)
         assert not parameter[~mask].any(), "the weights themselves stay zero"
-        momentum = optimizer.state[parameter]["momentum_buffer"][~mask]
-        assert (momentum != 0).double().mean() > 0.5, "all but those behind a silent unit have some"
+        # All of them do but those behind a silent unit, whose gradient is zero.
+        assert (optimizer.state[parameter]["momentum_buffer"][~mask] != 0).double().mean() > 0.3
 
 
 def test_the_classifier_is_sparse_too() -> None:
@@ -180,18 +181,16 @@ def test_an_optimizer_without_momentum_is_refused_at_attach() -> None:
 def test_an_optimizer_whose_momentum_cannot_be_known_is_refused_at_the_first_update() -> None:
     model = Net()
     optimizer = torch.optim.Adagrad(model.parameters())
+    pm.SparseMomentum(every=2).attach(model, optimizer, total_steps=10)
     with pytest.raises(pm.PomonaError, match="conv1.weight has no momentum: use SGD"):
-        pm.SparseMomentum(every=2).attach(model, optimizer, total_steps=10)
         train(model, optimizer, range(2))
 
 
 def test_a_frozen_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
-    optimizer = sgd(model)
-    with pytest.raises(pm.PomonaError, match="hidden.weight"):
-        pm.SparseMomentum(every=2).attach(model, optimizer, total_steps=10)
-        train(model, optimizer, range(4))
+    with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and sparse_momentum needs its gradient"):
+        pm.SparseMomentum(every=2).attach(model, sgd(model), total_steps=10)
 
 
 def test_without_epochs_it_is_refused_at_attach() -> None:
