@@ -117,8 +117,9 @@ class Arena:
     def leave(self, slots: Sequence[Slot]) -> None:
         """latent ← parameter, then parameter ← project(latent)."""
         if len(slots) == len(self.slots) and self.ready():
-            self.launch("leave")
-            self.mark(slots)
+            self.launch("leave")  # the optimizer has told autograd already that the parameters changed
+            for slot in slots:
+                slot.version = slot.parameter._version
             return
         if self.latent is not None and slots:
             torch._foreach_copy_([s.source for s in slots], [s.parameter for s in slots])
@@ -131,17 +132,12 @@ class Arena:
         """parameter ← project(latent)."""
         if self.ready():
             self.launch("project")
-            self.mark(self.slots)
+            torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
+            for slot in self.slots:
+                slot.version = slot.parameter._version
             return
         for slot in self.slots:
             slot.project()
-
-    @staticmethod
-    def mark(slots: Sequence[Slot]) -> None:
-        """Tell autograd, and ourselves, that a kernel wrote the parameters."""
-        torch.autograd.graph.increment_version([slot.parameter for slot in slots])
-        for slot in slots:
-            slot.version = slot.parameter._version
 
 
 def arenas(slots: Sequence[Slot]) -> list[Arena]:

@@ -185,6 +185,7 @@ class Engine:
         self.active: list[Slot] = []  # the slots that hold their latent right now
         self.held: dict[nn.Parameter, Tensor] = {}  # the gradients of a step that an update replaced
         self.waiting = False  # for the optimizer to call its closure
+        self.owned: dict[Optimizer, tuple[int, set[int]]] = {}  # see `own`
         self.key = free_key(optimizers[-1])
         self.handles: list[Any] = [watch(self)]
         for optimizer in optimizers:
@@ -267,25 +268,34 @@ class Engine:
 
     def enter(self, optimizer: Optimizer) -> None:
         """Give the optimizer the latents of its own parameters that have a gradient."""
-        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        ids = {id(p) for p in own}
-        active = [s for s in self.slots if id(s.parameter) in ids]
+        own = self.own(optimizer)
+        active = [s for s in self.slots if s.parameter.grad is not None and id(s.parameter) in own]
         for slot in active:
-            if slot.accept():
+            if slot.parameter._version != slot.version and slot.accept():
                 guards.warn_edited(slot.name)
                 slot.project()
         if self.owner.wants_gradient() and not guards.skipped(optimizer):
             self.owner.use_gradient()
-            self.held = {p: p.grad for p in own}
-            for parameter in own:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.held = {p: p.grad for p in parameters if p.grad is not None}
+            for parameter in self.held:
                 parameter.grad = None  # so that the optimizer has nothing to do
             return
         self.active = active
-        for arena, slots in self.divide(self.active):
+        for arena, slots in self.divide(active):
             arena.enter(slots)
-        for slot in self.active:
-            if slot.forgets:
+        if active and active[0].forgets:
+            for slot in active:
                 slot.mask_gradient()
+
+    def own(self, optimizer: Optimizer) -> set[int]:
+        """The identities of an optimizer's parameters, found anew when their number changed."""
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        known = self.owned.get(optimizer)
+        if known is None or known[0] != count:
+            known = count, {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self.owned[optimizer] = known
+        return known[1]
 
     def divide(self, slots: Sequence[Slot]) -> list[tuple[Arena, Sequence[Slot]]]:
         """Slots by their arena."""
@@ -338,7 +348,7 @@ class Engine:
 
     def start(self) -> None:
         """Follow the model: a parameter that was replaced or moved to a device since, if an optimizer moves it."""
-        replaced = any(s.target.parameter is not s.parameter for s in self.slots)
+        replaced = [s for s in self.slots if s.target.module._parameters[s.target.leaf] is not s.parameter]
         moved = [arena.moved() for arena in self.arenas]  # of all, for each takes note
         changed = [s for s in self.slots if s.stale()] if replaced or any(moved) else []
         if changed or not self.started:
@@ -348,6 +358,7 @@ class Engine:
             self.follow_gradient(slot)
         if changed:
             self.arenas = arenas(self.slots)
+            self.owned.clear()
         if not self.started:
             distributed.agree(self.slots)
             self.started = True

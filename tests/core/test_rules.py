@@ -69,8 +69,7 @@ GROWING = {"dsr", "rigl", "set", "sparse_momentum"}  # a weight that has just gr
 REFUSED = {
     ("dsr", "nm"): "moves weights between layers",
     ("sparse_momentum", "nm"): "moves weights between layers",
-    ("sparse_momentum", "filter"): "momentum, and that of a removed filter fades",
-    ("rigl", "filter"): "gradient, and that of a removed filter is zero",
+    **{(name, "filter"): "a filter of zeros behind a ReLU never learns" for name in GROWING},
 }
 
 

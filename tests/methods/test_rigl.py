@@ -47,12 +47,12 @@ def test_by_hand() -> None:
     assert values(model) == [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 0.0, -4.0]]
 
 
-SHARE, TOTAL, EVERY = 0.3, 102, 2
+SHARE, TOTAL, END, EVERY = 0.3, 136, 102, 2  # T_end is at 0.75 of training
 
 
 def rewire(reference: Reference, t: int) -> None:
     """Evci et al.: drop ⌊α_t · active⌋ of the smallest, grow as many of the largest dense gradient."""
-    share = SHARE / 2 * (1 + math.cos(math.pi * t / TOTAL))
+    share = SHARE / 2 * (1 + math.cos(math.pi * t / END))
     for name in TARGETS:
         mask = reference.masks[name]
         active = int(mask.sum())
@@ -69,10 +69,10 @@ def rewire(reference: Reference, t: int) -> None:
 def test_fifty_updates_of_a_reference(make: Any) -> None:
     reference = Reference(make)
     reference.masks = started(reference.model, TARGETS, seed=0, sparsity=0.7)
-    steps = reference.run(TOTAL, rewire, due=lambda t: t > 0 and t % EVERY == 0, replaces=True)
+    steps = reference.run(TOTAL, rewire, due=lambda t: 0 < t < END and t % EVERY == 0, replaces=True)
 
     model = Net().double()
-    pruner = pm.RigL(sparsity=0.7, every=EVERY, until=1.0).attach(model, make(model), total_steps=TOTAL)
+    pruner = pm.RigL(sparsity=0.7, every=EVERY).attach(model, make(model), total_steps=TOTAL)
     assert follow(pruner, reference, steps) == 50
     assert sum(record["flips"] for record in pruner.history[1:]) > 1000
 
@@ -254,7 +254,7 @@ def test_the_first_layer_is_dense_and_the_last_is_not() -> None:
 def test_tick_is_refused() -> None:
     model = Net()
     pruner = pm.RigL(sparsity=0.6).attach(model, sgd(model), total_steps=24)
-    with pytest.raises(pm.PomonaError, match="rigl needs gradients, which a replay does not show"):
+    with pytest.raises(pm.PomonaError, match="rigl needs gradients, which a replay hides"):
         pruner.tick()
 
 
@@ -262,13 +262,6 @@ def test_two_optimizers_are_refused() -> None:
     model = Net()
     with pytest.raises(pm.PomonaError, match="takes one optimizer, got 2"):
         pm.RigL().attach(model, [sgd(model), sgd(model)], total_steps=24)
-
-
-def test_filters_are_refused() -> None:
-    """A removed filter's output is exactly zero, and so is its gradient: there is nothing to grow by."""
-    model = Net()
-    with pytest.raises(pm.PomonaError, match="gradient"):
-        pm.RigL(sparsity=0.5, pattern=pm.Filter()).attach(model, sgd(model), total_steps=24)
 
 
 def test_a_frozen_layer_is_refused_by_name() -> None:
