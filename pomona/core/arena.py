@@ -26,9 +26,9 @@ class Arena:
         # Targets come before their companions, so that figures over the targets are over a front part.
         self.slots = sorted(slots, key=lambda slot: slot.leader is not None)
         self.targets = [slot for slot in self.slots if slot.leader is None]
-        sizes = [slot.mask.numel() for slot in self.targets]
-        self.count = sum(sizes)
-        self.ends = torch.tensor(sizes).cumsum(0).to(self.slots[0].mask.device)  # of each target in the buffers
+        self.sizes = [slot.mask.numel() for slot in self.targets]
+        self.count = sum(self.sizes)
+        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
         self.mask = self.pool("mask")
         self.latent = self.pool("latent") if self.slots[0].latent is not None else None

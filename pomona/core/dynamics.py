@@ -14,58 +14,73 @@ if TYPE_CHECKING:
     from .arena import Arena
 
 
-def change(arenas: Sequence[Arena], masks: Masks, time: Time, sparsity: float) -> dict[str, Any]:
-    """Put new masks in force, and give a record of what that changes; its tensors stay on the device."""
+def change(arenas: Sequence[Arena], masks: Masks, names: Sequence[str], time: Time, sparsity: float) -> dict[str, Any]:
+    """Put new masks in force, and note what that changes. The figures stay on the device until `plain`."""
     parts = [change_one(arena, masks, time) for arena in arenas if arena.targets]
-    home = parts[0]["kept"].device
-    flips, before, kept, lost, whole = (
-        torch.stack([part[key].to(home) for part in parts]).sum()
-        for key in ("flips", "before", "kept", "lost", "whole")
-    )
-    common = kept + before - flips  # 2 |A ∩ B|, from |A|, |B| and |A △ B|
-    return {
-        "step": time.step,
-        "sparsity": sparsity,
-        "delta": lost / whole.clamp(min=torch.finfo(whole.dtype).tiny),  # 0 where all weights are
-        "flips": flips,
-        "iou": common / (common + 2 * flips),
-        "layers": torch.cat([part["layers"].to(home) for part in parts]),
-    }
+    return {"step": time.step, "sparsity": sparsity, "names": names, "parts": parts}
 
 
-def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Tensor]:
-    """The same for one arena: the parts that are summed, and the sparsity of each of its targets."""
+def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Any]:
+    """The same for one arena, in as few kernels as will do."""
     mask = arena.mask[: arena.count]
     before = mask.clone()
-    new = [masks[slot.name].movedim(0, slot.target.rows) for slot in arena.targets]
-    torch._foreach_copy_([slot.mask for slot in arena.targets], new)
+    torch._foreach_copy_(
+        [slot.mask for slot in arena.targets], [stored(masks[s.name], s.target.rows) for s in arena.targets]
+    )
     flips = before ^ mask
     if arena.flipped is not None:
         arena.flipped.masked_fill_(flips, time.step)
-    ends = mask.cumsum(0)[arena.ends - 1]
-    lost, whole = losses(arena)
+    lost, whole = norms(arena)
     return {
+        "names": [slot.name for slot in arena.targets],
+        "sizes": arena.sizes,
+        "ends": mask.cumsum(0)[arena.ends],  # how many are kept up to the end of each target
         "flips": flips.sum(),
         "before": before.sum(),
-        "kept": ends[-1],
         "lost": lost,
         "whole": whole,
-        "layers": 1 - ends.diff(prepend=ends.new_zeros(1)) / arena.ends.diff(prepend=ends.new_zeros(1)),
     }
 
 
-def losses(arena: Arena) -> tuple[Tensor, Tensor]:
-    """‖w − w̃‖² and ‖w‖² over the targets."""
+def stored(mask: Tensor, rows: int) -> Tensor:
+    """A mask with its outputs where the parameter has them."""
+    return mask.movedim(0, rows) if rows else mask
+
+
+def norms(arena: Arena) -> tuple[Tensor, Tensor]:
+    """‖w − w̃‖ and ‖w‖ over the targets."""
     if arena.latent is not None and arena.method.plain:
         latent = arena.latent[: arena.count]
-        return square(latent.masked_fill(arena.mask[: arena.count], 0)), square(latent)
-    lost = [square(slot.source.detach() - slot.sparse()) for slot in arena.targets]
-    return torch.stack(lost).sum(), torch.stack([square(slot.source.detach()) for slot in arena.targets]).sum()
+        return norm(latent.masked_fill(arena.mask[: arena.count], 0)), norm(latent)
+    lost = [norm(slot.source.detach() - slot.sparse()) for slot in arena.targets]
+    whole = [norm(slot.source.detach()) for slot in arena.targets]
+    return norm(torch.stack(lost)), norm(torch.stack(whole))
 
 
-def square(x: Tensor) -> Tensor:
-    """‖x‖², in a type in which it does not overflow."""
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).square()
+def norm(x: Tensor) -> Tensor:
+    """‖x‖, in a type in which its square does not overflow."""
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of `change` as the user sees it."""
+    if "parts" not in record:
+        return record
+    parts = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in part.items()} for part in record["parts"]]
+    kept = [b - a for part in parts for a, b in zip([0, *part["ends"]], part["ends"], strict=False)]
+    sizes = [size for part in parts for size in part["sizes"]]
+    shares = dict(zip([n for part in parts for n in part["names"]], zip(kept, sizes, strict=True), strict=True))
+    flips, before = (sum(part[key] for part in parts) for key in ("flips", "before"))
+    lost, whole = (sum(part[key] ** 2 for part in parts) for key in ("lost", "whole"))
+    common = sum(kept) + before - flips  # 2 |A ∩ B|, from |A|, |B| and |A △ B|
+    return {
+        "step": record["step"],
+        "sparsity": record["sparsity"],
+        "delta": lost / whole if whole else 0.0,
+        "flips": flips,
+        "iou": common / (common + 2 * flips) if common + flips else 1.0,
+        "layers": [1 - shares[name][0] / shares[name][1] for name in record["names"]],
+    }
 
 
 def settled(flipped: Sequence[Tensor], steps_per_epoch: int) -> list[float]:
@@ -73,8 +88,3 @@ def settled(flipped: Sequence[Tensor], steps_per_epoch: int) -> list[float]:
     last = torch.cat([f.flatten() for f in flipped])
     epochs = torch.div(last + steps_per_epoch - 1, steps_per_epoch, rounding_mode="floor")
     return (torch.bincount(epochs).cumsum(0) / len(last)).tolist()
-
-
-def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with its tensors fetched."""
-    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in record.items()}

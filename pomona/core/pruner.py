@@ -400,8 +400,7 @@ class Pruner:
         """What the method may look at, with outputs first."""
 
         def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
-            values = {slot: pick(slot) for slot in self.slots}
-            return {s.name: v.detach().movedim(s.target.rows, 0) for s, v in values.items() if v is not None}
+            return {s.name: outputs_first(v, s.target.rows) for s in self.slots if (v := pick(s)) is not None}
 
         return Targets(
             latent=view(lambda slot: slot.source),
@@ -421,7 +420,8 @@ class Pruner:
     @torch.no_grad()
     def _put(self, masks: Masks, sparsity: float, fresh: Masks | None = None) -> None:
         """Put new masks in force, and note what the change cost."""
-        record = dynamics.change(self._attached().arenas, masks, self.time, sparsity)
+        names = [slot.name for slot in self.slots]
+        record = dynamics.change(self._attached().arenas, masks, names, self.time, sparsity)
         self.at_rest = self.method.last(self.time)
         self._attached().cut(self.at_rest, fresh)
         self.last_change, self.reached = self.step, sparsity
@@ -437,3 +437,9 @@ class Pruner:
                     f"cannot {what}: {name} has shape {tuple(theirs[name])} there and {tuple(shape)} here, "
                     "so this is another model's."
                 )
+
+
+def outputs_first(tensor: Tensor, rows: int) -> Tensor:
+    """A plain tensor with its outputs in front; views cost some microseconds each, so none without need."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.movedim(rows, 0) if rows else tensor

@@ -353,7 +353,7 @@ def _apply(given: dict[str, Any], override: str) -> None:
     require(
         bool(equals) and all(key.strip().split(".")), f"'{override}' is not of the form key=value (train.epochs=10)."
     )
-    put(given, key.strip(), _literal(text.strip()))
+    put(given, key.strip(), literal(text.strip()))
 
 
 def put(given: dict[str, Any], key: str, value: Any) -> None:
@@ -370,7 +370,7 @@ def put(given: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
     """A TOML value, or the text itself where it is none."""
     try:
         values = tomllib.loads(f"value = {text}")

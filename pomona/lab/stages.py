@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pomona.core.errors import require
-from pomona.core.method import METHODS, Masks, Method
+from pomona.core.method import METHODS, Masks, Method, Time
 from pomona.core.pruner import Pruner
 from pomona.core.targets import Target
 from pomona.methods.finetune import Finetune
@@ -59,7 +59,9 @@ class Pruning(Stage):
     def pruner(self, run: Run) -> Pruner:
         if isinstance(self.method, Finetune) and run.masks is not None:
             return attach(hold(self.method, run), run)
-        return attach(Pruner(self.method), run, loss=run.unseen_loss, track=run.options.track)
+        looks = self.method.before and self.method.due(Time(0, run.steps, run.per_epoch))  # at a gradient, first
+        loss = run.unseen_loss if looks else None
+        return attach(Pruner(self.method), run, loss=loss, track=run.options.track)
 
     def outcome(self, run: Run) -> dict[str, Any]:
         """And where that was tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""

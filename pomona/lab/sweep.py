@@ -30,7 +30,7 @@ from pomona.core.registry import parse
 from pomona.methods import METHODS
 
 from . import checkpoint, env, pool, table
-from .recipe import DENSE, Recipe, put, read
+from .recipe import DENSE, Recipe, literal, put, read
 from .run import Interrupted, Note, Progress
 from .team import pick
 
@@ -182,6 +182,17 @@ def cells(
             f"none of the methods of this sweep has the option '{key.removeprefix('method.')}'.",
         )
     return list({one.folder: one for one in reversed(made)}.values())[::-1]
+
+
+def axis(text: str) -> tuple[str, list[Any]]:
+    """An axis as it is written on the command line: "method.sparsity=0.8,0.9" or "method=dpf,oneshot(at=0.5)"."""
+    key, equals, values = text.partition("=")
+    parts = re.split(r",(?![^([{]*[)\]}])", values)  # not at the commas within brackets
+    require(
+        bool(equals and key.strip()) and all(part.strip() for part in parts),
+        f"'{text}' is not of the form key=value,value,… (seed=0,1,2).",
+    )
+    return key.strip(), [literal(part.strip()) for part in parts]
 
 
 def cell(given: Mapping[str, Any], values: Mapping[str, Any], out: Path) -> Cell:

@@ -19,7 +19,7 @@ from rich.console import Console
 from pomona.core.errors import PomonaError
 from pomona.lab import Recipe, pool, table, train
 from pomona.lab.pool import Job
-from pomona.lab.sweep import Stopped, cells, replace_method, sweep
+from pomona.lab.sweep import Stopped, axis, cells, replace_method, sweep
 from pomona.methods import METHODS
 
 BASE = {
@@ -87,6 +87,25 @@ def test_dense_is_one_cell_at_all_sparsities(tmp_path):
         *(f"oneshot-{s}-seed{k}" for k in (0, 1) for s in (80, 90)),
     ]
     assert found[0].dropped == ("method.sparsity",)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("seed=0,1,2", "seed", [0, 1, 2]),
+        ("method = dense, oneshot(sparsity=0.5, at=1),dpf", "method", ["dense", "oneshot(sparsity=0.5, at=1)", "dpf"]),
+        ("model.hidden=[8, 8],[16]", "model.hidden", [[8, 8], [16]]),
+        ("train.precision=bf16", "train.precision", ["bf16"]),
+    ],
+)
+def test_axes_are_read_from_text(text, key, values):
+    assert axis(text) == (key, values)
+
+
+@pytest.mark.parametrize("text", ["seed", "=1", "seed=", "seed=1,,2"])
+def test_text_that_is_no_axis(text):
+    with pytest.raises(PomonaError, match="is not of the form key=value,value"):
+        axis(text)
 
 
 def test_axes_come_from_the_recipe_and_are_overruled(tmp_path):
