@@ -66,7 +66,9 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
     """A record of `change` as the user sees it."""
     if "parts" not in record:
         return record
-    parts = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in part.items()} for part in record["parts"]]
+    parts: list[dict[str, Any]] = [
+        {k: v.tolist() if isinstance(v, Tensor) else v for k, v in part.items()} for part in record["parts"]
+    ]
     kept = [b - a for part in parts for a, b in zip([0, *part["ends"]], part["ends"], strict=False)]
     sizes = [size for part in parts for size in part["sizes"]]
     shares = dict(zip([n for part in parts for n in part["names"]], zip(kept, sizes, strict=True), strict=True))
