@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .recipe import Recipe
-from .run import Interrupted, Note, Progress, train
+from .run import Interrupted, Note, Progress, signals, train
 
 # A fork of this process would inherit threads and CUDA; one of a process that has only imported does not.
 MAKE: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
@@ -92,28 +92,32 @@ def serve(line: connection.Connection, stop: Any) -> None:
 def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and summary (or `error`) of each job, as they come, from `count` processes.
 
-    Ctrl-C, or closing this iterator, lets the runs under way write a checkpoint first; a second Ctrl-C does not wait.
+    Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second one does
+    not wait. To close this iterator before its end does the same, and raises nothing.
     """
     stop = MAKE.Event()
     waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
     workers: list[Worker] = []
-    try:
-        while waiting or busy(workers):
-            while waiting and len(workers) < count:
-                workers.append(Worker(stop))
-            for worker in workers:
-                if worker.index is None and waiting:
-                    worker.give(waiting[0], jobs[waiting[0]])
-                    waiting.popleft()
-            yield from answers(workers, waiting, tries, note)
-    finally:
-        stop.set()
+    with signals() as asked:
         try:
-            while busy(workers):
-                list(answers(workers, waiting, tries, note))
+            while waiting or busy(workers):
+                if asked():
+                    raise KeyboardInterrupt
+                while waiting and len(workers) < count:
+                    workers.append(Worker(stop))
+                for worker in workers:
+                    if worker.index is None and waiting:
+                        worker.give(waiting[0], jobs[waiting[0]])
+                        waiting.popleft()
+                yield from answers(workers, waiting, tries, note)
         finally:
-            for worker in workers:
-                worker.end()
+            stop.set()
+            try:
+                while busy(workers):
+                    list(answers(workers, waiting, tries, note))
+            finally:
+                for worker in workers:
+                    worker.end()
 
 
 def busy(workers: Sequence[Worker]) -> bool:
@@ -125,7 +129,7 @@ def answers(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """What workers have to tell now; the dead ones leave the list, and what they were at waits again, once."""
     lines = {worker.line: worker for worker in workers if worker.index is not None}
-    for line in connection.wait(list(lines)):
+    for line in connection.wait(list(lines), timeout=0.2):
         worker = lines[line]
         try:
             kind, value = worker.line.recv()

@@ -106,7 +106,7 @@ def train(
         run = Run(recipe, folder, team, device, data_dir, progress, note)
         try:
             run.open(resume)
-            with _signals() as asked:
+            with signals() as asked:
                 run.train(lambda: asked() or (stop is not None and stop()))
             return run.finish()
         finally:
@@ -609,7 +609,7 @@ def _own_random(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
+def signals() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C or SIGTERM came. A second one is not waited for: it raises KeyboardInterrupt."""
     caught: list[int] = []
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from .recipe import DENSE, Recipe
@@ -52,11 +53,11 @@ def cell(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> Table:
+def table(cells: Sequence[Mapping[str, Any]]) -> Group:
     """Rows are sparsities (and other settings), columns methods: mean ± standard deviation, the best marked."""
     dense = [c for c in cells if c["method"] == DENSE]
     pruned = [c for c in cells if c["method"] != DENSE]
-    grid = Table(title="\n".join(heading(c) for c in dense) or None, title_justify="left", caption_justify="left")
+    grid = Table(caption_justify="left")
     grid.add_column("sparsity", justify="right")
     columns = list(dict.fromkeys(column(c, pruned) for c in pruned))
     for name in columns:
@@ -67,7 +68,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
     for name, found in rows.items():
         grid.add_row(name, *(show(found[c], found.values()) if c in found else "–" for c in columns))
     grid.caption = "★ the best of its row" if len(columns) > 1 else None
-    return grid
+    return Group(*map(heading, dense), *[grid] * bool(pruned))
 
 
 def heading(dense: Mapping[str, Any]) -> str:

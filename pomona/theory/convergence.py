@@ -8,8 +8,8 @@ sum of terms, each a constant of the proof times something measured.
 other axes are runs, over which the expectation is taken.
 
 The proofs give away a share θ of the gap (or of the gradient) to pay for the pruning error. The document
-has θ = 1/2 everywhere; `sharp=True` takes the best. The short proofs,
-and where the document errs, are in docs/convergence.md.
+has θ = 1/2 everywhere; `sharp=True` takes the best. The proofs, and where the document errs, are in
+docs/convergence.md.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def rate(*, L: float, G: ArrayLike, gap: float, T: int, printed: bool = False) -
     The printed one lacks the 2, and has √t for √(T + 1), with which the proof does not go through.
     """
     check(T, L=L, gap=gap)
-    square = squares(G, T).mean()
+    square = float(squares(G, T).mean())
     check(T, G=square)
     return math.sqrt((1 if printed else 2) * gap / (L * square * (T + 1)))
 
@@ -110,18 +110,18 @@ def convex(
     """
     check(T, L=L, mu=mu)
     check_order(L, mu)
+    require(not (sharp and printed), "the printed form has its own constants: leave out sharp or printed.")
     p, square, error = weights(T), squares(G, T), errors(delta, norm, T)
-    pruning = p @ error
-    trivial = min(known, p @ square / (2 * mu))
+    pruning, trivial = float(p @ error), min(known, float(p @ square) / (2 * mu))
     if printed:
-        terms = {"noise": Term(8 / (mu * (T + 2)), square.max()), "pruning": Term(3 * L, pruning)}
+        terms = {"noise": Term(8 / (mu * (T + 2)), float(square.max())), "pruning": Term(3 * L, pruning)}
     else:
-        noise = (p * rates(mu, T)) @ square
+        noise = float((p * rates(mu, T)) @ square)
         theta = share((noise + mu * pruning) / 2, L * pruning / 2) if sharp else 0.5
         left = 2 * (1 - theta)
         cost = L / theta + mu if theta else 0.0  # θ is 0 only where nothing was pruned
         terms = {"noise": Term(1 / left, noise), "pruning": Term(cost / left, pruning)}
-    return Estimate("Theorem 4.1", plain(terms), float(trivial))
+    return Estimate("Theorem 4.1", terms, trivial)
 
 
 def last(
@@ -137,10 +137,10 @@ def last(
     check_order(L, mu)
     p = weights(T)
     terms = {
-        "noise": Term(L / mu, (p * rates(mu, T)) @ squares(G, T)),
-        "pruning": Term(L / mu * (L + mu), p @ errors(delta, norm, T)),
+        "noise": Term(L / mu, float((p * rates(mu, T)) @ squares(G, T))),
+        "pruning": Term(L / mu * (L + mu), float(p @ errors(delta, norm, T))),
     }
-    return Estimate("last iterate", plain(terms), known)
+    return Estimate("last iterate", terms, known)
 
 
 def one_shot(
@@ -148,7 +148,9 @@ def one_shot(
 ) -> Estimate:
     """Inequality 4, for a dense model with f(w) − f* = `gap` that is pruned once: f(w̃) − f* is at most
 
-        2 (f(w) − f*)  +  L δ ‖w‖²;    sharp: (√gap + √(L δ / 2) ‖w‖)².
+        2 (f(w) − f*)  +  L δ ‖w‖²,
+
+    and with `sharp` (√gap + √(L δ / 2) ‖w‖)².
     """
     return Estimate("inequality 4", four(L, gap, float(errors(delta, norm, 0)[0]), sharp), known)
 
@@ -194,7 +196,7 @@ def nonconvex(
     """
     gamma = rate(L=L, G=G, gap=gap, T=T, printed=printed) if gamma is None else gamma
     check(T, L=L, gap=gap, gamma=gamma)
-    square, pruning = squares(G, T).mean(), errors(delta, norm, T).mean()
+    square, pruning = float(squares(G, T).mean()), float(errors(delta, norm, T).mean())
     first, noise = 1 / (gamma * (T + 1)), L * gamma / 2
     theta = share(first * gap + noise * square, L**2 * pruning / 4) if sharp else 0.5
     left = 1 - theta
@@ -203,14 +205,14 @@ def nonconvex(
         "noise": Term(noise / left, square),
         "pruning": Term(L**2 / (4 * theta * left) if theta else 0.0, pruning),
     }
-    return Estimate("Theorem 4.2", plain(terms), float(square))
+    return Estimate("Theorem 4.2", terms, square)
 
 
 # ---- what they share
 
 
 def share(a: float, b: float) -> float:
-    """The θ in [0, 1) at which (a + b/θ) / (1 − θ) is least; there it is (√b + √(a + b))²."""
+    """The θ in [0, 1/2] at which (a + b/θ) / (1 − θ) is least; there it is (√b + √(a + b))²."""
     return math.sqrt(b) / (math.sqrt(b) + math.sqrt(a + b)) if b else 0.0
 
 
@@ -252,11 +254,6 @@ def over_time(values: Array, T: int, name: str) -> Array:
     )
     require(bool(np.isfinite(values).all()), f"{name} must be finite for every t: has the run diverged, or w been 0?")
     return np.broadcast_to(values, (*values.shape[:-1], T + 1)).reshape(-1, T + 1).mean(0)
-
-
-def plain(terms: dict[str, Term]) -> dict[str, Term]:
-    """The same in Python's own numbers."""
-    return {name: Term(float(term.constant), float(term.measured)) for name, term in terms.items()}
 
 
 def check(T: int, **positive: float) -> None:

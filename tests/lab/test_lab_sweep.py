@@ -326,7 +326,7 @@ def test_the_table_has_sparsities_in_rows_and_methods_in_columns():
         )
     )
     head, first, second = (next(line for line in shown.splitlines() if key in line) for key in ("dpf", "80 %", "90 %"))
-    assert "mlp on digits, accuracy in % · dense after 3 epochs: 98.00" in " ".join(shown.split())
+    assert "mlp on digits, accuracy in % · dense after 3 epochs: 98.00" in shown
     assert head.index("oneshot") < head.index("dpf")
     assert "91.00 ± 0.50" in first
     assert "★ 94.50" in first

@@ -97,6 +97,19 @@ def test_incremental_by_hand() -> None:
     assert values(model) == [[0.0] * 4, [0.0, 0.0, 0.0, 6.0]]
 
 
+def test_incremental_counts_weights_that_trained_to_zero() -> None:
+    # One more goes at each step: 1 at (0,0). Then 2 and 8 train to zero; of these two the later goes, and (0,0)
+    # counts among the pruned though it is zero like them.
+    model = Tiny(a=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pruner = pm.Incremental(sparsity=0.5, every=1, schedule=pm.Linear(until=1.0), include=["a"])
+    pruner.attach(model, optimizer, total_steps=4)
+    step(model, optimizer, a=ZERO)
+    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    step(model, optimizer, a=[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]])
+    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 0]]
+
+
 TOTAL, EVERY = 196, 3
 
 

@@ -1,0 +1,270 @@
+"""Section 4 of DPF: the estimates by hand, against random runs, and against runs of the real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pomona import PomonaError
+from pomona.theory import convergence as theory
+
+PAGE = Path(__file__).parents[2] / "docs" / "convergence.md"
+BLOCK = re.compile(r"```(python)?\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names that the page's code makes, with what it prints under `printed`."""
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for kind, code in BLOCK.findall(PAGE.read_text()):
+            if kind == "python":
+                exec(code, names)
+    return names | {"printed": printed.getvalue()}
+
+
+def named(page, sparsity: float, name: str) -> tuple[float, theory.Estimate]:
+    return next(row[2:] for row in page["rows"] if row[:2] == (sparsity, name))
+
+
+# ---- the page: DPF, SGD and one-shot pruning on ridge regression; DPF on a loss that is not convex
+
+
+def test_the_ridge_runs_stay_under_their_bounds(page, record_property):
+    assert theory.rates(page["mu"], 0)[0] * page["mu"] == 2  # γ_0: the theorem's first step
+    eigenvalues = torch.linalg.eigvalsh(page["hessian"])
+    assert eigenvalues[-1] / eigenvalues[0] <= 2
+    assert len(page["rows"]) == 9
+    for sparsity, name, measured, estimate in page["rows"]:
+        assert 0 < measured <= estimate.bound, (sparsity, name)
+    for sparsity in (0.25, 0.5):
+        gaps = {
+            name: named(page, sparsity, f"{name} iterate{s}")[0]
+            for name, s in (("DPF, pruned", "s"), ("one-shot, last", ""))
+        }
+        record_property(f"lower at {sparsity:g}", f"{min(gaps, key=gaps.get)} of {gaps}")
+
+
+def test_the_ridge_bound_speaks_at_a_quarter_and_is_vacuous_at_half(page):
+    assert not named(page, 0.25, "DPF, pruned iterates")[1].vacuous
+    assert named(page, 0.5, "DPF, pruned iterates")[1].vacuous
+
+
+def test_the_nonconvex_run_stays_under_its_bound(page):
+    assert 0 < page["measured"] <= page["stationary"].bound
+    assert not page["stationary"].vacuous
+    # The derivation of L and G: the slope and the second derivative of log(1 + r²).
+    r = np.linspace(-50, 50, 200_001)
+    assert np.abs(2 * r / (1 + r**2)).max() <= 1
+    assert np.abs(2 * (1 - r**2) / (1 + r**2) ** 2).max() <= 2
+
+
+def test_the_figures_on_the_page_are_those_that_are_printed(page):
+    shown = "".join(code for kind, code in BLOCK.findall(PAGE.read_text()) if not kind)
+    number = re.compile(r"\d+(?:\.\d+)?")
+    words = [number.sub("#", text).split() for text in (shown, page["printed"])]
+    assert words[0] == words[1]
+    figures = [[float(x) for x in number.findall(text)] for text in (shown, page["printed"])]
+    assert figures[0] == pytest.approx(figures[1], rel=0.02, abs=2e-5)
+
+
+def test_delta_is_what_the_engine_records(page):
+    pruner = page["dpf"](0.5)
+    w, pruned, _ = page["train"](page["sample"], page["start"], [0.1] * 5, pruner)
+    delta, _ = page["measure"](w, pruned)
+    assert [record["delta"] for record in pruner.history[:5]] == pytest.approx(delta.tolist())
+    assert delta.min() > 0
+
+
+# ---- every constant is needed: runs that a smaller one would not cover
+
+
+def test_theorem_42_would_fail_with_half_of_its_pruning_term(page):
+    # Ten equal weights of which one is always missing: f(w) = Σ log(1 + (w − 0.1)²), without noise, and L = 2.
+    T, gamma, aim = 300, 1e-2, torch.full((10,), 0.1, dtype=torch.float64)
+
+    def f(w):
+        return (w - aim).square().log1p().sum()
+
+    w, pruned, _ = page["train"](f, 1.01 * aim, [gamma] * (T + 1), page["dpf"](0.1))
+    delta, norm = page["measure"](w, pruned)
+    residual = pruned - aim
+    square = (2 * residual / (1 + residual**2)).square().sum(1)
+    told = {"L": 2.0, "G": square.sqrt(), "gap": f(1.01 * aim).item(), "delta": delta, "norm": norm, "T": T}
+    for sharp in (False, True):
+        estimate = theory.nonconvex(**told, gamma=gamma, sharp=sharp)
+        assert estimate.bound - estimate.terms["pruning"].value / 2 < square.mean() <= estimate.bound
+
+
+def test_theorem_41_would_fail_without_its_pruning_term(page):
+    # (w − aim)² is 2-smooth and 2-strongly convex: L = μ = 2. One of two weights is always missing.
+    T, aim = 100, torch.ones(2, dtype=torch.float64)
+    w, pruned, _ = page["train"](lambda w: (w - aim).square().sum(), aim * 1.1, theory.rates(2.0, T), page["dpf"](0.5))
+    delta, norm = page["measure"](w, pruned)
+    squares = (pruned - aim).square().sum(1)
+    estimate = theory.convex(L=2.0, mu=2.0, G=2 * squares.sqrt(), delta=delta, norm=norm, T=T, sharp=True)
+    measured = theory.weights(T) @ squares.numpy()
+    assert measured <= estimate.bound
+    assert measured > estimate.terms["noise"].value
+
+
+def noisy(L: float, rates, sigma: float = 1.0):
+    """E x_t² of SGD on (L/2) x² from 0 with noise ±σ, exactly: x ← (1 − γL) x − γ noise."""
+    second = [0.0]
+    for rate in rates[:-1]:
+        second.append((1 - rate * L) ** 2 * second[-1] + (rate * sigma) ** 2)
+    second = np.array(second)
+    return second, np.sqrt(L**2 * second + sigma**2)
+
+
+def test_theorem_41_would_fail_with_half_of_its_noise_term():
+    # For large T the gap is 16/7 G²/(μT), and the sharp constant is 4.
+    mu, T = 3.0, 2000
+    second, G = noisy(mu, theory.rates(mu, T))
+    measured = theory.weights(T) @ (mu / 2 * second)
+    bound = theory.convex(L=mu, mu=mu, G=G, delta=0, norm=0, T=T, sharp=True).bound
+    assert bound / 2 < measured <= bound
+    assert measured * T * mu == pytest.approx(16 / 7, rel=0.05)
+    last = theory.last(L=mu, mu=mu, G=G[:-1], T=T - 1).bound
+    assert mu / 2 * second[-1] <= last < 8 * mu / 2 * second[-1]
+
+
+def test_theorem_42_would_fail_with_half_of_its_noise_term():
+    L, T, gamma = 2.0, 5000, 0.01
+    second, G = noisy(L, [gamma] * (T + 1))
+    estimate = theory.nonconvex(L=L, G=G, gap=1e-9, delta=0, norm=0, T=T, gamma=gamma, sharp=True)
+    assert estimate.bound / 2 < (L**2 * second).mean() <= estimate.bound
+
+
+def test_theorem_42_would_fail_with_half_of_its_first_term():
+    # √(1 + x²) is 1-smooth, and its slope is nearly 1 all the way down from 1000.
+    gamma, T, x = 0.1, 10_000, 1000.0
+    slopes, gap = [], math.sqrt(1 + x * x) - 1
+    for _ in range(T + 1):
+        slopes.append(x / math.sqrt(1 + x * x))
+        x -= gamma * slopes[-1]
+    measured = np.square(slopes).mean()
+    estimate = theory.nonconvex(L=1.0, G=slopes, gap=gap, delta=0, norm=0, T=T, gamma=gamma, sharp=True)
+    assert estimate.bound / 2 < measured <= estimate.bound
+
+
+def test_inequality_4_is_attained():
+    # f = (3/2)(w − 2)², w = 1 pruned to 0: gaps 1.5 and 6; 2 · 1.5 + 3 · 1 · 1² = 6.
+    for sharp in (False, True):
+        estimate = theory.one_shot(L=3.0, gap=1.5, delta=1.0, norm=1.0, sharp=sharp)
+        assert estimate.bound == pytest.approx(6)
+    # w = 1, optimum 3: gaps 6 and 13.5 = (√6 + √1.5)², where the document has 12 + 3.
+    assert theory.one_shot(L=3.0, gap=6.0, delta=1.0, norm=1.0, sharp=True).bound == pytest.approx(13.5)
+    assert theory.one_shot(L=3.0, gap=6.0, delta=1.0, norm=1.0).bound == pytest.approx(15)
+
+
+# ---- by hand
+
+
+def test_theorem_41_by_hand():
+    # T = 1, μ = 1, L = 2: p = 1/3, 2/3; γ = 2, 4/3; noise 1/3·2·9 + 2/3·4/3·1 = 62/9; E = 2/3·(1/4)·4 = 2/3.
+    told = {"L": 2.0, "mu": 1.0, "G": [3.0, 1.0], "delta": [0.0, 0.25], "norm": [5.0, 2.0], "T": 1}
+    estimate = theory.convex(**told)
+    assert estimate.terms["noise"].value == pytest.approx(62 / 9)
+    assert estimate.terms["pruning"].constant == pytest.approx(2 * 2 + 1)
+    assert estimate.bound == pytest.approx(62 / 9 + 5 * 2 / 3)
+    # Printed: 8·9/(1·3) + 3·2·2/3. Known without: (1/3·9 + 2/3·1)/2.
+    assert theory.convex(**told, printed=True).bound == pytest.approx(24 + 4)
+    assert estimate.trivial == pytest.approx(11 / 6)
+    assert estimate.vacuous
+    # Last: L/μ = 2 times the noise, 2·3 times E. Dense: twice the gap, and L E.
+    assert theory.last(**told).bound == pytest.approx(2 * 62 / 9 + 6 * 2 / 3)
+    assert theory.dense(L=2.0, gap=1.0, delta=told["delta"], norm=told["norm"], T=1).bound == pytest.approx(2 + 4 / 3)
+
+
+def test_theorem_42_by_hand():
+    # γ = √(2·2/(4·1·100)) = 0.1: 2·2/(0.1·100) + 4·0.1·1 + 16·0.01·1 = 0.4 + 0.4 + 0.16.
+    told = {"L": 4.0, "G": 1.0, "gap": 2.0, "T": 99}
+    assert theory.rate(**told) == pytest.approx(0.1)
+    estimate = theory.nonconvex(**told, delta=0.01, norm=1.0)
+    assert [term.value for term in estimate.terms.values()] == pytest.approx([0.4, 0.4, 0.16])
+    assert str(estimate) == "Theorem 4.2: ≤ 0.96 = 0.4 (start) + 0.4 (noise) + 0.16 (pruning)"
+    assert not estimate.vacuous  # 0.96 < G² = 1
+    # Printed, at c/√(T+1) = 0.1/√2: 3 √(2·4/100) in place of 2 √(2·2·4/100).
+    printed = theory.nonconvex(**told, delta=0.01, norm=1.0, printed=True)
+    assert printed.bound == pytest.approx(3 * math.sqrt(0.08) + 0.16)
+    assert printed.vacuous
+
+
+def test_runs_are_averaged():
+    runs = np.array([[0.1, 0.3], [0.3, 0.5]])
+    told = {"L": 2.0, "mu": 1.0, "G": 1.0, "norm": 2.0, "T": 1}
+    assert theory.convex(**told, delta=runs).bound == pytest.approx(theory.convex(**told, delta=[0.2, 0.4]).bound)
+
+
+# ---- random runs, and what must hold of any
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 60), st.floats(1, 3), st.floats(0, 1))
+def test_random_masks_on_random_quadratics(seed, T, condition, kept):
+    draw = np.random.default_rng(seed)
+    d, mu = 6, 0.5
+    curve, best = mu * draw.uniform(1, condition, d), draw.normal(size=d)
+    L = curve.max()
+    w, dense, pruned = draw.normal(size=d), [], []
+    for rate in theory.rates(mu, T):
+        dense.append(w)
+        pruned.append(w * (draw.random(d) < kept))
+        w = w - rate * curve * (pruned[-1] - best)
+    dense, pruned = np.array(dense), np.array(pruned)
+    norm = np.linalg.norm(dense, axis=1)
+    told = {"L": L, "delta": ((dense - pruned) ** 2).sum(1) / norm**2, "norm": norm, "T": T}
+    G = np.linalg.norm(curve * (pruned - best), axis=1)
+    p, slack = theory.weights(T), 1 + 1e-9
+
+    def gap(x):
+        return (curve / 2 * (x - best) ** 2).sum(-1)
+
+    sharp, usual = theory.convex(**told, mu=mu, G=G, sharp=True), theory.convex(**told, mu=mu, G=G)
+    assert p @ gap(pruned) <= sharp.bound * slack
+    assert sharp.bound <= usual.bound * slack <= theory.convex(**told, mu=mu, G=G, printed=True).bound * slack**2
+    assert gap(w) <= theory.last(**told, mu=mu, G=G).bound * slack
+    four = theory.dense(**told, gap=p @ gap(pruned), sharp=True).bound
+    assert p @ gap(dense) <= four * slack <= theory.dense(**told, gap=p @ gap(pruned)).bound * slack**2
+
+
+@given(st.floats(1e-6, 1e6), st.floats(0, 1e6))
+def test_the_share_is_the_best_one(a, b):
+    best = (math.sqrt(b) + math.sqrt(a + b)) ** 2
+    grid = np.linspace(0.001, 0.999, 999)
+    assert best <= ((a + b / grid) / (1 - grid)).min() * (1 + 1e-9)
+    theta = theory.share(a, b)
+    assert (a + (b / theta if theta else 0)) / (1 - theta) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mu": 3.0}, "μ=3 exceeds L=2"),
+        ({"L": 0.0}, "L must be positive and finite, got 0"),
+        ({"T": -1}, "T is the last step's number, counted from 0, got -1"),
+        ({"delta": [0.1, 0.2]}, "delta has 2 entries along its last axis, and t = 0 … T=2 needs 3"),
+        ({"delta": [0.1, -0.2, 0.3]}, "cannot be negative, got -0.2"),
+        ({"sharp": True, "printed": True}, "leave out sharp or printed"),
+        ({"G": float("nan")}, "G must be finite for every t"),
+    ],
+)
+def test_bad_input(change, message):
+    told = {"L": 2.0, "mu": 1.0, "G": 1.0, "delta": 0.1, "norm": 1.0, "T": 2} | change
+    with pytest.raises(PomonaError, match=message):
+        theory.convex(**told)
+
+
+def test_a_gap_below_zero_is_refused():
+    with pytest.raises(PomonaError, match="is f\\* the minimum"):
+        theory.one_shot(L=1.0, gap=-0.1, delta=0.1, norm=1.0)
