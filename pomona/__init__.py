@@ -8,7 +8,7 @@ pruner.attach(model, optimizer, total_steps=steps)
 pruner.finish()
 """
 
-from . import data, models
+from . import data, models, theory
 from .compressors import Binary, Quantize
 from .core.errors import PomonaError
 from .core.pruner import Pruner
@@ -30,6 +30,7 @@ from .methods import (
 from .models import summary
 from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
 from .schedules import Constant, Cosine, Cubic, Linear
+from .sparse import shrink
 from .version import __version__
 
 __all__ = [
@@ -63,5 +64,7 @@ __all__ = [
     "data",
     "models",
     "prunable",
+    "shrink",
     "summary",
+    "theory",
 ]

@@ -83,7 +83,7 @@ class Rounds(Pruner):
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         model_is = {target.name: list(target.shape) for target in targets}
-        shelf = Shelf(None if folder is None else Path(folder), {"method": describe(self.method), "layers": model_is})
+        shelf = Shelf(None if folder is None else Path(folder), {"options": describe(self.method), "layers": model_is})
         inner = unwrap(model)
         masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}
         done = shelf.results()
@@ -188,7 +188,7 @@ class Shelf:
             return []
         kept = json.loads(path.read_text())
         for what, mine in self.label.items():
-            require(kept.get(what) == mine, f"{path} is of a lottery with another {what}: choose another folder.")
+            require(kept.get(what) == mine, f"{path} is of a lottery with other {what}: choose another folder.")
         return kept["rounds"]
 
 

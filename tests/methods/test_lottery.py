@@ -206,14 +206,14 @@ def test_rounds_go_on_behind_those_that_are_done(tmp_path: Path, fail: int, rewi
 
 def test_the_folder_of_another_lottery_is_refused(tmp_path: Path) -> None:
     pm.Lottery(sparsity=0.5).rounds(Net().double(), trained, folder=tmp_path)
-    with pytest.raises(pm.PomonaError, match="is of a lottery with another method: choose another folder"):
+    with pytest.raises(pm.PomonaError, match="is of a lottery with other options: choose another folder"):
         pm.Lottery(sparsity=0.6).rounds(Net().double(), trained, folder=tmp_path)
 
 
 def test_the_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     pm.Lottery(sparsity=0.5).rounds(Net().double(), trained, folder=tmp_path)
     other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    with pytest.raises(pm.PomonaError, match="is of a lottery with another layers: choose another folder"):
+    with pytest.raises(pm.PomonaError, match="is of a lottery with other layers: choose another folder"):
         pm.Lottery(sparsity=0.5).rounds(other, trained, folder=tmp_path)
 
 
