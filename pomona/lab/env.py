@@ -64,8 +64,8 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line of this process, without the interpreter's own path."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command line of this process; of paths from the root, which tell of a machine, the last part alone."""
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)
 
 
 def _version(package: str) -> str | None:
