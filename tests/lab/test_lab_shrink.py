@@ -1,0 +1,51 @@
+"""`pomona shrink`: a run's filters taken out for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pomona import PomonaError, lab
+from pomona.lab import shrink
+
+RECIPE = {
+    "name": "filters",
+    "data": "digits",
+    "model": "digits_cnn",
+    "method": {"name": "oneshot", "pattern": "filter", "sparsity": 0.5, "at": 0.5},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "train": {"epochs": 1, "batch_size": 64, "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "filters"
+    lab.train(lab.Recipe.load(RECIPE), folder)
+    return folder
+
+
+def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
+    shrunk, file = shrink.shrink(run)
+    assert shrunk.params.after < shrunk.params.before
+    model, shape = shrink.finished_model(run)
+    program = torch.export.load(file).module()
+    for size in (1, 5):
+        x = torch.randn(size, *shape)
+        assert torch.allclose(program(x), model(x), atol=1e-5)
+    assert [path.name for path in run.iterdir() if "partial" in path.name] == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PomonaError, match="is no finished run: it has no model.safetensors"):
+        shrink.shrink(tmp_path)
+
+
+def test_a_run_without_whole_filters_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    method = {"name": "oneshot", "sparsity": 0.5, "at": 0.5}
+    lab.train(lab.Recipe.load({**RECIPE, "method": method}), tmp_path / "run")
+    with pytest.raises(PomonaError, match="no whole channel is zero"):
+        shrink.shrink(tmp_path / "run")
+    assert not (tmp_path / "run" / shrink.SHRUNK).exists()
