@@ -29,6 +29,7 @@ from .version import __version__
 
 if TYPE_CHECKING:  # torch and all that needs it are imported by the commands
     from .lab.recipe import Recipe
+    from .lab.sweep import Cell
 
 RUNS = Path("runs")
 DEMO = RUNS / "demo"
@@ -309,6 +310,210 @@ def reached(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         "seconds": f"{summary['seconds']:.1f}",
         "folder": str(folder),
     }
+
+
+# ---- sweep
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML file, or a recipe that comes with pomona.")],
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over",
+            metavar="KEY=VALUE,VALUE",
+            help="An axis, such as method=dpf,rigl or method.sparsity=0.8,0.9 or seed=0,1; may be repeated. "
+            "It takes the place of the recipe's own axis of that name.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of every cell; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Where the runs go instead of runs/RECIPE.")
+    ] = None,
+    only_missing: Annotated[
+        bool, typer.Option("--only-missing", help="Leave complete cells alone, and go on with begun ones.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, help="Processes of one thread each; one a core, or one in all on a GPU."),
+    ] = None,
+    data_dir: DataDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe for every combination of some settings, and compare.
+
+    The axes are the recipe's [sweep] table and --over. Each cell is an ordinary run in FOLDER/NAME-FINGERPRINT;
+    the table is also in FOLDER/sweep.json. Ctrl-C stops so that --only-missing can go on.
+    """
+    from .lab import sweep as lab
+    from .lab.progress import reporter
+    from .lab.table import table
+
+    path = find(recipe)
+    axes, place = dict(map(lab.axis, over or [])), out or RUNS / path.stem
+    if dry_run:
+        cells = lab.cells(path, axes, place, settings or [])
+        if as_json:
+            dump([{"name": c.recipe.name, "folder": str(c.folder), "state": c.state()} for c in cells])
+        else:
+            show(outline(cells))
+            for line in omissions(cells):
+                say(line)
+        return
+    follow = not as_json and sys.stderr.isatty() and jobs == 1
+    try:
+        result = lab.sweep(
+            path,
+            axes,
+            place,
+            overrides=settings or [],
+            only_missing=only_missing,
+            jobs=jobs,
+            data_dir=data_dir,
+            report=None if as_json else ended,
+            progress=(lambda: reporter(Console(stderr=True))) if follow else None,
+            note=note,
+        )
+    except lab.Stopped as stopped:
+        say(str(stopped))
+        raise typer.Exit(130) from stopped
+    if as_json:
+        dump(result)
+    else:
+        show(table(result["cells"]))
+        print(f"{result['seconds']:.0f} s in all; the runs are in {place}")
+    for cell in result["failed"]:
+        say(f"failed: {cell['name']}: {cell['error']}")
+    if result["failed"]:
+        raise typer.Exit(1)
+
+
+def ended(done: int, total: int, cell: Cell, outcome: Mapping[str, Any]) -> None:
+    """One line for each cell of a sweep."""
+    from .lab.progress import numbers
+
+    told = ["failed: " + outcome["error"]] if "error" in outcome else [*numbers(outcome), f"{outcome['seconds']:.1f} s"]
+    say(" · ".join([f"{done} of {total}", cell.recipe.name, *told]))
+
+
+def outline(cells: Sequence[Cell]) -> Table:
+    """The cells of a sweep, and which are there."""
+    grid = Table("cell", "state", "folder", box=None, pad_edge=False)
+    for cell in cells:
+        grid.add_row(escape(cell.recipe.name), cell.state(), escape(str(cell.folder)))
+    return grid
+
+
+def omissions(cells: Sequence[Cell]) -> list[str]:
+    """Which options the methods of a sweep do not have, said once each."""
+    lost: dict[str, list[str]] = {}
+    for cell in cells:
+        for key in cell.dropped:
+            lost.setdefault(key, []).append(cell.recipe.method["name"])
+    return [f"note: {key} is not for {', '.join(dict.fromkeys(names))}." for key, names in lost.items()]
+
+
+# ---- retrain
+
+
+@app.command()
+def retrain(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run that pruned.")],
+    start: Annotated[
+        str,
+        typer.Option("--from", metavar="START", help="init (the run's own first weights), random, or final."),
+    ] = "init",
+    budget: Annotated[
+        str, typer.Option("--budget", help="epochs (as many as the run), or flops (as many as cost the same).")
+    ] = "epochs",
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="The seed of a random start.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="The new run's folder instead of RUN-retrain-START.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    data_dir: DataDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train the mask that a run found from scratch, and compare.
+
+    Is the mask a lottery ticket? The mask is fixed, and the learning rate begins anew.
+    """
+    from . import lab
+    from .lab import retrain as again
+    from .lab.progress import reporter
+
+    recipe, folder = again.plan(run, start, budget, out=out, seed=seed)
+    if dry_run:
+        if not as_json:
+            print(recipe.to_toml())
+        plan = preview(recipe, folder, resume, data_dir)
+        if as_json:
+            dump({"recipe": recipe.to_dict(), **plan})
+        else:
+            show(facts(planned(plan)))
+        return
+    try:
+        result = again.retrain(
+            run,
+            start,
+            budget,
+            out=folder,
+            seed=seed,
+            resume=resume,
+            data_dir=data_dir,
+            progress=None if as_json else reporter(Console(stderr=True)),
+            note=note,
+        )
+    except (lab.Interrupted, KeyboardInterrupt) as stopped:
+        say(parting(stopped, folder, data_dir))
+        raise typer.Exit(130) from stopped
+    if as_json:
+        dump(result)
+    else:
+        show(compared(result["runs"]))
+
+
+def compared(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """A run and its retraining side by side; costs are in epochs of dense training."""
+    measure = "accuracy" if "accuracy" in runs[0] else "perplexity"
+    grid = Table("run", "", measure, "sparsity", "epochs", "cost in dense epochs", box=None, pad_edge=False)
+    for one in runs:
+        value = f"{one[measure]:.2f}{' %' if measure == 'accuracy' else ''}"
+        numbers = value, f"{one['sparsity']:.2%}", f"{one['epochs']}", f"{one['cost']:.1f}"
+        grid.add_row(escape(Path(one["run"]).name), one["how"], *numbers)
+    return grid
+
+
+# ---- shrink
+
+
+@app.command()
+def shrink(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run that pruned filters.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The smaller network's file instead of RUN/shrunk.pt2.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Take a run's removed filters out for good.
+
+    Writes the smaller dense network as a program that torch.export.load runs without pomona, and shows
+    parameters, MACs and the time of both on one CPU thread.
+    """
+    from .lab import shrink as lab
+
+    shrunk, file = lab.shrink(run, out)
+    if as_json:
+        dump({**shrunk.facts(), "file": str(file)})
+    else:
+        show(shrunk)
+        print(f"the smaller network is {file}")
 
 
 # ---- methods, data, check

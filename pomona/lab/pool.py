@@ -5,17 +5,19 @@ A process that is killed takes nothing with it: its run is taken up again by ano
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection, get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from pomona.core.errors import PomonaError
 
 from .recipe import Recipe
 from .run import Interrupted, Note, Progress, signals, train
@@ -41,11 +43,11 @@ class Job:
         options: dict[str, Any] = {"stop": stop, "progress": progress, "note": note or (lambda text: None)}
         try:
             return train(self.recipe, self.folder, resume=begun, data_dir=self.data_dir, **options)
-        except Exception as error:
-            if isinstance(error, Interrupted):
-                raise
+        except Interrupted:
+            raise
+        except Exception as error:  # one cell's, not the sweep's
             text = " ".join(str(error).split())
-            return {"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"}
+            return {"error": text if isinstance(error, PomonaError) else f"{type(error).__name__}: {text}"}
 
 
 class Worker:
@@ -73,16 +75,22 @@ def serve(line: connection.Connection, stop: Any) -> None:
     """The life of a worker: Ctrl-C is the parent's business, and nothing outlives the parent for long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    parent = os.getppid()
+    alone = threading.Event()
+
+    def watch() -> None:
+        parent: Any = parent_process()
+        parent.join()
+        alone.set()
 
     def tell(kind: str, value: Any = None) -> None:
         with suppress(OSError):  # nobody listens any more
             line.send((kind, value))
 
+    threading.Thread(target=watch, daemon=True).start()
     while True:
         try:
             job = line.recv()
-            tell("done", job.run(lambda: stop.is_set() or os.getppid() != parent, lambda text: tell("note", text)))
+            tell("done", job.run(lambda: stop.is_set() or alone.is_set(), lambda text: tell("note", text)))
         except Interrupted:
             tell("stopped")
         except (EOFError, OSError, KeyboardInterrupt):

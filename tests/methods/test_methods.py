@@ -96,6 +96,25 @@ def test_incremental_never_brings_a_weight_back(pattern: Any, allocation: str, s
     pruner.finish()
 
 
+def test_incremental_brings_no_filter_back_to_come_nearer_to_the_count() -> None:
+    """Three filters of one weight, one of five: at last two and a pruned one would be the three asked for."""
+    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(5, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[9.0], [8.0], [1.0]]))
+        model[1].weight.fill_(2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"pattern": pm.Filter(), "every": 1, "include": ["0", "1"], "schedule": pm.Linear(until=1.0)}
+    pruner = pm.Incremental(sparsity=5 / 8, **options).attach(model, optimizer, total_steps=5)
+    kept = []
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        kept.append([*pruner.masks()["0.weight"].flatten().int().tolist(), int(pruner.masks()["1.weight"].all())])
+    # 7, 6, 5, 4 and 3 are asked for; units in order 9, 8, 4.5 (the five) and 1.
+    assert kept == [[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
 # ---- random
 
 

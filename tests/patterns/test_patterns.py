@@ -129,6 +129,12 @@ def test_filter() -> None:
     assert masks(pm.Filter(norm=1), 2 / 3, rows) == [[[0, 0], [1, 1], [0, 0]]]
 
 
+def test_what_is_out_adds_nothing_to_its_unit() -> None:
+    assert masks(pm.Filter(), 0.5, [[-INF, 1.0], [2.0, 2.0]]) == [[[0, 0], [1, 1]]]
+    assert masks(pm.Filter(), 0.5, [[-INF, -INF], [0.0, -INF]]) == [[[0, 0], [1, 1]]]
+    assert masks(pm.Filter(), 0.5, [[9.0, 9.0], [INF, 0.0]]) == [[[0, 0], [1, 1]]]
+
+
 def test_filters_of_several_sizes_come_nearest_in_weights() -> None:
     wide, narrow = [[5.0, 0, 0], [1, 0, 0]], [[4.0], [3.0], [2.0]]
     # Ranked 5 (3 weights), 4, 3, 2 (1 each), 1 (3): keeping 3, 4, 5, 6 or all 9.
