@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from .recipe import DENSE, Recipe
@@ -53,22 +54,35 @@ def cell(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+WIDE = 6  # so many columns fit a terminal
+
+
 def table(cells: Sequence[Mapping[str, Any]]) -> Group:
-    """Rows are sparsities (and other settings), columns methods: mean ± standard deviation, the best marked."""
+    """Sparsities (and other settings) by methods: mean ± standard deviation, the best at each sparsity marked.
+
+    Methods are columns, or rows where there are many.
+    """
     dense = [c for c in cells if c["method"] == DENSE]
     pruned = [c for c in cells if c["method"] != DENSE]
-    grid = Table(caption_justify="left")
-    grid.add_column("sparsity", justify="right")
-    columns = list(dict.fromkeys(column(c, pruned) for c in pruned))
-    for name in columns:
-        grid.add_column(name, justify="right", no_wrap=True)
-    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for c in pruned:
-        rows.setdefault(row(c), {})[column(c, pruned)] = c
-    for name, found in rows.items():
-        grid.add_row(name, *(show(found[c], found.values()) if c in found else "–" for c in columns))
-    grid.caption = "★ the best of its row" if len(columns) > 1 else None
+    found = {(row(c), column(c, pruned)): c for c in pruned}
+    rows, columns = (list(dict.fromkeys(key[k] for key in found)) for k in (0, 1))
+    texts = {key: show(c, [found[key[0], m] for m in columns if (key[0], m) in found]) for key, c in found.items()}
+    if len(columns) > WIDE:
+        grid = fill("method", columns, rows, {(m, s): text for (s, m), text in texts.items()})
+    else:
+        grid = fill("sparsity", rows, columns, texts)
+    grid.caption = "★ the best at its sparsity" if len(columns) > 1 else None
     return Group(*map(heading, dense), *[grid] * bool(pruned))
+
+
+def fill(corner: str, rows: Sequence[str], columns: Sequence[str], texts: Mapping[tuple[str, str], str]) -> Table:
+    """A table of texts by row and column."""
+    grid = Table(corner, caption_justify="left")
+    for name in columns:
+        grid.add_column(escape(name), justify="right", no_wrap=True)
+    for name in rows:
+        grid.add_row(escape(name), *(texts.get((name, column), "–") for column in columns))
+    return grid
 
 
 def heading(dense: Mapping[str, Any]) -> str:
@@ -93,7 +107,7 @@ def column(cell: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> str:
 
 
 def show(cell: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
-    """A cell, marked where no other of its row is better in print."""
+    """A cell, marked where no rival is better in print."""
     sign = -1 if cell["setting"].get("measure") == "perplexity" else 1
     best = max(sign * rival["mean"] for rival in rivals)
     return f"[bold green]★ {number(cell)}[/]" if sign * cell["mean"] > best - 0.005 else number(cell)

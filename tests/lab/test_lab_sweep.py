@@ -334,6 +334,15 @@ def test_the_table_has_sparsities_in_rows_and_methods_in_columns():
     assert "★ 90.00" in second
 
 
+def test_many_methods_are_rows():
+    methods = ["dpf", "dsr", "oneshot", "random", "rigl", "set", "snip"]
+    shown = text(table.table([cell(m, s, 90.0 + k) for k, m in enumerate(methods) for s in (0.8, 0.9)]))
+    head, last = (next(line for line in shown.splitlines() if key in line) for key in ("method", "snip"))
+    assert head.index("80 %") < head.index("90 %")
+    assert last.count("★ 96.00") == 2
+    assert shown.count("★ 9") == 2
+
+
 def test_one_method_in_two_ways_is_two_columns_and_other_settings_are_rows():
     ways = [cell("oneshot", 0.8, 91.0, options={"at": at}) for at in (0.5, 1)]
     assert [table.column(c, ways) for c in ways] == ["oneshot(at=0.5)", "oneshot(at=1)"]
