@@ -6,6 +6,7 @@ sentence and exit code 2, Ctrl-C is 130, anything unforeseen 1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import shlex
 import sys
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,15 +200,9 @@ def train(
 
     resolved, folder = resolve(recipe, settings or [], name, out, resume)
     if dry_run:
-        if not as_json:
-            print(resolved.to_toml())
-        plan = preview(resolved, folder, resume, data_dir)
-        if as_json:
-            dump({"recipe": resolved.to_dict(), **plan})
-        else:
-            show(facts(planned(plan)))
+        rehearse(resolved, folder, resume, data_dir, as_json)
         return
-    try:
+    with resumable(folder, data_dir):
         summary = lab.train(
             resolved,
             folder,
@@ -216,9 +211,6 @@ def train(
             progress=None if as_json else reporter(Console(stderr=True)),
             note=note,
         )
-    except (lab.Interrupted, KeyboardInterrupt) as stopped:
-        say(parting(stopped, folder, data_dir))
-        raise typer.Exit(130) from stopped
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all
         return
     if as_json:
@@ -260,6 +252,29 @@ def recipes() -> dict[str, Path]:
     checkout = Path(__file__).resolve().parents[1] / "recipes"
     installed = Path(sysconfig.get_path("data")) / "share" / "pomona" / "recipes"
     return {file.stem: file for folder in (installed, checkout) for file in sorted(folder.glob("*.toml"))}
+
+
+def rehearse(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None, as_json: bool) -> None:
+    """What --dry-run shows: the recipe with every default, then what would be done."""
+    if not as_json:
+        print(recipe.to_toml())
+    plan = preview(recipe, folder, resume, data_dir)
+    if as_json:
+        dump({"recipe": recipe.to_dict(), **plan})
+    else:
+        show(facts(planned(plan)))
+
+
+@contextlib.contextmanager
+def resumable(folder: Path, data_dir: Path | None) -> Iterator[None]:
+    """Around a run: where it is stopped, say how to go on."""
+    from .lab import Interrupted
+
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        say(parting(stopped, folder, data_dir))
+        raise typer.Exit(130) from stopped
 
 
 def preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
@@ -444,21 +459,14 @@ def retrain(
 
     Is the mask a lottery ticket? The mask is fixed, and the learning rate begins anew.
     """
-    from . import lab
     from .lab import retrain as again
     from .lab.progress import reporter
 
     recipe, folder = again.plan(run, start, budget, out=out, seed=seed)
     if dry_run:
-        if not as_json:
-            print(recipe.to_toml())
-        plan = preview(recipe, folder, resume, data_dir)
-        if as_json:
-            dump({"recipe": recipe.to_dict(), **plan})
-        else:
-            show(facts(planned(plan)))
+        rehearse(recipe, folder, resume, data_dir, as_json)
         return
-    try:
+    with resumable(folder, data_dir):
         result = again.retrain(
             run,
             start,
@@ -470,9 +478,6 @@ def retrain(
             progress=None if as_json else reporter(Console(stderr=True)),
             note=note,
         )
-    except (lab.Interrupted, KeyboardInterrupt) as stopped:
-        say(parting(stopped, folder, data_dir))
-        raise typer.Exit(130) from stopped
     if as_json:
         dump(result)
     else:

@@ -339,3 +339,61 @@ def test_shipped_recipes_load_by_name_as_the_paper_has_them():
     assert wide.method["schedule"]["until"] * 200 == 120
     dense = shipped["dense-resnet20"]
     assert {d.split(":")[0].split(".")[0] for d in dense.differences(resnet)} == {"method"}
+
+
+# ---- sweep, retrain, shrink
+
+
+def test_sweep_runs_every_cell_and_goes_on_with_what_is_missing(call):
+    axes = ["--over", "method=random,oneshot", "--over", "method.sparsity=0.5,0.8", "--set", "train.epochs=1"]
+    code, out, err = call("sweep", "small.toml", *axes, "--jobs", "1", "--out", "grid", "--json")
+    assert code == 0, err
+    cells = json.loads(out)["cells"]
+    assert {(cell["method"], cell["sparsity"]) for cell in cells} == {
+        (method, sparsity) for method in ("random", "oneshot") for sparsity in (0.5, 0.8)
+    }
+    before = tree(Path("grid"))
+    code, out, err = call("sweep", "small.toml", *axes, "--jobs", "1", "--out", "grid", "--only-missing", "--json")
+    assert code == 0, err
+    assert json.loads(out)["cells"] == cells
+    assert {k: v for k, v in tree(Path("grid")).items() if "sweep" not in k} == {
+        k: v for k, v in before.items() if "sweep" not in k
+    }
+
+
+def test_retrain_sets_a_mask_beside_its_run(call):
+    code, _, err = call("train", "small.toml", "--set", "train.epochs=1", "--out", "run")
+    assert code == 0, err
+    code, out, err = call("retrain", "run", "--from", "init", "--json")
+    assert code == 0, err
+    first, second = json.loads(out)["runs"]
+    assert first["sparsity"] == pytest.approx(second["sparsity"])
+
+
+def test_shrink_writes_a_smaller_network(call):
+    settings = ["--set", 'method="oneshot(pattern=\\"filter\\", sparsity=0.5, at=0.5)"', "--set", "train.epochs=1"]
+    code, _, err = call("train", "small.toml", *settings, "--out", "run")
+    assert code == 0, err
+    code, out, err = call("shrink", "run", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["params"]["after"] < told["params"]["before"]
+    assert Path(told["file"]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sweep", "small.toml", "--over", "method=dfp"], "did you mean 'dpf'?"),
+        (["sweep", "small.toml", "--over", "method.sparsity"], "method.sparsity"),
+        (["retrain", "nowhere"], "is no run"),
+        (["shrink", "nowhere"], "is no finished run"),
+    ],
+)
+def test_what_these_refuse(call, here, arguments, expected):
+    before = tree(here)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert err.count("\n") == 1
+    assert tree(here) == before

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.method import Masks, Targets, method
 from ..core.targets import DENSE
 from ..patterns import Unstructured
-from ..schedules import Constant, Schedule
+from .single import Single
 
 
 @method("finetune", paper="Han et al., NeurIPS 2015", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class Finetune(Method):
+class Finetune(Single):
     """Hold the zeros that a model has, whoever made them: a stage that any method can be followed by.
 
     With `pattern=Filter()` the biases and batch norms of removed filters are held at zero too.
@@ -23,7 +23,6 @@ class Finetune(Method):
 
     sparsity: float | None = field(default=0.0, init=False)
     allocation: str = field(default="global", init=False)
-    schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,13 +31,6 @@ class Finetune(Method):
 
     def _check(self) -> None:
         """No sparsity is asked for, so none can be wrong."""
-
-    @property
-    def timed(self) -> bool:
-        return False
-
-    def due(self, time: Time) -> bool:
-        return time.step == 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return {name: weight != 0 for name, weight in targets.latent.items()}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, Time, method
-from ..schedules import Constant, Schedule
+from ..core.method import Masks, Targets, Time, method
 from ..scores import magnitude
+from .single import Single
 
 
 @method("oneshot", paper="Han et al., NeurIPS 2015", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class OneShot(Method):
+class OneShot(Single):
     """Cut the smallest weights once; the training that follows is the fine-tuning, with the mask fixed.
 
     On a trained model the cut is made at `attach`. With `at` it comes after that share of training,
@@ -20,7 +20,6 @@ class OneShot(Method):
     """
 
     at: float = 0.0
-    schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

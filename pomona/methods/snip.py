@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.method import Masks, Targets, method
 from ..core.targets import DENSE
 from ..patterns import Unstructured
-from ..schedules import Constant, Schedule
 from ..scores import saliency
+from .single import Single
 
 
 @method("snip", paper="Lee et al., ICLR 2019", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class SNIP(Method):
+class SNIP(Single):
     """Prune before training, by what each connection means to the loss of one batch: |w · ∂L/∂w|.
 
     Give `attach` that loss, or it takes the gradient of the first step, which then moves nothing.
     Biases and the classifier are pruned too, as the authors do.
     """
 
-    once: ClassVar[bool] = True
     before: ClassVar[bool] = True
-
-    schedule: Schedule = field(default=Constant(), init=False)
 
     @property
     def dense(self) -> frozenset[str]:  # type: ignore[override]
         """Biases are weights like others, where the pattern is no structure of a matrix."""
         return DENSE - {"classifier", "bias"} if isinstance(self.pattern, Unstructured) else DENSE - {"classifier"}
-
-    @property
-    def timed(self) -> bool:
-        return False
-
-    def due(self, time: Time) -> bool:
-        return time.step == 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(saliency(targets.latent, targets.grads), sparsity)

@@ -143,9 +143,7 @@ def test_numbers_at_small_size(name):
     assert torch.equal(fresh.eval()(x), model.eval()(x))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in names() if "affine" in info(n).options and n not in HEAVY | {"wrn28_2"}]
-)
+@pytest.mark.parametrize("name", [n for n in names() if "affine" in info(n).options and n not in HEAVY | {"wrn28_2"}])
 def test_without_affine_only_weights_are_left(name):
     model = meta(name, affine=False)
     linear = sum(params(m) for m in model.modules() if isinstance(m, nn.Linear))
@@ -166,9 +164,7 @@ def test_group_norm_does_not_mix_samples():
 def test_convolutions_are_he_normal(name):
     torch.manual_seed(0)
     layers = [m for m in build(name).modules() if isinstance(m, nn.Conv2d)]
-    unit = torch.cat(
-        [(m.weight * math.sqrt(m.out_channels * m.kernel_size[0] ** 2 / 2)).flatten() for m in layers]
-    )
+    unit = torch.cat([(m.weight * math.sqrt(m.out_channels * m.kernel_size[0] ** 2 / 2)).flatten() for m in layers])
     assert abs(unit.std().item() - 1) < 0.02
     assert abs((unit.abs() < 1).float().mean().item() - 0.683) < 0.01
 

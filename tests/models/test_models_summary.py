@@ -63,9 +63,7 @@ def test_macs_agree_with_torchs_own_counter(name):
 
 
 def test_a_convolution_by_hand():
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3)
-    )
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3))
     with torch.no_grad():
         model[0].weight[:, 0] = 0
         model[1].bias.fill_(1)
@@ -92,14 +90,10 @@ def test_a_convolution_by_hand():
     seed=st.integers(0, 1000),
     transposed=st.booleans(),
 )
-def test_macs_left_are_the_products_that_are_done(
-    groups, inputs, outputs, size, stride, side, seed, transposed
-):
+def test_macs_left_are_the_products_that_are_done(groups, inputs, outputs, size, stride, side, seed, transposed):
     """With weights 0 or 1 and an input of ones, every MAC that is left adds one to the output."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
-    layer = kind(
-        groups * inputs, groups * outputs, size, stride, groups=groups, bias=False, dtype=torch.double
-    )
+    layer = kind(groups * inputs, groups * outputs, size, stride, groups=groups, bias=False, dtype=torch.double)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         layer.weight.copy_(torch.randint(0, 2, layer.weight.shape, generator=generator))
@@ -200,9 +194,7 @@ def test_the_model_is_left_as_it_was():
     random = torch.get_rng_state()
     modes = [module.training for module in model.modules()]
     summary(model, (1, 8, 8))
-    with pytest.raises(
-        PomonaError, match=r"DigitsCNN does not run on samples of shape \(3, 8, 8\): .*channels"
-    ):
+    with pytest.raises(PomonaError, match=r"DigitsCNN does not run on samples of shape \(3, 8, 8\): .*channels"):
         summary(model, (3, 8, 8))
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_hooks for module in model.modules())
