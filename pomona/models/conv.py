@@ -30,9 +30,7 @@ class Conv(nn.Module):
     ) -> None:
         super().__init__()
         side = image_size // 2**pairs
-        require(
-            side >= 1, f"image_size={image_size} is too small for {pairs} poolings: give {2**pairs} or more."
-        )
+        require(side >= 1, f"image_size={image_size} is too small for {pairs} poolings: give {2**pairs} or more.")
         widths = [widen(64 * 2**i, rho) for i in range(pairs)]
         features: list[nn.Module] = []
         for inputs, width in pairwise((in_channels, *widths)):
@@ -60,9 +58,7 @@ class Conv(nn.Module):
 class DigitsCNN(nn.Module):
     """Four 3×3 convolutions with batch norm for 8×8 images, He-normal: 33 thousand parameters."""
 
-    def __init__(
-        self, *, num_classes: int = 10, in_channels: int = 1, rho: float = 1.0, affine: bool = True
-    ) -> None:
+    def __init__(self, *, num_classes: int = 10, in_channels: int = 1, rho: float = 1.0, affine: bool = True) -> None:
         super().__init__()
         widths = [widen(width, rho) for width in (16, 32, 32, 64)]
         layers: list[nn.Module] = []

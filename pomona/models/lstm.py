@@ -84,9 +84,7 @@ class LanguageModel(nn.Module):
         zeros = weight.new_zeros(self.lstm.num_layers, batch, self.lstm.hidden_size)
         return zeros, zeros.clone()
 
-    def forward(
-        self, tokens: torch.Tensor, state: State | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, State]:
+    def forward(self, tokens: torch.Tensor, state: State | None = None) -> torch.Tensor | tuple[torch.Tensor, State]:
         out, after = self.lstm(self.dropout(self.embedding(tokens)), state)
         logits = self.decoder(self.dropout(out))
         return logits if state is None else (logits, after)

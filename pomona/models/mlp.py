@@ -16,9 +16,7 @@ class MLP(nn.Module):
     Glorot-normal weights and zero biases, as in the lottery-ticket paper.
     """
 
-    def __init__(
-        self, *, num_classes: int = 10, in_features: int = 784, hidden: tuple[int, ...] = (300, 100)
-    ) -> None:
+    def __init__(self, *, num_classes: int = 10, in_features: int = 784, hidden: tuple[int, ...] = (300, 100)) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise((in_features, *hidden, num_classes)):
