@@ -15,14 +15,6 @@ from pomona.lab.optim import Cosine, Step
 from pomona.lab.retrain import cost, macs, plan, retrain, stretched
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def recipe(method, epochs=2, model="mlp(hidden=[16])", finetune=0, **sections) -> Recipe:
     """Three steps an epoch; the network has 64·16 + 16·10 MACs, of which the first part is pruned."""
     training = {"epochs": epochs, "batch_size": 450, "device": "cpu", "reestimate": 0}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laboratory import After, lasting, rows
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -28,43 +29,12 @@ from pomona.lab.run import Run
 from pomona.lab.team import Team, pick
 from pomona.methods import METHODS
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums are then added in one order, in this process and in those it starts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 DPF = "dpf(sparsity=0.9, every=4, schedule='cubic(until=0.5)')"
 
 
 def recipe(method=DPF, epochs=3, model="digits_cnn(rho=0.5)", **train) -> Recipe:
     options = {"epochs": epochs, "batch_size": 256, "device": "cpu", **train}
     return Recipe.load({"name": "test", "data": "digits", "model": model, "method": method, "train": options})
-
-
-def rows(folder: Path, kind: str | None = None) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if kind in (None, line["kind"])]
-
-
-def lasting(row: dict) -> dict:
-    """What of a row does not depend on the clock."""
-    return {k: v for k, v in row.items() if k not in ("seconds", "images_per_second")}
-
-
-class After:
-    """A `stop` that says yes once that many steps were taken."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
 
 
 class Progress:

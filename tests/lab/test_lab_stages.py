@@ -6,12 +6,12 @@ import dataclasses
 import json
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from laboratory import After, lasting, rows
 from safetensors.torch import load_file
 
 import pomona as pm
@@ -24,14 +24,6 @@ from pomona.lab.evaluate import cross_entropy
 SMALL = "digits_cnn(rho=0.25)"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def recipe(
     method="oneshot(sparsity=0.8, at=1)", epochs=1, finetune=None, model=SMALL, origin=None, **options
 ) -> Recipe:
@@ -39,27 +31,6 @@ def recipe(
     training = {"epochs": epochs, "batch_size": 450, "device": "cpu", "reestimate": 2, **options}
     given = {"name": "test", "data": "digits", "model": model, "method": method, "train": training}
     return Recipe.load(given | {"finetune": finetune or {}, "origin": origin or {}})
-
-
-def rows(folder: Path, kind: str | None = None) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if kind in (None, line["kind"])]
-
-
-def lasting(row: dict) -> dict:
-    """What of a row does not depend on the clock."""
-    return {k: v for k, v in row.items() if k not in ("seconds", "images_per_second")}
-
-
-class After:
-    """A `stop` that says yes once that many steps were taken."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
 
 
 def quiet(text: str) -> None: ...
