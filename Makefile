@@ -27,6 +27,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/shrink.py
 
 clean:
 	rm -rf .venv build *.egg-info
