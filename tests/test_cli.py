@@ -14,7 +14,8 @@ import pytest
 
 import pomona
 from pomona import lab
-from pomona.cli import main, recipes
+from pomona.cli import main
+from pomona.lab.shelf import recipes
 from pomona.methods import METHODS
 
 SMALL = """
