@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @app.command()
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and fewer cells: some seconds.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs and the picture go.")] = RUNS
-    / "demo",
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs and the picture go.")] = DEMO,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     as_json: Json = False,
 ) -> None:
