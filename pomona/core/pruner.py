@@ -157,10 +157,10 @@ class Pruner:
     def tick(self) -> None:
         """Count a step that a CUDA graph replayed, and update the mask when due; no host sync."""
         self._attached()
-        done = self.method.once and bool(self._history)
         require(
-            done or not self.method.before,
-            f"{self.method.name} needs gradients, which a replay hides: step eagerly.",
+            not self.wants_gradient(),
+            f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
+            "pruner.wants_gradient().",
         )
         self.advance()
 

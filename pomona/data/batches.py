@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from pomona.core.errors import require
@@ -96,20 +97,26 @@ class Batches:
         return self._epoch(epoch, start)
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        x, y = self.split.x, self.split.y
-        count = len(self.split)
-        order, plan = torch.arange(count, device=x.device), None
-        if self.shuffle:
-            order = torch.from_numpy(draws.permutation(count, self.seed, epoch, 0)).to(x.device)
-        if self.augment:
-            u = draws.uniform((count, self.augment.draws), self.seed, epoch, 1)
-            plan = torch.from_numpy(self.augment.plan(u, *x.shape[2:])).to(x.device)
+        order, plan = (None if part is None else part.to(self.split.x.device) for part in self.draw(epoch))
         for k in range(start, len(self)):
             rows = self._slice(k)
-            images = x[order[rows]]
-            if self.augment and plan is not None:
-                images = self.augment(images, plan[rows])
-            yield self._ready(images), y[order[rows]]
+            yield self.gather(order[rows], None if plan is None else plan[rows])  # type: ignore[index]
+
+    def draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An epoch's order of rows, and what the augmentation does to each; both on the host."""
+        count = len(self.split)
+        order = draws.permutation(count, self.seed, epoch, 0) if self.shuffle else np.arange(count)
+        if self.augment is None:
+            return torch.from_numpy(order), None
+        u = draws.uniform((count, self.augment.draws), self.seed, epoch, 1)
+        return torch.from_numpy(order), torch.from_numpy(self.augment.plan(u, *self.split.x.shape[2:]))
+
+    def gather(self, rows: torch.Tensor, plan: torch.Tensor | None) -> Batch:
+        """The batch of these rows, augmented as planned."""
+        images = self.split.x[rows]
+        if self.augment is not None and plan is not None:
+            images = self.augment(images, plan)
+        return self._ready(images), self.split.y[rows]
 
     def evaluate(self) -> Iterator[Batch]:
         """Every row once, in order, without augmentation, the last batch included."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,8 +32,12 @@ class Optimizer:
         require(0 < self.lr < math.inf, f"lr must be above 0 and finite, got {self.lr}.")
         require(0 <= self.weight_decay < math.inf, f"weight_decay must be 0 or more, got {self.weight_decay}.")
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimizer over these parameters."""
+    def build(self, parameters: Iterable[torch.nn.Parameter], captured: bool = False) -> torch.optim.Optimizer:
+        """The torch optimizer over these parameters; `captured` makes one whose step a CUDA graph can hold."""
+        raise NotImplementedError
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give every parameter a state to capture: as it is, or where there is none that of no step taken."""
         raise NotImplementedError
 
 
@@ -53,14 +57,20 @@ class SGD(Optimizer):
             "nesterov needs a momentum above 0: set nesterov = false for plain SGD.",
         )
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[torch.nn.Parameter], captured: bool = False) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             parameters,
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.weight_decay,
+            fused=captured or None,
         )
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.momentum:
+            for parameter, state in _states(optimizer):
+                _put(state, "momentum_buffer", torch.zeros_like(parameter))
 
 
 @OPTIMIZERS.add("adam")
@@ -81,14 +91,22 @@ class Adam(Optimizer):
             require(0 <= beta < 1, f"{key} must be in [0, 1), got {beta}.")
         require(self.eps > 0, f"eps must be above 0, got {self.eps}.")
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[torch.nn.Parameter], captured: bool = False) -> torch.optim.Optimizer:
         return self.kind(
             parameters,
             lr=self.lr,
             betas=(self.beta1, self.beta2),
             eps=self.eps,
             weight_decay=self.weight_decay,
+            fused=captured or None,
+            capturable=captured,
         )
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in _states(optimizer):
+            _put(state, "step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+            for key in ("exp_avg", "exp_avg_sq"):
+                _put(state, key, torch.zeros_like(parameter))
 
 
 @OPTIMIZERS.add("adamw")
@@ -98,6 +116,20 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+    """Every parameter, with the place for its state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, optimizer.state[parameter]
+
+
+def _put(state: dict[str, Any], key: str, first: torch.Tensor) -> None:
+    """A first value, or the value that is there laid out like it: fused steps want all tensors alike."""
+    if key in state:
+        first.copy_(state[key])
+    state[key] = first
 
 
 @dataclass(frozen=True)

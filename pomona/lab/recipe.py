@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -43,6 +44,20 @@ from pomona.methods import METHODS
 from .optim import OPTIMIZERS, RATES, SGD, Optimizer, Rate, Step
 
 DENSE = "dense"  # the method that is none
+
+# Names and places, and how a run is carried out and watched: none of it decides what is reached.
+PASSIVE = {"name", "origin.run"} | {
+    f"train.{key}"
+    for key in (
+        "device",
+        "loop",
+        "eval_every",
+        "eval_batch_size",
+        "checkpoint_every",
+        "checkpoint_steps",
+        "log_every",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,7 @@ class TrainOptions:
     drop_last: bool = False  # leave out the last batch of an epoch where it is not full
     device: str = "auto"  # "auto" takes CUDA where there is one
     precision: str = "float32"  # or "bf16", by autocast
+    loop: str = "auto"  # "eager", "captured" in a CUDA graph, or "compiled" too; "auto" is the quickest that fits
     label_smoothing: float = 0.0
     clip: float = 0.0  # the largest gradient norm; 0 does not clip
     eval_every: int = 1  # epochs between evaluations; the last epoch always has one
@@ -92,6 +108,8 @@ class TrainOptions:
         )
         if self.precision not in ("float32", "bf16"):
             raise unknown("precision", self.precision, ("float32", "bf16"))
+        if self.loop not in ("auto", "eager", "captured", "compiled"):
+            raise unknown("loop", self.loop, ("auto", "eager", "captured", "compiled"))
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
@@ -187,10 +205,10 @@ class Recipe:
         return [f"{key}: {mine.get(key)!r}, not {theirs.get(key)!r}" for key in keys]
 
     def _settings(self) -> dict[str, Any]:
-        """Dotted key → value of all that decides the result: neither names nor places nor what is not used."""
+        """Dotted key → value of all that decides the result: what is neither `PASSIVE` nor unused."""
         idle = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
         used = {section: options for section, options in self.to_dict().items() if section not in idle}
-        return {k: _number(v) for k, v in _leaves(used) if k not in ("name", "train.device", "origin.run")}
+        return {k: _number(v) for k, v in _leaves(used) if k not in PASSIVE}
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -220,11 +238,17 @@ def _make_model(given: Any) -> dict[str, Any]:
     """The model's name and options, all but those that follow from the data (classes, channels …)."""
     name, options = _named("model", given)
     info = models.info(name)
-    with torch.device("meta"):  # refuses bad options and costs nothing
-        info.make(**options)
+    _try_model(name, json.dumps(options, default=str))
     follows = {"vocabulary", *info.fit((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in follows}
     return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
+
+
+@functools.cache
+def _try_model(name: str, options: str) -> None:
+    """Refuse bad options by making the model, without its memory, once: a table has hundreds of recipes."""
+    with torch.device("meta"):
+        models.info(name).make(**json.loads(options))
 
 
 def _make_data(given: Any) -> DataOptions:

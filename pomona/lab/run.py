@@ -44,8 +44,9 @@ from pomona.core.registry import describe
 from pomona.data import Batches, Dataset
 from pomona.methods.lottery import Holder
 
-from . import checkpoint, env, masks
+from . import checkpoint, env, loops, masks
 from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
+from .loops import PACKED, SETUP
 from .recipe import Recipe
 from .stages import stages
 from .team import Team, assembled
@@ -98,14 +99,16 @@ def train(
     know, such as a damaged checkpoint.
     """
     folder = Path(folder)
-    with assembled(recipe.train.device) as (team, device), _own_random(device):
+    with assembled(recipe.train.device) as (team, device), own_random(device):
         done = check_folder(recipe, folder, resume)
         team.wait()  # all have looked before one begins to write
         if done is not None:
             return done
-        run = Run(recipe, folder, team, device, data_dir, progress, note)
+        with SETUP:
+            run = Run(recipe, folder, team, device, data_dir, progress, note)
         try:
-            run.open(resume)
+            with SETUP:
+                run.open(resume)
             with signals() as asked:
                 run.train(lambda: asked() or (stop is not None and stop()))
             return run.finish()
@@ -115,7 +118,7 @@ def train(
 
 def plan(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
     """What `train` would do, after all the checks it would make; nothing is trained or written."""
-    with assembled(recipe.train.device) as (team, device), _own_random(device):
+    with assembled(recipe.train.device) as (team, device), own_random(device):
         run = Run(recipe, Path(), team, device, data_dir)
         run.begin(0)
         cost = models.summary(run.model, run.data.input_shape)
@@ -171,9 +174,6 @@ class Run:
         self.results: list[dict[str, Any]] = []  # of the stages that are over
         self.rewound: dict[str, Tensor] = {}  # early weights, to which a lottery goes back
         self.step = 0  # of all stages together
-        # The loss is read at every step where that costs nothing, and from a GPU now and then.
-        self.interval = 1 if device.type == "cpu" else self.options.log_every
-        self.losses: list[Tensor] = []  # of the steps since the last reading
         self.loss = 0.0  # summed over the epoch, as far as it was read
         self.seconds = 0.0  # of the sessions before this one
         self.started = self.lap = time.perf_counter()
@@ -209,7 +209,10 @@ class Run:
         if not resumed:
             self.stage.prepare(self)
         self.rate = self.stage.rate.over(self.stage.optimizer.lr, self.steps, self.per_epoch)
-        self.optimizer = self.stage.optimizer.build(p for p in self.model.parameters() if p.requires_grad)
+        kind = loops.choose(self)
+        learning = (p for p in self.model.parameters() if p.requires_grad)
+        self.optimizer = self.stage.optimizer.build(learning, captured=kind != "eager")
+        self.loop = loops.make(self, kind)
         self.pruner = self.stage.pruner(self)
         self.updates = 0  # of the pruner's history that stand in metrics.jsonl
 
@@ -286,10 +289,16 @@ class Run:
             "seconds": self.elapsed,
             "metrics": self.metrics.tell(),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer_state(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's; its rate is a function of the step, and the same number whatever loop it comes from."""
+        state = self.optimizer.state_dict()
+        rate = self.rate(self.step - self.first)
+        return state | {"param_groups": [group | {"lr": rate} for group in state["param_groups"]]}
 
     def save(self) -> None:
         """Write a checkpoint, with all metrics up to here safely on the disk before it."""
@@ -345,22 +354,23 @@ class Run:
     def train(self, stop: Callable[[], bool]) -> None:
         """All stages to their end, from where the run is."""
         while True:
-            self.loop(stop)
+            self.train_stage(stop)
             self.end_stage()
             if len(self.results) == len(self.stages):
                 return
-            self.begin(self.index + 1)
+            with SETUP:
+                self.begin(self.index + 1)
 
-    def loop(self, stop: Callable[[], bool]) -> None:
+    def train_stage(self, stop: Callable[[], bool]) -> None:
         """Train to the last step of the stage; stopped before it, leave a checkpoint and raise `Interrupted`."""
+        interval = self.loop.interval
         while self.step < self.end:
             epoch, start = divmod(self.step, self.per_epoch)
-            for inputs, targets in self.batches.epoch(epoch, start):
-                self.losses.append(self.advance(inputs, targets))
+            for _ in self.loop.epoch(epoch, start):
                 self.step += 1
                 self.lap_steps += 1
                 last = self.step % self.per_epoch == 0
-                loss = self.read_losses() if last or self.step % self.interval == 0 else None
+                loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
                 if last:
                     self.end_lap()
                 if self.progress is not None:
@@ -373,20 +383,6 @@ class Run:
                 if stopped:
                     raise Interrupted(self.folder, self.step, self.total)
 
-    def advance(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One step of training."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.step - self.first)
-        with autocast(self.device, self.options.precision):
-            logits = self.network(inputs)
-        loss = cross_entropy(logits, targets, label_smoothing=self.options.label_smoothing)
-        self.optimizer.zero_grad()
-        loss.backward()
-        if self.options.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        self.optimizer.step()
-        return loss.detach()
-
     def due(self) -> bool:
         """Whether a checkpoint is to be written after this step; a stage's last step always has one."""
         every, steps = self.options.checkpoint_every * self.per_epoch, self.options.checkpoint_steps
@@ -394,11 +390,11 @@ class Run:
 
     def read_losses(self) -> float | None:
         """Take the losses since the last reading off the device; the last one, or an error if one is not finite."""
-        if not self.losses:
+        taken = self.loop.losses()
+        if taken is None:
             return None
-        losses = self.team.mean(torch.stack(self.losses)).tolist()
+        losses = self.team.mean(taken).tolist()
         first = self.step - len(losses) + 1
-        self.losses.clear()
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
                 raise PomonaError(
@@ -412,7 +408,7 @@ class Run:
         """Whether any rank was asked to stop; asked of all of them at the steps where losses are read."""
         if self.team.world == 1:
             return stop
-        return self.step % self.interval == 0 and self.team.any(stop, self.device)
+        return self.step % self.loop.interval == 0 and self.team.any(stop, self.device)
 
     # ---- measuring
 
@@ -602,8 +598,11 @@ def _json(value: Any) -> bytes:
 
 
 @contextmanager
-def _own_random(device: torch.device) -> Iterator[None]:
+def own_random(device: torch.device) -> Iterator[None]:
     """A run seeds torch's generators; its caller's are given back afterwards."""
+    if PACKED.get():  # whoever packs runs gives them back for all
+        yield
+        return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 

@@ -501,10 +501,11 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
 
 def test_late_readings_still_name_the_step(tmp_path):
     run = Run(recipe("dense"), tmp_path / "run", Team(), torch.device("cpu"))
-    run.step, run.losses = 10, [torch.tensor(v) for v in (1.0, 2.0, float("nan"), 3.0)]
+    run.begin(0)
+    run.step, run.loop.taken = 10, [torch.tensor(v) for v in (1.0, 2.0, float("nan"), 3.0)]
     with pytest.raises(PomonaError, match="at step 9 of 18"):
         run.read_losses()
-    run.losses, run.loss = [torch.tensor(v) for v in (1.0, 2.5)], 0.0
+    run.loop.taken, run.loss = [torch.tensor(v) for v in (1.0, 2.5)], 0.0
     assert run.read_losses() == 2.5
     assert run.loss == 3.5
     assert not (tmp_path / "run").exists()

@@ -251,11 +251,16 @@ def test_the_first_layer_is_dense_and_the_last_is_not() -> None:
     assert tuple(pm.RigL(sparsity=0.6).attach(model, sgd(model), total_steps=24).masks()) == TARGETS
 
 
-def test_tick_is_refused() -> None:
+def test_tick_is_refused_where_the_gradient_is_needed() -> None:
     model = Net()
-    pruner = pm.RigL(sparsity=0.6).attach(model, sgd(model), total_steps=24)
-    with pytest.raises(pm.PomonaError, match="rigl needs gradients, which a replay hides"):
+    pruner = pm.RigL(sparsity=0.6, every=3).attach(model, sgd(model), total_steps=24)
+    for _ in range(3):
+        assert not pruner.wants_gradient()
         pruner.tick()
+    assert pruner.wants_gradient()
+    with pytest.raises(pm.PomonaError, match="rigl needs the gradient of this step, which a replay hides"):
+        pruner.tick()
+    assert pruner.step == 3
 
 
 def test_two_optimizers_are_refused() -> None:

@@ -253,7 +253,7 @@ def test_tick_after_the_update() -> None:
     pruner.tick()  # it needs no gradient any more
     assert pruner.step == 1
     other = Net().double()
-    with pytest.raises(pm.PomonaError, match="snip needs gradients, which a replay hides"):
+    with pytest.raises(pm.PomonaError, match="snip needs the gradient of this step, which a replay hides"):
         pm.SNIP(sparsity=0.5).attach(other, sgd(other)).tick()
 
 

@@ -1,0 +1,127 @@
+"""The captured loop: the same training as the eager one, alone and packed. `pytest -m gpu` on a machine with one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from laboratory import After, rows
+
+from pomona.core.errors import PomonaError
+from pomona.lab import packed
+from pomona.lab.pool import Job
+from pomona.lab.recipe import Recipe
+from pomona.lab.run import Interrupted, train
+
+gpu = pytest.mark.gpu
+METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",
+           "sfp(sparsity=0.4)", "sparse_momentum(sparsity=0.9)", "dsr(sparsity=0.9, every=8)", "snip(sparsity=0.9)",
+           "oneshot(sparsity=0.9, at=0.5)"]  # fmt: skip
+
+
+def recipe(method: str = "dense", loop: str = "captured", **changes: object) -> Recipe:
+    """Digits, 1,347 rows in batches of 64: 21 whole ones and one of 3."""
+    given = {
+        "name": "test",
+        "data": "digits",
+        "model": "digits_cnn",
+        "method": method,
+        "rate": "cosine",
+        "optimizer": {"lr": 0.05},
+        "train": {"epochs": 4, "batch_size": 64, "loop": loop, **changes},
+    }
+    return Recipe.load(given)
+
+
+def losses(folder) -> torch.Tensor:
+    return torch.tensor([row["loss"] for row in rows(folder, "epoch")])
+
+
+@pytest.mark.parametrize("loop", ["captured", "compiled"])
+def test_a_loop_that_needs_a_gpu_is_refused_without_one(tmp_path, loop):
+    with pytest.raises(PomonaError, match=f'train.loop = "{loop}" needs a GPU.*set it to "eager"'):
+        train(recipe(loop=loop, device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_loop_is_refused():
+    with pytest.raises(PomonaError, match="did you mean 'captured'"):
+        recipe(loop="capture")
+
+
+def test_packing_is_refused_without_a_gpu(tmp_path):
+    with pytest.raises(PomonaError, match="runs are packed on a GPU, and 'test' is for 'cpu'"):
+        list(packed.run([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
+
+
+@gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_trains_as_eager_does(tmp_path, method):
+    ends = {loop: train(recipe(method, loop), tmp_path / loop) for loop in ("eager", "captured")}
+    torch.testing.assert_close(losses(tmp_path / "captured"), losses(tmp_path / "eager"), rtol=0.02, atol=0.01)
+    assert ends["captured"]["sparsity"] == ends["eager"]["sparsity"]
+    assert abs(ends["captured"]["accuracy"] - ends["eager"]["accuracy"]) < 4  # of 450 images
+    updates = [[row["step"] for row in rows(tmp_path / loop, "update")] for loop in ("eager", "captured")]
+    assert updates[0] == updates[1]
+
+
+@gpu
+def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
+    for loop, precision in (("eager", "float32"), ("compiled", "bf16")):
+        train(recipe("dpf(sparsity=0.8, every=4)", loop, precision=precision), tmp_path / loop)
+    torch.testing.assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), rtol=0.1, atol=0.05)
+
+
+@gpu
+@pytest.mark.parametrize("method", ["dpf(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)"])
+@pytest.mark.parametrize("steps", [22, 30])  # at the end of an epoch, and within one
+def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
+    one = recipe(method, checkpoint_steps=5)
+    train(one, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(one, tmp_path / "cut", stop=After(steps))
+    train(one, tmp_path / "cut", resume=True)
+    torch.testing.assert_close(losses(tmp_path / "cut"), losses(tmp_path / "whole"), rtol=1e-3, atol=1e-4)
+
+
+@gpu
+def test_the_loops_share_their_checkpoints(tmp_path):
+    with pytest.raises(Interrupted):
+        train(recipe("dpf(sparsity=0.9, every=4)", "captured"), tmp_path / "run", stop=After(30))
+    ended = train(recipe("dpf(sparsity=0.9, every=4)", "eager"), tmp_path / "run", resume=True)
+    assert ended["epoch"] == 4
+
+
+@gpu
+def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_path):
+    recipes = [dataclasses.replace(recipe(method), seed=k) for k, method in enumerate(METHODS)]
+    wild = dataclasses.replace(recipe(), optimizer=dataclasses.replace(recipe().optimizer, lr=1e9))
+    jobs = [Job(one, tmp_path / str(k)) for k, one in enumerate([*recipes, wild])]
+    found = dict(packed.run(jobs, 4, print))
+    assert "the loss is" in found[len(recipes)]["error"]
+    for k, one in enumerate(recipes):
+        assert found[k]["seed"] == k
+        alone = train(one, tmp_path / f"alone{k}")
+        assert found[k]["sparsity"] == alone["sparsity"]
+        torch.testing.assert_close(losses(tmp_path / str(k)), losses(tmp_path / f"alone{k}"), rtol=0.02, atol=0.01)
+
+
+@gpu
+def test_packed_runs_that_are_cut_off_go_on(tmp_path):
+    jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
+    coming = packed.run([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
+    assert next(coming)[0] == 0
+    coming.close()  # the others are under way
+    assert all((job.folder / "checkpoint").exists() and not (job.folder / "summary.json").exists() for job in jobs)
+    assert json.loads((tmp_path / "short" / "summary.json").read_text())["epoch"] == 1
+
+
+@gpu
+def test_a_model_with_dropout_is_trained_eagerly_and_not_packed(tmp_path):
+    settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
+    one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
+    ((_, outcome),) = packed.run([Job(one, tmp_path / "packed")], 2, print)
+    assert "'drop' would replay one and the same dropout, so it cannot be packed" in outcome["error"]
+    assert train(one, tmp_path / "alone")["epoch"] == 1
