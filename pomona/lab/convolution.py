@@ -68,7 +68,8 @@ def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
         return kernels().input_gradient(g, x, weight)
     padding = [weight.shape[2] // 2] * 2
     shape = [stride, stride], padding, [1, 1], False, [0, 0], 1
-    return torch.ops.aten.convolution_backward(g, x, weight.to(x.dtype), None, *shape, [True, False, False])[0]
+    found = torch.ops.aten.convolution_backward(g, x, weight.to(x.dtype), None, *shape, [True, False, False])[0]
+    return found.contiguous(memory_format=torch.channels_last)
 
 
 @torch.library.custom_op("pomona::convolution_weight_gradient", mutates_args=())

@@ -177,7 +177,10 @@ class Captured:
         """Record the step. Whatever the rehearsals did is undone."""
         run = self.run
         sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
-        with quick(run.model, run.options.precision == "bf16"), torch.backends.cudnn.flags(benchmark=True):
+        with (
+            quick(run.model, run.options.precision == "bf16"),
+            torch.backends.cudnn.flags(enabled=True, benchmark=True),
+        ):
             with rehearsal(run):
                 run.stage.optimizer.prepare(run.optimizer)
                 stream = torch.cuda.Stream(run.device)

@@ -53,6 +53,7 @@ from .team import Team, assembled
 
 Note = Callable[[str], None]
 METRICS = "metrics.jsonl"
+HOW = ("foreach", "fused", "capturable")  # an optimizer's options that say how a step is computed, not which
 
 
 class Progress(Protocol):
@@ -315,7 +316,10 @@ class Run:
         compare_recipes(self.recipe, Recipe.load(state["recipe"]), self.folder)
         self.begin(state["stage"], resumed=True)
         self.model.load_state_dict(state["model"])
+        ways = [{key: group[key] for key in HOW if key in group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, way in zip(self.optimizer.param_groups, ways, strict=True):
+            group.update(way)  # that of this loop, which may not be the one the checkpoint is from
         self.results, self.rewound = state["results"], state["rewind"]
         if isinstance(self.pruner, Holder) and state["rewind"]:
             self.pruner.snapshot = state["rewind"]

@@ -43,7 +43,7 @@ def draw(shape, dtype=torch.float32):
 
 
 def far(found, exact):
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((found.detach().double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -60,7 +60,9 @@ def test_packing_is_refused_without_a_gpu(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_trains_as_eager_does(tmp_path, method):
     ends = {loop: train(recipe(method, loop), tmp_path / loop) for loop in ("eager", "captured")}
-    torch.testing.assert_close(losses(tmp_path / "captured"), losses(tmp_path / "eager"), rtol=0.02, atol=0.01)
+    eager, captured = (losses(tmp_path / loop) for loop in ("eager", "captured"))
+    torch.testing.assert_close(captured[0], eager[0], rtol=5e-3, atol=1e-3)  # then rounding is amplified
+    torch.testing.assert_close(captured, eager, rtol=0.15, atol=0.03)
     assert ends["captured"]["sparsity"] == ends["eager"]["sparsity"]
     assert abs(ends["captured"]["accuracy"] - ends["eager"]["accuracy"]) < 4  # of 450 images
     updates = [[row["step"] for row in rows(tmp_path / loop, "update")] for loop in ("eager", "captured")]
@@ -102,10 +104,11 @@ def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_
     found = dict(packed.run(jobs, 4, print))
     assert "the loss is" in found[len(recipes)]["error"]
     for k, one in enumerate(recipes):
+        assert "error" not in found[k], found[k]
         assert found[k]["seed"] == k
         alone = train(one, tmp_path / f"alone{k}")
         assert found[k]["sparsity"] == alone["sparsity"]
-        torch.testing.assert_close(losses(tmp_path / str(k)), losses(tmp_path / f"alone{k}"), rtol=0.02, atol=0.01)
+        torch.testing.assert_close(losses(tmp_path / str(k)), losses(tmp_path / f"alone{k}"), rtol=0.15, atol=0.03)
 
 
 @gpu
