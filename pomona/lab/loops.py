@@ -28,7 +28,9 @@ from .evaluate import autocast, cross_entropy
 if TYPE_CHECKING:
     from .run import Run
 
-SETUP = threading.RLock()  # held while a run touches what all share: torch's generators, its compiler, a capture
+# Held by a run that calls its model in Python or touches what all runs share: generators, the compiler, a tracer,
+# which while it works catches the calls of every model there is.
+SETUP = threading.RLock()
 PACKED = ContextVar("PACKED", default=False)  # whether this thread's run is one of several on a GPU
 LONG = 5000  # steps from which on it pays to compile
 AHEAD = 16  # steps after which the host looks how far the device is
@@ -123,7 +125,8 @@ class Captured:
         for k in range(start, run.per_epoch):
             size = self.size(k)
             if run.pruner is not None and run.pruner.wants_gradient():
-                self.step(forward, size)
+                with SETUP:
+                    self.step(forward, size)
             else:
                 if not self.graphs:
                     with SETUP:

@@ -112,7 +112,8 @@ def train(
                 run.open(resume)
             with signals() as asked:
                 run.train(lambda: asked() or (stop is not None and stop()))
-            return run.finish()
+            with SETUP:
+                return run.finish()
         finally:
             run.close()
 
@@ -429,7 +430,8 @@ class Run:
             "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
         }
         if epoch % self.options.eval_every == 0 or self.step == self.end:
-            row |= self.evaluate()
+            with SETUP:
+                row |= self.evaluate()
         row |= {"seconds": self.elapsed, "images_per_second": self.pace}
         if self.team.first:
             self.write_updates()
