@@ -99,7 +99,7 @@ class Pruner:
         for target in targets:
             self.method.pattern.check(target.name, target.outputs_first)
         slots = {target.name: Slot.make(target, self.method, track) for target in targets}
-        followers = self._followers(unwrap(model), slots) if self.method.pattern.outputs else []
+        followers = self._followers(unwrap(model), slots) if self.method.pattern.follows else []
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
         if self.method.before or self.method.remembers:

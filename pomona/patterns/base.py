@@ -20,7 +20,12 @@ class Pattern(ABC):
     """
 
     name: ClassVar[str]
-    outputs: ClassVar[bool] = False  # whether whole outputs fall, and their biases and norms must follow
+    outputs: ClassVar[bool] = False  # whether whole outputs fall
+
+    @property
+    def follows(self) -> bool:
+        """Whether biases and norms fall with the outputs they belong to."""
+        return self.outputs
 
     @property
     def sparsity(self) -> float | None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.errors import PomonaError, require
+from ..core.errors import PomonaError, require, unknown
 from .base import PATTERNS, Pattern, matrix, zeros
 from .selection import keep_largest
 
@@ -29,10 +29,14 @@ class Units(Pattern):
         view, inner = self.split(shape)
         return math.prod(view[dim] for dim in inner)
 
+    def weight(self, shape: torch.Size) -> int:
+        """What one unit of a tensor counts for."""
+        return self.quantum(shape)
+
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         views = [self.split(s.shape) for s in scores]
         units = [self.reduce(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
-        sizes = [self.quantum(s.shape) for s in scores]
+        sizes = [self.weight(s.shape) for s in scores]
         kept = keep_units(units, sizes, sparsity)
         return [
             k.expand(view).reshape(s.shape).contiguous() for k, s, (view, _) in zip(kept, scores, views, strict=True)
@@ -121,17 +125,32 @@ class Kernel(Units):
 @PATTERNS.add("filter")
 @dataclass(frozen=True)
 class Filter(Units):
-    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them."""
+    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them.
+
+    The papers count filters (`of="filters"`) and leave norms alone (`norms=False`): a removed channel then still
+    passes on the constant that its norm makes of zero, so that it cannot be taken out.
+    """
 
     outputs: ClassVar[bool] = True
 
     norm: int = 2
+    of: str = "weights"  # what the sparsity is a share of, over all tensors: "weights" or "filters"
+    norms: bool = True  # whether bias and norm fall with their filter
 
     def __post_init__(self) -> None:
         check_norm(self.norm)
+        if self.of not in ("weights", "filters"):
+            raise unknown("share", self.of, ("weights", "filters"))
+
+    @property
+    def follows(self) -> bool:
+        return self.norms
 
     def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (shape[0], math.prod(shape[1:])), (1,)
+
+    def weight(self, shape: torch.Size) -> int:
+        return 1 if self.of == "filters" else self.quantum(shape)
 
 
 def check_norm(norm: int) -> None:

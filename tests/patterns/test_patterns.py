@@ -143,6 +143,28 @@ def test_filters_of_several_sizes_come_nearest_in_weights() -> None:
     assert masks(pm.Filter(), 8 / 9, wide, narrow) == [[[0, 0, 0], [0, 0, 0]], [[0], [0], [0]]]  # 1 asked: 0, not 3
 
 
+def test_filters_counted_as_the_papers_count_them() -> None:
+    wide, narrow = [[5.0, 0, 0], [1, 0, 0]], [[4.0], [3.0], [2.0]]
+    assert masks(pm.Filter(of="filters"), 0.4, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [0]]]  # 2 of 5
+    assert masks(pm.Filter(of="filters"), 0.2, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]
+    assert masks(pm.Filter(of="filters"), 0.8, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[0], [0], [0]]]
+    with pytest.raises(pm.PomonaError, match="did you mean 'filters'"):
+        pm.Filter(of="filter")
+
+
+def test_norms_may_be_left_alone() -> None:
+    torch.manual_seed(0)
+    for norms in (True, False):
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3))
+        torch.nn.init.ones_(model[1].bias)
+        pruner = pm.OneShot(sparsity=0.5, pattern=pm.Filter(norms=norms), include=["0.weight"])
+        pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=1)
+        gone = ~model[0].weight.flatten(1).any(1)
+        assert gone.sum() == 2
+        for tensor in (model[0].bias, model[1].weight, model[1].bias):
+            assert bool(tensor[gone].any()) is not norms
+
+
 def test_norms_of_bfloat16_are_told_apart() -> None:
     rows = torch.ones(2, 64, dtype=torch.bfloat16)
     rows[1, 0] = 1.0625  # norms 8 and 8.008, one number in bfloat16
