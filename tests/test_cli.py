@@ -362,6 +362,65 @@ def test_sweep_runs_every_cell_and_goes_on_with_what_is_missing(call):
     }
 
 
+TABLE = """
+title = "digits"
+paper = "nobody, table 0"
+seeds = [0]
+columns = { dense = { method = "dense" }, DPF = { "method.settle" = 0 } }
+
+[[part]]
+label = "CNN"
+rows = { "method.sparsity" = [0.5] }
+recipe = { data = "digits", model = "digits_cnn(rho=0.5)", method = "dpf(every=2)" }
+set = { "train.epochs" = 1, "train.batch_size" = 256, "train.device" = "cpu" }
+paper = { dense = "95.01 ± 0.04", DPF = "*" }
+"""
+
+
+def test_a_table_is_filled_shown_and_kept(call):
+    Path("mine.toml").write_text(TABLE)
+    code, out, err = call("table", "mine.toml")
+    assert code == 0, err
+    assert "0 of 2 cells complete, 2 of 2 runs missing" in out
+    assert "95.01 ± 0.04" in out
+    code, out, err = call("sweep", "mine.toml", "--only", "column=DPF", "--jobs", "1", "--keep", "--json")
+    assert code == 0, err
+    (cell,) = json.loads(out)["cells"]
+    assert (cell["method"], cell["sparsity"], cell["runs"], cell["paper"]) == ("dpf", 0.5, 1, None)
+    (record,) = Path("results/runs").glob("*.json")
+    assert json.loads(record.read_text())["accuracy"] == cell["mean"]
+    code, out, err = call("table", "mine.toml", "--json")
+    shown = json.loads(out)
+    assert [c["mean"] for c in shown["cells"]] == [None, cell["mean"]]
+    assert shown["missing"] == 1
+    code, out, err = call("table", "mine.toml", "--markdown")
+    assert f"{cell['mean']:.2f} ×1<br>*" in out
+    code, out, err = call("sweep", "mine.toml", "--dry-run", "--json")
+    assert [run["state"] for run in json.loads(out)] == ["missing", "complete"]
+
+
+def test_a_bare_table_lists_them_all(call, here):
+    before = tree(here)
+    code, out, err = call("table", "--json")
+    assert code == 0, err
+    found = {table["name"]: table for table in json.loads(out)}
+    assert {"dpf-table1", "dpf-figure12"} <= found.keys()
+    assert found["dpf-table2"]["missing"] <= found["dpf-table2"]["runs"] == 117
+    assert tree(here) == before
+
+
+def test_tuning_says_how_to_use_what_it_found(call):
+    run = ["sweep", "small.toml", "--set", "train.epochs=1", "--jobs", "1", "--tune"]
+    code, out, err = call(*run, "lr=0.05,0.1", "--json")
+    assert code == 0, err
+    best = json.loads(out)["best"]
+    code, out, err = call(*run, "lr=0.05,0.1")
+    assert f"to use it: --set optimizer.lr={best:g}" in out
+    assert " of " not in err  # all of it was there
+    code, out, err = call(*run, "lr", "--dry-run")
+    assert out == "optimizer.lr: 0.025, 0.05, 0.075, 0.1\n"
+
+
 def test_retrain_sets_a_mask_beside_its_run(call):
     code, _, err = call("train", "small.toml", "--set", "train.epochs=1", "--out", "run")
     assert code == 0, err
@@ -387,6 +446,18 @@ def test_shrink_writes_a_smaller_network(call):
     [
         (["sweep", "small.toml", "--over", "method=dfp"], "did you mean 'dpf'?"),
         (["sweep", "small.toml", "--over", "method.sparsity"], "method.sparsity"),
+        (["sweep", "small.toml", "--set", "train.device=cpu", "--packed", "4"], "runs are packed on a GPU"),
+        (["sweep", "small.toml", "--packed", "4", "--jobs", "2"], "give packed or jobs"),
+        (["sweep", "small.toml", "--only", "seed=0"], "--only is not for a recipe"),
+        (["sweep", "dpf-table1", "--over", "seed=0"], "--over is not for a table"),
+        (["sweep", "dpf-table1", "--tune", "lr"], "--tune is not for a table"),
+        (["sweep", "small.toml", "--tune", "lr", "--keep"], "--keep is not for tuning"),
+        (["sweep", "small.toml", "--tune", "lr", "--over", "train.clip=1.0"], "leave out --over train.clip"),
+        (["sweep", "small.toml", "--tune", "lrr"], "did you mean 'lr'?"),
+        (["table", "dpf-tabel1"], "did you mean 'dpf-table1'?"),
+        (["table", "small.toml"], "'small.toml' is no table"),
+        (["table", "dpf-table1", "--only", "sparsity=0.1"], "no cell of dpf-table1 is left"),
+        (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["retrain", "nowhere"], "is no run"),
         (["shrink", "nowhere"], "is no finished run"),
     ],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +75,7 @@ class Registry(Generic[T]):
 def build(record: type[T], kind: str, options: Mapping[str, Any]) -> T:
     """Make a record, refusing options it does not have and values of the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(record) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(record)
+    hints = type_hints(record)
     for key, value in options.items():
         if key not in fields:
             raise unknown(f"option of {kind} '{record.name}'", key, fields)  # type: ignore[attr-defined]
@@ -83,6 +84,12 @@ def build(record: type[T], kind: str, options: Mapping[str, Any]) -> T:
     if missing:
         raise PomonaError(f"{kind} '{record.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
     return record(**options)
+
+
+@functools.cache
+def type_hints(record: type) -> dict[str, Any]:
+    """The types of a record's fields; to resolve them takes longer than to make the record."""
+    return typing.get_type_hints(record)
 
 
 def required(field: dataclasses.Field[Any]) -> bool:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pomona import models
 from pomona.core.errors import PomonaError, require, unknown
@@ -168,6 +169,10 @@ class Recipe:
         """
         given = read(source, overrides)
         given.pop("sweep", None)
+        require(
+            "part" not in given,
+            "this is a table of runs, no recipe: `pomona sweep` trains it, `pomona table` shows it.",
+        )
         _check_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
@@ -196,6 +201,10 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """A short hash of the settings."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Recipe) -> list[str]:
@@ -247,8 +256,16 @@ def _make_model(given: Any) -> dict[str, Any]:
 @functools.cache
 def _try_model(name: str, options: str) -> None:
     """Refuse bad options by making the model, without its memory, once: a table has hundreds of recipes."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         models.info(name).make(**json.loads(options))
+
+
+class _Undrawn(TorchFunctionMode):
+    """Weights are not drawn: on the meta device there are none, and torch would load its compiler to see that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = func in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        return args[0] if drawn else func(*args, **(kwargs or {}))
 
 
 def _make_data(given: Any) -> DataOptions:

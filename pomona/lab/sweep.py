@@ -29,7 +29,8 @@ from pomona.core.errors import PomonaError, require
 from pomona.core.registry import parse
 from pomona.methods import METHODS
 
-from . import checkpoint, env, pool, table
+from . import checkpoint, env, pool, store, table
+from .packed import run as pack
 from .recipe import DENSE, Recipe, literal, put, read
 from .run import Interrupted, Note, Progress
 from .team import pick
@@ -81,30 +82,30 @@ def sweep(
     *,
     overrides: Sequence[str] = (),
     only_missing: bool = False,
-    jobs: int | None = None,
-    data_dir: str | Path | None = None,
+    records: Path | None = None,
     report: Report | None = None,
-    progress: Callable[[], Progress] | None = None,
-    note: Note = warnings.warn,
+    **how: Any,
 ) -> dict[str, Any]:
     """Run every cell into `out/NAME-FINGERPRINT`; what was reached, also in `out/sweep.json`.
 
-    With `only_missing` complete cells are left alone and begun ones resumed. A cell that fails is told under
-    `failed`, and the others go on. `jobs` processes of one thread work side by side; None is one for each core,
-    or one in all where there is a GPU. `report(done, total, cell, summary)` is told of every cell, and
-    `progress()` makes one to follow each run where there is one job. Ctrl-C raises `Stopped`.
+    With `only_missing` begun cells are resumed, and those left alone of which there is a finished run in `out` or a
+    record; with `records` a record of each run is kept there. A cell that fails is told under `failed`, and the
+    others go on. `report(done, total, cell, summary)` is told of every cell; the rest is as `run` has it. Ctrl-C
+    raises `Stopped`.
     """
     out, started = Path(out), time.perf_counter()
     found = cells(source, axes or {}, out, overrides)
-    require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     refuse_used(out, found, only_missing)
-    outcomes = {i: summary for i, cell in enumerate(found) if (summary := cell.summary()) is not None}
+    known = store.Store((out,)) if only_missing else store.Store((), ())
+    complete = {i: known.find(cell.recipe) for i, cell in enumerate(found)}
+    outcomes: dict[int, dict[str, Any]] = {i: one.summary for i, one in complete.items() if one and one.summary}
     todo = [i for i in range(len(found)) if i not in outcomes]
-    count = min(jobs or processes(found), len(todo))
     try:
-        with closing(run([found[i] for i in todo], count, data_dir, progress, note)) as coming:
+        with closing(run([found[i] for i in todo], **how)) as coming:
             for k, outcome in coming:
                 outcomes[todo[k]] = outcome
+                if records is not None and (done := store.read_folder(found[todo[k]].folder)):
+                    store.keep(done, records)
                 if report is not None:
                     report(len(outcomes), len(found), found[todo[k]], outcome)
     except (Interrupted, KeyboardInterrupt) as stopped:
@@ -117,18 +118,29 @@ def sweep(
 
 def run(
     found: Sequence[Cell],
-    count: int,
-    data_dir: str | Path | None,
-    progress: Callable[[], Progress] | None,
-    note: Note,
+    *,
+    jobs: int | None = None,
+    packed: int | None = None,
+    data_dir: str | Path | None = None,
+    progress: Callable[[], Progress] | None = None,
+    note: Note = warnings.warn,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-    """Index and outcome of each cell, as they come."""
-    jobs = [pool.Job(cell.recipe, cell.folder, data_dir) for cell in found]
-    if count > 1:
-        yield from pool.run(jobs, count, note)
-        return
-    for index, job in enumerate(jobs):
-        yield index, job.run(note=note, progress=None if progress is None else progress())
+    """Index and outcome of each cell, as they come.
+
+    `jobs` processes of one thread work side by side; None is one for each core, or one in all where there is a
+    GPU, on which `packed` trains that many runs at once. `progress()` makes one to follow each run where there is
+    one job.
+    """
+    require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
+    require(jobs is None or packed is None, "runs are packed on a GPU or spread over processes: give packed or jobs.")
+    work = [pool.Job(cell.recipe, cell.folder, data_dir) for cell in found]
+    if packed is not None and work:
+        yield from pack(work, packed, note)
+    elif (count := min(jobs or processes(found), len(work))) > 1:
+        yield from pool.run(work, count, note)
+    else:
+        for index, job in enumerate(work):
+            yield index, job.run(note=note, progress=None if progress is None else progress())
 
 
 def result_of(found: Sequence[Cell], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

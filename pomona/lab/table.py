@@ -1,10 +1,11 @@
-"""What runs reached, side by side: one record for each method and sparsity, and a table of them."""
+"""What runs reached, side by side: of a sweep by method and sparsity, of a paper's table as it is printed there."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -115,3 +116,124 @@ def show(cell: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
 
 def number(cell: Mapping[str, Any]) -> str:
     return f"{cell['mean']:.2f}" + (f" ± {cell['std']:.2f}" if cell["std"] is not None else "")
+
+
+# ---- a paper's table
+
+# What may stand beside the accuracies: how it is called, and how it is written.
+SHOW: dict[str, tuple[str, Callable[[float], str]]] = {
+    "reached": ("sparsity", "{:.2%}".format),
+    "params_left": ("parameters", "{:,.0f}".format),
+    "macs_left": ("MACs", "{:,.0f}".format),
+    "cost": ("cost, dense epochs", "{:.1f}".format),
+    "seconds": ("seconds", "{:.0f}".format),
+}
+
+
+def layout(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table: by rows and columns as the paper has it, or one line a cell."""
+    cells = result["cells"]
+    if result.get("show") or not all("column" in cell for cell in cells):
+        return lines(cells, result.get("show", ()))
+    across = bool(result["across"])
+    grid = {(c["label"], *((c["row"], c["column"])[:: -1 if across else 1])): c for c in cells}
+    rows = list(dict.fromkeys((label, row) for label, row, _ in grid))
+    columns = list(dict.fromkeys(column for _, _, column in grid))
+    if not across:
+        columns.sort(key=result["columns"].index)
+    texts = [[*row, *(both(grid.get((*row, column))) for column in columns)] for row in rows]
+    for above, text in reversed(list(itertools.pairwise(texts))):
+        text[0] = "" if text[0] == above[0] else text[0]  # a label once
+    return ["", "", *columns], texts
+
+
+def lines(cells: Sequence[Mapping[str, Any]], measures: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """One line a cell."""
+    heads = list(places(cells[0]))
+    shown = {key: SHOW[key] for key in measures}
+    texts = []
+    for cell in cells:
+        extra = ["–" if cell.get(key) is None else form(cell[key]) for key, (_, form) in shown.items()]
+        texts.append([*places(cell).values(), ours(cell), printed(cell), difference(cell), *extra])
+    return [*heads, "ours", "paper", "difference", *(name for name, _ in shown.values())], texts
+
+
+def places(cell: Mapping[str, Any]) -> dict[str, str]:
+    """What a cell is of."""
+    if "column" in cell:
+        return {"model": cell["label"], "": cell["own"], "method": cell["column"]}
+    rest = ", ".join(f"{key} = {value}" for key, value in cell["setting"].items())
+    return {"model": cell["model"], "method": cell["method"], "sparsity": f"{cell['sparsity']:.4g}", "setting": rest}
+
+
+def both(cell: Mapping[str, Any] | None) -> str:
+    """Ours above the paper's, with the difference."""
+    if cell is None:
+        return ""
+    below = printed(cell)
+    return "\n".join([ours(cell), *([f"{below} {difference(cell)}".strip()] if below else [])])
+
+
+def ours(cell: Mapping[str, Any]) -> str:
+    if cell["mean"] is None:
+        return "–"
+    std = cell["std"]
+    if "column" in cell:
+        return f"{number(cell)} ×{cell['runs']}"
+    return f"{cell['mean']:.4g}" + (f" ± {std:.2g}" if std is not None else "") + f" ×{cell['runs']}"
+
+
+def printed(cell: Mapping[str, Any]) -> str:
+    if cell.get("paper_text") is not None:
+        return str(cell["paper_text"])
+    return "" if cell["paper"] is None else f"{cell['paper']:.4g}"
+
+
+def difference(cell: Mapping[str, Any]) -> str:
+    if cell["mean"] is None or cell["paper"] is None:
+        return ""
+    return f"{cell['mean'] - cell['paper']:{'+.2f' if 'column' in cell else '+.2g'}}".replace("-", "−")
+
+
+def state(result: Mapping[str, Any]) -> str:
+    """What of a table of runs is there."""
+    if "missing" not in result:
+        return "computed"
+    done = f"{result['complete']} of {len(result['cells'])} cells complete"
+    return done + (f", {result['missing']} of {result['runs']} runs missing" if result["missing"] else "")
+
+
+LEGEND = "ours with the number of runs, below it the paper's and the difference; * did not converge there"
+
+
+def paper(result: Mapping[str, Any]) -> Group:
+    """A paper's table for a person."""
+    heads, rows = layout(result)
+    grid = Table()
+    for k, head in enumerate(heads):
+        grid.add_column(escape(head), justify="left" if k < texts(heads) else "right", no_wrap=True)
+    label = ""
+    for row in rows:
+        if label and row[0] not in ("", label):
+            grid.add_section()
+        label = row[0] or label
+        grid.add_row(*map(escape, row))
+    told = [escape(result["notes"])] if result.get("notes") else []
+    return Group(escape(heading_of(result)), grid, *[LEGEND] * ("ours" not in heads), *told, state(result))
+
+
+def heading_of(result: Mapping[str, Any]) -> str:
+    return result["title"] + (f" ({result['paper']})" if result["paper"] else "")
+
+
+def texts(heads: Sequence[str]) -> int:
+    """How many of the first columns are words."""
+    return heads.index("ours") if "ours" in heads else 2
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The rows of a paper's table, and its notes, for a page."""
+    heads, rows = layout(result)
+    bars = [heads, ["---" if k < texts(heads) else "---:" for k in range(len(heads))], *rows]
+    grid = "\n".join("| " + " | ".join(cell.replace("\n", "<br>") for cell in bar) + " |" for bar in bars)
+    return grid + (f"\n\n{result['notes']}\n" if result.get("notes") else "\n")

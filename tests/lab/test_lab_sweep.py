@@ -19,6 +19,7 @@ from rich.console import Console
 from pomona.core.errors import PomonaError
 from pomona.lab import Recipe, pool, table, train
 from pomona.lab.pool import Job
+from pomona.lab.store import RECORDS
 from pomona.lab.sweep import Stopped, axis, cells, replace_method, sweep
 from pomona.methods import METHODS
 
@@ -193,6 +194,16 @@ def test_what_is_missing_is_added(done):
     assert [c["runs"] for c in more["cells"]] == [3, 3]
     after = files(out)
     assert all(after[path] == stamp for path, stamp in before.items() if path != out)
+
+
+def test_a_record_is_as_good_as_its_run(done, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep(BASE, {"seed": [0, 1]}, "first", records=RECORDS, jobs=1)
+    assert len(list(RECORDS.glob("seed?-*.json"))) == 2
+    told: list[tuple] = []
+    result = sweep(BASE, {"seed": [0, 1, 2]}, "second", only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    assert [t[2].recipe.seed for t in told] == [2]
+    assert (result["cells"][0]["runs"], result["cells"][0]["setting"]["seeds"]) == (3, [0, 1, 2])
 
 
 def test_a_cell_that_fails_is_recorded_and_the_others_go_on(tmp_path):

@@ -1,0 +1,147 @@
+"""The store: finished runs are found by their settings, in folders and as records, whole or as part of a longer one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from laboratory import After
+
+from pomona.core.errors import PomonaError
+from pomona.lab import Recipe, retrain, train
+from pomona.lab.run import Interrupted
+from pomona.lab.store import Store, keep, read_record, without_finetune
+
+BASE = {
+    "name": "small",
+    "data": "digits",
+    "model": "mlp(hidden=[8])",
+    "method": "dpf(sparsity=0.5, every=2)",
+    "train": {"epochs": 2, "batch_size": 450, "device": "cpu"},
+}
+SHORT = Recipe.load(BASE)
+LONG = Recipe.load(BASE | {"finetune": {"epochs": 1}})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """The same training with and without fine-tuning behind it."""
+    place = tmp_path_factory.mktemp("store")
+    train(SHORT, place / "short")
+    train(LONG, place / "inner" / "long")
+    return place
+
+
+def test_runs_are_found_by_what_decides_their_result(place):
+    store = Store((place,), ())
+    found = store.find(Recipe.load(BASE, ["name=other", "train.eval_every=2", "train.checkpoint_every=0"]))
+    assert found is not None
+    assert found.folder == place / "short"
+    assert found.summary == json.loads((place / "short" / "summary.json").read_text())
+    assert store.find(Recipe.load(BASE, ["seed=1"])) is None
+    assert store.find(LONG).folder == place / "inner" / "long"
+
+
+def test_a_run_with_fine_tuning_tells_what_it_reached_before(place):
+    """Held against a run of its own: on a CPU they are the same bit for bit."""
+    alone, within = Store((place / "short",), ()).find(SHORT), Store((place / "inner",), ()).find(SHORT)
+    clock = {"seconds", "images_per_second", "stages", "machine", "command", "cost"}
+    lasting = [{k: v for k, v in run.summary.items() if k not in clock} for run in (alone, within)]
+    # What is left of the model is told of the end: fine-tuning holds the masks.
+    assert lasting[0] == lasting[1]
+    assert within.folder is None
+    assert within.cost() == pytest.approx(alone.cost())
+    assert within.summary["seconds"] < Store((place / "inner",), ()).find(LONG).summary["seconds"]
+
+
+def test_a_run_without_fine_tuning_is_none_with_it(place):
+    assert Store((place / "short",), ()).find(LONG) is None
+
+
+def test_records_outlive_their_folders(place, tmp_path):
+    store = Store((place,), ())
+    for recipe in (SHORT, LONG):
+        file = keep(store.source(recipe), tmp_path / "records")
+        assert file.name == f"small-{recipe.fingerprint()}.json"
+        assert file.stat().st_size < 20_000
+    again = Store((), (tmp_path / "records",))
+    for recipe in (SHORT, LONG):
+        found = again.find(recipe)
+        assert found.folder is None
+        assert found.recipe == recipe
+        assert found.cost() == retrain.cost(store.folder(recipe))
+        assert found.summary["accuracy"] == store.find(recipe).summary["accuracy"]
+        kept = {"seed", "command", "accuracy", "sparsity", "seconds", "machine", "versions", "commit"}
+        assert kept <= found.summary.keys()
+
+
+def test_a_record_is_not_written_without_its_run(place, tmp_path):
+    record = keep(Store((place,), ()).source(SHORT), tmp_path / "a")
+    keep(Store((), (tmp_path / "a",)).source(SHORT), tmp_path / "b")
+    assert record.is_file()
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_record_tells_no_place(place, tmp_path):
+    recipe, folder = retrain.plan(place / "short", out=tmp_path / "again")
+    train(recipe, folder)
+    store = Store((tmp_path,), ())
+    file = keep(store.source(recipe), tmp_path / "records")
+    assert str(place) not in file.read_text()
+    assert json.loads(file.read_text())["recipe"]["origin"]["run"] == "short"
+    # It is found by the mask that it retrained, with and without its folder.
+    for one in (store, Store((), (tmp_path / "records",))):
+        assert one.retrained[SHORT.fingerprint(), "init"].summary["accuracy"] == store.find(recipe).summary["accuracy"]
+
+
+def test_an_option_that_came_later_has_its_default(place, tmp_path):
+    file = keep(Store((place,), ()).source(SHORT), tmp_path)
+    record = json.loads(file.read_text())
+    del record["recipe"]["train"]["clip"], record["recipe"]["method"]["settle"]
+    file.write_text(json.dumps(record))
+    assert Store((), (tmp_path,)).find(SHORT) is not None
+    assert Store((), (tmp_path,)).find(Recipe.load(BASE, ["method.settle=0"])) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"accuracy": 90.0}', '{"recipe": {"data": "nothing", "model": "mlp"}}'])
+def test_what_is_no_record_is_left_aside(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert read_record(tmp_path / "a.json") is None
+    assert Store((), (tmp_path,)).runs == {}
+
+
+def test_a_begun_run_has_a_folder_and_no_result(place, tmp_path):
+    recipe = dataclasses.replace(SHORT, seed=5)
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "begun", stop=After(2))
+    store = Store((tmp_path,), ())
+    assert store.find(recipe) is None
+    assert store.folder(recipe) == tmp_path / "begun"
+    assert store.folder(recipe, complete=True) is None
+    (tmp_path / "begun" / "recipe.toml").write_text("no recipe")
+    assert Store((tmp_path,), ()).folder(recipe) is None
+
+
+def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
+    shutil.copytree(place / "short", tmp_path / "a-begun")
+    (tmp_path / "a-begun" / "summary.json").unlink()
+    for order in ((tmp_path, place), (place, tmp_path)):
+        assert Store(order, ()).folder(SHORT) == place / "short"
+
+
+def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):
+    with pytest.raises(Interrupted):
+        train(SHORT, tmp_path, stop=After(2))
+    other = Recipe.load(BASE, ["train.eval_every=2", "train.log_every=1", "train.checkpoint_steps=1"])
+    assert other.fingerprint() == SHORT.fingerprint()
+    assert train(other, tmp_path, resume=True)["accuracy"] == train(SHORT, tmp_path / "whole")["accuracy"]
+    with pytest.raises(PomonaError, match=r"begun with other settings \(train.clip"):
+        train(Recipe.load(BASE, ["train.clip=1.0"]), tmp_path, resume=True)
+
+
+def test_without_finetune_leaves_all_else(place):
+    assert without_finetune(LONG).fingerprint() == SHORT.fingerprint()
+    assert without_finetune(SHORT) == dataclasses.replace(SHORT, finetune=without_finetune(SHORT).finetune)

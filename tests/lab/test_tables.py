@@ -1,0 +1,500 @@
+"""The papers' tables: what they need, in which order, what is there, and how it is printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pomona.core.errors import PomonaError
+from pomona.lab import papers, shelf, table, tables
+from pomona.lab.store import Store
+from pomona.lab.sweep import Stopped
+
+SMALL = """
+title = "digits"
+paper = "nobody, table 0"
+seeds = [0, 1]
+queue = ["wide", "DPF"]
+show = ["cost"]
+names = { "method.settle" = "settle" }
+
+[columns]
+dense = { method = "dense" }
+"one-shot + FT" = { from = "dense", method = "oneshot", "optimizer.lr" = 0.02 }
+DPF = { "method.settle" = 0 }
+"DPF + FT" = { "method.settle" = 0, "finetune.epochs" = 1 }
+again = { from = "DPF", retrain = "init", budget = "flops" }
+
+[[part]]
+label = "narrow"
+rows = { "method.sparsity" = [0.5, 0.8] }
+columns = ["dense", "one-shot + FT", "DPF", "again"]
+[part.recipe]
+data = "digits"
+model = "mlp(hidden=[8])"
+method = "dpf(every=2)"
+train = { epochs = 1, batch_size = 450, device = "cpu" }
+[part.paper]
+dense = "95.01 ± 0.04"
+DPF = ["*", "90.00 ± 0.10"]
+
+[[part]]
+label = "wide"
+set = { "model.hidden" = [16] }
+rows = { "method.sparsity" = [0.5] }
+columns = ["DPF", "DPF + FT"]
+[part.recipe]
+data = "digits"
+model = "mlp(hidden=[8])"
+method = "dpf(every=2)"
+train = { epochs = 1, batch_size = 450, device = "cpu" }
+[part.paper]
+DPF = ["88.0"]
+"""
+
+
+def load(folder: Path, text: str = SMALL, *overrides: str) -> tables.Table:
+    (folder / "small.toml").write_text(text)
+    return papers.load(folder / "small.toml", overrides)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The small table, filled."""
+    torch.set_num_threads(1)
+    here = tmp_path_factory.mktemp("tables")
+    before = Path.cwd()
+    os.chdir(here)
+    try:
+        told: list[tuple] = []
+        result = tables.fill(load(here), records=here / "records", jobs=1, report=lambda *t: told.append(t))
+    finally:
+        os.chdir(before)
+    return here, result, told
+
+
+# ---- the shipped tables
+
+
+def test_all_tables_and_figures_of_dpf_are_shipped():
+    numbers = [*(f"table{k}" for k in range(1, 6)), *(f"figure{k}" for k in (3, 5, 6, 8, 9, 10, 11, 12))]
+    assert {f"dpf-{name}" for name in numbers} <= shelf.tables().keys()
+    assert not shelf.tables().keys() & shelf.recipes().keys()
+
+
+@pytest.mark.parametrize("name", shelf.tables())
+def test_every_shipped_table_of_runs_is_well_formed(name):
+    found = papers.load(shelf.tables()[name])
+    assert found.name == name
+    assert found.title
+    assert found.paper
+
+
+def test_table_1_is_as_the_paper_prints_it():
+    found = papers.find("dpf-table1")
+    printed = {(e.label, e.row, e.column): e.paper for e in found.entries}
+    assert printed["ResNet-20", "90 %", "DPF"] == "90.88 ± 0.07"
+    assert printed["ResNet-20", "95 %", "DSR"] == "*"
+    assert printed["WideResNet-28-8", "99.9 %", "SNIP"] == "74.50 ± 2.23"
+    assert printed["WideResNet-28-4", "97.5 %", "SM"] == "93.80 ± 0.24"
+    assert printed["ResNet-32", "95 %", "dense"] == "93.83 ± 0.12"
+    assert printed["ResNet-20", "70 %", "DPF settled"] is None
+    assert ("VGG16-D", "95 %", "DSR") not in printed
+    assert {e.own for e in found.entries if e.column == "dense"} == {""}  # a dense network has no sparsity
+    rows = dict.fromkeys((e.label, e.row) for e in found.entries)
+    assert len(rows) == 1 + 4 + 2 + 2 + 3 + 3 + 5
+    assert [e.column for e in found.entries[:5]] == ["dense", "SNIP", "SM", "DPF", "DPF settled"]
+
+
+def test_all_methods_of_table_1_are_trained_alike_and_by_their_own_rules():
+    found = {
+        (e.label, e.column): e.tasks[0].recipe
+        for e in papers.find("dpf-table1").only(["sparsity=0,0.95", "seed=2"]).entries
+    }
+    resnet, wide = (found[label, "DPF"] for label in ("ResNet-20", "WideResNet-28-2"))
+    assert (resnet.method["every"], resnet.method["settle"], resnet.method["schedule"]["until"]) == (16, 0, 0.75)
+    assert (wide.method["every"], wide.method["settle"], wide.method["schedule"]["until"]) == (16, 0, 0.6)
+    assert found["ResNet-20", "DPF settled"].method == {**resnet.method, "settle": 0.1}
+    assert found["ResNet-56", "DPF"].model == {**resnet.model, "name": "resnet56"}
+    assert resnet.model["shortcut"] == "B"
+    assert found["ResNet-20", "SM"].method["every"] is None  # an epoch
+    assert found["ResNet-20", "DSR"].method["every"] == 100
+    for (label, column), recipe in found.items():
+        same = wide if label.startswith("Wide") else resnet
+        keys = {text.partition(":")[0].partition(".")[0] for text in recipe.differences(same)}
+        assert keys <= {"method", "model"}, (label, column)
+        assert recipe.seed == 2
+
+
+def test_tables_share_their_runs():
+    small, large = ({task.key for task in papers.find(name).tasks()} for name in ("dpf-table1", "dpf-table4"))
+    assert small < large
+    assert {t.key for t in papers.find("dpf-figure3").tasks()} < large
+    # The dense networks, and what DPF reaches before it is fine-tuned.
+    tuned = {t.key for t in papers.find("dpf-table2").only(["column=dense,DPF,DPF settled"]).tasks()}
+    assert tuned < small
+
+
+def test_table_5_prunes_filters():
+    for entry in papers.find("dpf-table5").only(["column=SFP,DPF"]).entries:
+        assert entry.tasks[0].recipe.method["pattern"]["name"] == "filter"
+        assert entry.setting["pattern"] == "filter"
+
+
+def test_a_table_without_any_run_shows_all_of_it_as_missing(here):
+    found = papers.find("dpf-table2").compare(Store((), ()))
+    assert (found["complete"], found["missing"]) == (0, found["runs"])
+    cell = next(c for c in found["cells"] if c["column"] == "DPF + FT" and c["sparsity"] == 0.95)
+    assert {"model", "method", "sparsity", "setting", "mean", "std", "runs", "paper"} <= cell.keys()
+    assert (cell["model"], cell["method"], cell["mean"], cell["runs"]) == ("resnet20", "dpf", None, 0)
+    assert (cell["paper"], cell["paper_std"], cell["missing"]) == (90.34, 0.31, [0, 1, 2])
+    assert cell["setting"]["finetune"] == 60
+    assert json.loads(json.dumps(found)) == found
+
+
+# ---- which runs, and when
+
+
+def test_the_queue_is_seed_by_seed_with_what_is_most_telling_first(tmp_path):
+    names = [task.name for task in load(tmp_path).tasks()]
+    first = [
+        "mlp-dpf-50-hidden_16_-settle0-seed0",
+        "mlp-dpf-50-hidden_16_-settle0-epochs1-seed0",
+        "mlp-dpf-50-settle0-seed0",
+        "mlp-dpf-80-settle0-seed0",
+        "mlp-dense-seed0",
+        "mlp-oneshot-50-lr0.02-seed0",
+        "mlp-oneshot-80-lr0.02-seed0",
+        "mlp-dpf-50-settle0-seed0-retrain-init-flops",
+        "mlp-dpf-80-settle0-seed0-retrain-init-flops",
+    ]
+    assert names == [*first, *(name.replace("seed0", "seed1") for name in first)]
+
+
+def test_a_run_that_begins_with_another_waits_for_it(tmp_path):
+    found = load(tmp_path)
+    names = [cell.recipe.name for _, cell in tables.ready(found.tasks(), Store((), ()), tmp_path)]
+    assert "mlp-dense-seed0" in names
+    assert not [name for name in names if "oneshot" in name or "retrain" in name]
+    # What fine-tuning passes through is not trained by itself.
+    assert "mlp-dpf-50-hidden_16_-settle0-epochs1-seed0" in names
+    assert "mlp-dpf-50-hidden_16_-settle0-seed0" not in names
+
+
+def test_settings_are_changed_for_every_run(tmp_path):
+    found = load(tmp_path, SMALL, "train.epochs=3", "optimizer.lr=0.5")
+    assert {task.recipe.train.epochs for task in found.tasks()} == {3}
+    assert {task.recipe.optimizer.lr for task in found.tasks()} == {0.5}
+    with pytest.raises(PomonaError, match="'train.epochs' is not of the form key=value"):
+        load(tmp_path, SMALL, "train.epochs")
+
+
+def test_some_of_a_table(tmp_path):
+    found = load(tmp_path)
+    some = found.only(["label=narrow", "column=DPF,dense", "sparsity=0.8", "seed=1"])
+    assert [(e.column, e.row, [t.recipe.seed for t in e.tasks]) for e in some.entries] == [("DPF", "80 %", [1])]
+    assert len(found.only(["settle=0"]).entries) == 4
+    assert {e.label for e in found.only(["model=mlp", "method=dpf"]).entries} == {"narrow", "wide"}
+    with pytest.raises(PomonaError, match="unknown pick of a table 'colum': did you mean 'column'"):
+        found.only(["colum=DPF"])
+    with pytest.raises(PomonaError, match="no cell of small is left by sparsity = 0.7"):
+        found.only(["sparsity=0.7"])
+    with pytest.raises(PomonaError, match="no cell of small is left by seed = 7"):
+        found.only(["seed=7"])
+
+
+# ---- filling
+
+
+def test_a_filled_table_compares_with_the_paper(done):
+    here, result, told = done
+    assert (result["missing"], result["failed"]) == (0, [])
+    assert result["complete"] == len(result["cells"]) == 9
+    cells = {(c["label"], c["row"], c["column"]): c for c in result["cells"]}
+    cell = cells["narrow", "80 %", "DPF"]
+    reached = [
+        json.loads(file.read_text())["accuracy"]
+        for file in sorted((here / "runs" / "tables").glob("mlp-dpf-80-settle0-seed?-????????????/summary.json"))
+    ]
+    assert len(reached) == 2
+    assert (cell["mean"], cell["std"], cell["runs"]) == (statistics.mean(reached), statistics.stdev(reached), 2)
+    assert cell["difference"] == cell["mean"] - 90.0
+    assert (cell["method"], cell["sparsity"], cell["setting"]["settle"]) == ("dpf", 0.8, 0)
+    assert (cells["narrow", "50 %", "DPF"]["paper"], cells["narrow", "50 %", "DPF"]["paper_text"]) == (None, "*")
+    assert ("narrow", "80 %", "dense") not in cells  # once, in the first row
+    again = cells["narrow", "50 %", "again"]
+    assert (again["method"], again["sparsity"], again["paper"]) == ("finetune", 0.5, None)
+    # As many MACs as the run that found the mask, to the nearest epoch.
+    assert abs(again["cost"] - cells["narrow", "50 %", "DPF"]["cost"]) <= 0.5
+    assert [t[0] for t in told] == sorted(t[0] for t in told)
+    assert told[-1][:2] == (18, 18)
+
+
+def test_what_a_longer_run_passed_through_is_a_cell_of_its_own(done):
+    here, result, told = done
+    short, long = (
+        next(c for c in result["cells"] if c["column"] == n and c["label"] == "wide") for n in ("DPF", "DPF + FT")
+    )
+    assert len(told) == 16  # of 18: two are served by those with fine-tuning
+    assert (short["setting"]["epochs"], long["setting"]["epochs"]) == (1, 2)
+    stages = [json.loads(f.read_text())["stages"] for f in (here / "runs" / "tables").glob("*hidden*/summary.json")]
+    assert short["mean"] == statistics.mean(both[0]["accuracy"] for both in stages)
+    assert long["mean"] == statistics.mean(both[1]["accuracy"] for both in stages)
+
+
+def test_one_shot_begins_with_the_dense_network(done):
+    here, _, _ = done
+    for file in (here / "runs" / "tables").glob("*oneshot*/recipe.toml"):
+        recipe = papers.Recipe.load(file)
+        assert (recipe.origin.weights, recipe.optimizer.lr) == ("final", 0.02)
+        dense = next(t for t in load(here).tasks() if t.recipe.fingerprint() == recipe.origin.fingerprint)
+        assert (dense.recipe.method["name"], dense.recipe.seed) == ("dense", recipe.seed)
+
+
+def test_records_are_enough_for_the_table(done, here):
+    there, result, _ = done
+    found = load(there)
+    assert len(list((there / "records").glob("*.json"))) == 16
+    again = found.compare(Store((), (there / "records",)))
+    for cell in again["cells"]:
+        assert cell["runs"] == 2
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps({k: v for k, v in result.items() if k != "failed"}))
+
+
+def test_kept_records_are_those_of_finished_runs(done, tmp_path):
+    there, _, _ = done
+    found, store = load(there), Store((there / "runs",), ())
+    files = tables.kept(found.only(["column=DPF"]), store, tmp_path)
+    assert sorted(tmp_path.glob("*.json")) == sorted(set(files))
+    assert len(set(files)) == 6
+
+
+def test_only_missing_trains_nothing_twice(done, here):
+    there, _, _ = done
+    shutil.copytree(there / "runs", here / "runs")
+    found = load(here)
+    with pytest.raises(PomonaError, match="18 of the 18 runs of small are there already: go on with --only-missing"):
+        tables.fill(found)
+    told: list[tuple] = []
+    gone = next((here / "runs" / "tables").glob("mlp-oneshot-80*seed1*"))
+    shutil.rmtree(gone)
+    result = tables.fill(found, only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    assert [t[2].folder.name for t in told] == [gone.name]
+    assert result["missing"] == 0
+
+
+def test_a_parent_that_is_only_a_record_is_trained_again(done, here):
+    there, _, _ = done
+    shutil.copytree(there / "records", here / "results" / "runs")
+    for file in (here / "results" / "runs").glob("*oneshot-50*seed0*"):
+        file.unlink()
+    told: list[tuple] = []
+    result = tables.fill(load(here), only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    assert [t[2].recipe.name for t in told] == ["mlp-dense-seed0", "mlp-oneshot-50-lr0.02-seed0"]
+    assert result["missing"] == 0
+
+
+def test_what_begins_with_a_failed_run_is_not_tried(here):
+    text = SMALL.replace('model = "mlp(hidden=[8])"', 'model = "mlp(hidden=[])"')  # nothing to prune
+    found = load(here, text).only(["label=narrow", "column=DPF,again", "seed=0"])
+    result = tables.fill(found, jobs=1)
+    assert [f["name"] for f in result["failed"]] == ["mlp-dpf-50-settle0-seed0", "mlp-dpf-80-settle0-seed0"]
+    assert "nothing to prune" in result["failed"][0]["error"]
+    assert result["missing"] == 4
+
+
+class Presser:
+    """Progress that presses Ctrl-C at a step."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def start(self, *told): ...
+    def epoch(self, row): ...
+    def close(self): ...
+    def step(self, loss=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_sitting_may_be_cut_off(done, here):
+    found = load(here).only(["label=narrow", "column=DPF"])
+    presser = Presser(5)  # in the second of four runs of three steps
+    with pytest.raises(Stopped, match="stopped with 1 of 4 cells complete in 'runs/tables'"):
+        tables.fill(found, jobs=1, progress=lambda: presser)
+    store = Store()
+    assert [task.state(store) for task in found.tasks()] == ["complete", "begun", "missing", "missing"]
+    result = tables.fill(found, only_missing=True, jobs=1)
+    whole = {(c["label"], c["row"], c["column"]): c["mean"] for c in done[1]["cells"]}
+    assert [c["mean"] for c in result["cells"]] == [whole["narrow", row, "DPF"] for row in ("50 %", "80 %")]
+
+
+# ---- like another
+
+
+def test_a_table_like_another_takes_some_of_its_rows_and_columns(tmp_path, monkeypatch):
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.setattr(shelf, "files", lambda: {"small": tmp_path / "small.toml"})
+    text = 'title = "less"\nlike = "small"\ncolumns = ["DPF"]\n[[part]]\nlabel = "narrow"\n'
+    (tmp_path / "less.toml").write_text(text + 'rows = { "method.sparsity" = [0.8] }\n')
+    (only,) = papers.load(tmp_path / "less.toml").entries
+    assert (only.column, only.row, only.paper, len(only.tasks)) == ("DPF", "80 %", "90.00 ± 0.10", 2)
+    (tmp_path / "less.toml").write_text(text + 'rows = { "method.sparsity" = [0.9] }\n')
+    with pytest.raises(PomonaError, match="unknown value of method.sparsity '0.9': did you mean '0.8'"):
+        papers.load(tmp_path / "less.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("title", "titel", "unknown key of a table 'titel': did you mean 'title'"),
+        ("label =", "lable =", "unknown key of a part 'lable': did you mean 'label'"),
+        ('DPF = ["88.0"]', 'DFP = ["88.0"]', "the table small: unknown column 'DFP': did you mean 'DPF'"),
+        ('["*", "90.00 ± 0.10"]', '["*"]', "narrow has 1 numbers of DPF for its 2 rows"),
+        ('["88.0"]', '["about 88"]', "'about 88' is not of the form '92.42 ± 0.14', '\\*' or '-'"),
+        ('from = "DPF"', 'from = "DFP"', "unknown column 'DFP': did you mean 'DPF'"),
+        ('from = "DPF", ', "", "again retrains a mask: say which, with from"),
+        ('from = "dense"', 'from = "again"', "one-shot \\+ FT cannot begin with a retraining"),
+        ('from = "dense"', 'from = "one-shot + FT"', "one-shot \\+ FT begins with itself"),
+        ('retrain = "init"', 'retrain = "int"', "unknown start of a retraining 'int': did you mean 'init'"),
+        ('"flops"', '"flop"', "unknown budget 'flop': did you mean 'flops'"),
+        ("seeds = [0, 1]", "seeds = [0.5]", r"seeds takes whole numbers, got \[0.5\]"),
+        ('show = ["cost"]', 'show = ["speed"]', "unknown measure to show 'speed'"),
+        ("[columns]", "[columns", "cannot be read"),
+        ('"optimizer.lr" = 0.02', '"optimizer.lrr" = 0.02', "did you mean 'lr'"),
+    ],
+)
+def test_tables_that_are_not_well_formed(tmp_path, old, new, says):
+    assert old in SMALL
+    with pytest.raises(PomonaError, match=says):
+        load(tmp_path, SMALL.replace(old, new))
+
+
+@given(st.integers(0, 9999), st.none() | st.integers(0, 999), st.sampled_from(["", "%", " %"]))
+def test_numbers_are_read_as_papers_print_them(mean, std, unit):
+    text = f"{mean / 100:.2f}" + ("" if std is None else f" ± {std / 100:.2f}") + unit
+    assert tables.numbers(text) == (mean / 100, None if std is None else std / 100)
+
+
+# ---- printing
+
+
+def text(grid) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(grid)
+    return console.file.getvalue()
+
+
+def cell(label, row, column, mean, paper=None, std=None, runs=1):
+    value, _ = tables.numbers(paper)
+    known = {"model": "mlp", "method": "dpf", "sparsity": 0.5, "setting": {}, "paper": value, "paper_text": paper}
+    return known | {"label": label, "row": row, "own": row, "column": column, "mean": mean, "std": std, "runs": runs}
+
+
+CELLS = [
+    cell("A", "50 %", "dense", 95.0, "95.10 ± 0.04"),
+    cell("A", "50 %", "DPF", 91.234, "90.00", 0.5, 3),
+    cell("A", "80 %", "DPF", None, "*", runs=0),
+    cell("B", "80 %", "DPF", 80.0),
+]
+RESULT = {
+    "title": "T",
+    "paper": "P",
+    "columns": ["dense", "DPF"],
+    "across": False,
+    "complete": 3,
+    "runs": 9,
+    "missing": 3,
+    "cells": CELLS,
+}
+
+
+def test_a_grid_has_ours_above_the_papers():
+    heads, rows = table.layout(RESULT)
+    assert heads == ["", "", "dense", "DPF"]
+    assert rows == [
+        ["A", "50 %", "95.00 ×1\n95.10 ± 0.04 −0.10", "91.23 ± 0.50 ×3\n90.00 +1.23"],
+        ["", "80 %", "", "–\n*"],
+        ["B", "80 %", "", "80.00 ×1"],
+    ]
+    shown = text(table.paper(RESULT))
+    assert shown.startswith("T (P)\n")
+    assert "3 of 4 cells complete, 3 of 9 runs missing" in shown
+    assert shown.count("├") == 1  # between A and B
+
+
+def test_across_prints_columns_as_rows():
+    heads, rows = table.layout(RESULT | {"across": True})
+    assert heads == ["", "", "50 %", "80 %"]
+    assert [row[:2] for row in rows] == [["A", "dense"], ["", "DPF"], ["B", "DPF"]]
+    assert rows[1][2:] == ["91.23 ± 0.50 ×3\n90.00 +1.23", "–\n*"]
+
+
+def test_with_measures_there_is_one_line_a_cell():
+    heads, rows = table.layout(RESULT | {"show": ["cost"], "cells": [CELLS[1] | {"cost": 12.34}, CELLS[2]]})
+    assert heads == ["model", "", "method", "ours", "paper", "difference", "cost, dense epochs"]
+    assert rows[0] == ["A", "50 %", "DPF", "91.23 ± 0.50 ×3", "90.00", "+1.23", "12.3"]
+    assert rows[1] == ["A", "80 %", "DPF", "–", "*", "", "–"]
+
+
+def test_markdown_has_a_line_a_row():
+    lines = table.markdown(RESULT).splitlines()
+    assert "| A | 50 % | 95.00 ×1<br>95.10 ± 0.04 −0.10 | 91.23 ± 0.50 ×3<br>90.00 +1.23 |" in lines
+    assert "| --- | --- | ---: | ---: |" in lines
+
+
+def test_the_page_of_results_is_what_the_records_give():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("results_page", root / "benchmarks" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    assert module.page() == written, "write it anew with python benchmarks/results.py"
+
+
+# ---- tables that are computed
+
+
+def test_a_computed_table_is_found_by_its_name(monkeypatch):
+    plain = {"model": "fcn", "method": "magnitude", "sparsity": 0.1, "setting": {"d": 64}, "std": None, "runs": 5}
+    result = {"title": "C", "paper": "Q", "cells": [plain | {"mean": 1.5, "paper": 1.25}]}
+    module = types.ModuleType("pomona_computed")
+    told: list[tuple] = []
+    module.TABLES = {
+        "made-table1": lambda: result,
+        "made-table2": lambda seed=0, progress=None: progress(1, 2) or result,
+    }
+    monkeypatch.setitem(sys.modules, "pomona_computed", module)
+    monkeypatch.setattr(papers, "MODULES", ("pomona_computed", "pomona.nowhere.at_all"))
+    for name in module.TABLES:
+        assert papers.compute(papers.find(name), lambda *t: told.append(t)) is result
+    assert told == [(1, 2)]
+    heads, rows = table.layout(result)
+    assert heads == ["model", "method", "sparsity", "setting", "ours", "paper", "difference"]
+    assert rows == [["fcn", "magnitude", "0.1", "d = 64", "1.5 ×5", "1.25", "+0.25"]]
+    assert "computed" in text(table.paper(result))
+    with pytest.raises(PomonaError, match="unknown table 'made-table3': did you mean 'made-table"):
+        papers.find("made-table3")
+    with pytest.raises(PomonaError, match="made-table1 is computed"):
+        papers.find("made-table1", ["seed=1"])
