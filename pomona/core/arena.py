@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..allocation import LAYERWISE
+from ..patterns import Unstructured
+from ..patterns.base import zeros
 from . import guards
+from .stream import label
 
 if TYPE_CHECKING:
     from .engine import Slot
@@ -31,17 +35,26 @@ class Arena:
         self.ends = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
         self.mask = self.pool("mask")
-        self.latent = self.pool("latent") if self.slots[0].latent is not None else None
-        tracked = bool(self.targets) and self.targets[0].flipped is not None
-        self.flipped = self.pool("flipped", self.targets) if tracked else None
+        self.latent = self.pool("latent")
+        self.weight = self.pool("weight")
+        self.drawn = self.pool("drawn")
+        self.seen = self.pool("seen")
+        self.flipped = self.pool("flipped")
+        self.selection: Any = None  # of the highest scores, where kernels do it
+        self.score: Tensor | None = None  # |latent|, where they do it by that
         self.kernel = kernels() if self.fuses() else None
         self.addresses = self.locate()  # of the parameters when the table was made
         self.table: tuple[Tensor, ...] = ()
         self.recordings: dict[str, torch.cuda.CUDAGraph | None] = {}
 
-    def pool(self, field: str, slots: Sequence[Slot] | None = None) -> Tensor:
-        """Move one field of the slots into a buffer, and return the buffer."""
-        slots = self.slots if slots is None else slots
+    def pool(self, field: str) -> Any:
+        """Move one field of the slots into a buffer, and return the buffer; None where no slot has it.
+
+        Targets may have what their companions do not.
+        """
+        slots = [slot for slot in self.slots if getattr(slot, field) is not None]
+        if not slots:
+            return None
         tensors = [getattr(slot, field) for slot in slots]
         buffer = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         offset = 0
@@ -56,7 +69,8 @@ class Arena:
         first = self.slots[0].parameter
         dense = all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
         plain = self.method.plain and self.method.weights != "free"
-        return first.is_cuda and dense and plain and self.mask.numel() < 2**31
+        alike = self.weight is None or len(self.targets) == len(self.slots)
+        return first.is_cuda and dense and plain and alike and self.mask.numel() < 2**31
 
     def locate(self) -> tuple[int, ...]:
         """Where the parameters lie."""
@@ -86,7 +100,7 @@ class Arena:
         time on a move is a CUDA graph of one node.
         """
         if guards.capturing(self.mask) or move not in self.recordings:
-            self.kernel.move(move, self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.play(move)
             self.recordings.setdefault(move, None)
             return
         recording = self.recordings[move]
@@ -99,9 +113,24 @@ class Arena:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream(self.mask.device)):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
-            self.kernel.move(move, self.table, self.latent, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.play(move)
             graph.capture_end()
         return graph
+
+    def play(self, move: str) -> None:
+        """The kernels of a move."""
+
+        def run(name: str, values: Tensor | None) -> None:
+            self.kernel.move(name, self.table, values, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+
+        if move == "pick":
+            self.selection.run(torch.abs(self.latent[: self.count], out=self.score), self.mask)
+            return
+        if move == "follow":
+            run("take", self.latent)
+            self.selection.run(self.latent, self.mask)
+        scored = self.weight is not None and move in ("follow", "project")
+        run("project" if scored else move, self.weight if scored else self.latent)
 
     # ---- the three moves, for all slots or some of them
 
@@ -114,6 +143,13 @@ class Arena:
             return
         torch._foreach_copy_([s.parameter for s in slots], [s.source for s in slots])
 
+    def take(self, slots: Sequence[Slot]) -> None:
+        """latent ← parameter."""
+        if self.latent is not None and slots:
+            torch._foreach_copy_([s.source for s in slots], [s.parameter for s in slots])
+            for slot in slots:
+                slot.bound()
+
     def leave(self, slots: Sequence[Slot]) -> None:
         """latent ← parameter, then parameter ← project(latent)."""
         if len(slots) == len(self.slots) and self.ready():
@@ -121,12 +157,18 @@ class Arena:
             for slot in slots:
                 slot.version = slot.parameter._version
             return
-        if self.latent is not None and slots:
-            torch._foreach_copy_([s.source for s in slots], [s.parameter for s in slots])
-            for slot in slots:
-                slot.bound()
+        self.take(slots)
         for slot in slots:
             slot.hold()
+
+    def follow(self, slots: Sequence[Slot]) -> bool:
+        """latent ← parameter, mask ← the highest of the latent, parameter ← m ⊙ weight: if kernels can do it all."""
+        if self.selection is None or len(slots) < len(self.slots) or not self.ready():
+            return False
+        self.launch("follow")
+        for slot in slots:
+            slot.version = slot.parameter._version
+        return True
 
     def project(self) -> None:
         """parameter ← project(latent)."""
@@ -138,6 +180,61 @@ class Arena:
             return
         for slot in self.slots:
             slot.project()
+
+    # ---- masks that follow scores, and weights that are drawn
+
+    def put(self, masks: Mapping[str, Tensor]) -> None:
+        """Put new masks in force; they come with their outputs first."""
+        torch._foreach_copy_(
+            [slot.mask for slot in self.targets],
+            [masks[s.name].movedim(0, s.target.rows) if s.target.rows else masks[s.name] for s in self.targets],
+        )
+
+    def pick(self) -> None:
+        """mask ← the largest |latent|."""
+        if self.score is None:
+            self.score = torch.empty_like(self.latent[: self.count])
+        self.launch("pick")
+
+    def aim(self, sparsity: float) -> bool:
+        """How sparse `follow` and `pick` are to leave the model; False where kernels cannot do it."""
+        if (
+            self.kernel is None
+            or not isinstance(self.method.pattern, Unstructured)
+            or self.latent.dtype == torch.float64
+        ):
+            return False
+        layerwise = LAYERWISE.get(self.method.allocation)
+        sizes = [self.count] if layerwise is None else self.sizes
+        shapes = [slot.target.outputs_first for slot in self.targets]
+        shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
+        if self.selection is None:
+            self.selection = self.kernel.Selection(sizes, self.mask.device)
+        self.selection.aim([size - zeros(share, size) for size, share in zip(sizes, shares, strict=True)])
+        return True
+
+    def redraw(self, number: int) -> None:
+        """Draw some of the weights off the mask anew."""
+        stream, coin = self.method.stream, self.method.coin
+        if self.ready() and all(layout(slot.parameter) for slot in self.targets):
+            buffers = self.mask, self.weight, self.drawn
+            self.kernel.redraw(self.table, self.draws(), *buffers, stream, number, coin)  # type: ignore[union-attr]
+            return
+        for slot in self.targets:
+            key = slot.name, slot.target.fan_in
+            stream.redraw(*key, slot.weight, slot.drawn, ~slot.mask, number, coin)  # type: ignore[arg-type]
+
+    def draws(self) -> tuple[Tensor, ...]:
+        """What kernels must know to draw the weights of each slot."""
+        stream = self.method.stream
+        rows = [(*stream.key, *label(slot.name), *layout(slot.parameter)) for slot in self.targets]  # type: ignore[misc]
+        bounds = torch.tensor([stream.bound(slot.target.fan_in) for slot in self.targets])
+        integers = torch.tensor(rows, dtype=torch.int64).t().contiguous().pin_memory()
+        ready = (
+            integers.to(self.mask.device, non_blocking=True),
+            bounds.pin_memory().to(self.mask.device, non_blocking=True),
+        )
+        return (*ready[0], ready[1])
 
 
 def arenas(slots: Sequence[Slot]) -> list[Arena]:
@@ -151,6 +248,20 @@ def arenas(slots: Sequence[Slot]) -> list[Arena]:
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The strides of a copy: those of the parameter where it has no gaps."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def layout(parameter: Tensor) -> tuple[int, int] | None:
+    """How to find a weight's row-major position from its place in memory: None where kernels do not know.
+
+    Memory counts (outer, spatial, channels) where a position counts (outer, channels, spatial); a contiguous
+    tensor has one of both.
+    """
+    if parameter.is_contiguous():
+        return 1, 1
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if parameter.ndim in formats and parameter.is_contiguous(memory_format=formats[parameter.ndim]):
+        return parameter.shape[1], parameter.shape[2:].numel()
+    return None
 
 
 @cache

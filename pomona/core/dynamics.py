@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .method import Masks, Time
+from .method import Time
 
 if TYPE_CHECKING:
     from .arena import Arena
 
 
-def change(arenas: Sequence[Arena], masks: Masks, names: Sequence[str], time: Time, sparsity: float) -> dict[str, Any]:
-    """Put new masks in force, and note what that changes. The figures stay on the device until `plain`."""
+def change(
+    arenas: Sequence[Arena], masks: Mapping[str, Tensor] | None, names: Sequence[str], time: Time, sparsity: float
+) -> dict[str, Any]:
+    """Put new masks in force, and note what that changes. The figures stay on the device until `plain`.
+
+    Without masks, kernels pick them.
+    """
     parts = [change_one(arena, masks, time) for arena in arenas if arena.targets]
     return {"step": time.step, "sparsity": sparsity, "names": names, "parts": parts}
 
 
-def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Any]:
+def change_one(arena: Arena, masks: Mapping[str, Tensor] | None, time: Time) -> dict[str, Any]:
     """The same for one arena, in as few kernels as will do."""
     mask = arena.mask[: arena.count]
-    before = mask.clone()
-    torch._foreach_copy_(
-        [slot.mask for slot in arena.targets], [stored(masks[s.name], s.target.rows) for s in arena.targets]
-    )
+    before = mask.clone() if arena.seen is None else arena.seen.clone()
+    if masks is None:
+        arena.pick()
+    else:
+        arena.put(masks)
+    if arena.seen is not None:
+        arena.seen.copy_(mask)
     flips = before ^ mask
     if arena.flipped is not None:
         arena.flipped.masked_fill_(flips, time.step)
@@ -42,18 +50,14 @@ def change_one(arena: Arena, masks: Masks, time: Time) -> dict[str, Any]:
     }
 
 
-def stored(mask: Tensor, rows: int) -> Tensor:
-    """A mask with its outputs where the parameter has them."""
-    return mask.movedim(0, rows) if rows else mask
-
-
 def norms(arena: Arena) -> tuple[Tensor, Tensor]:
     """‖w − w̃‖ and ‖w‖ over the targets."""
-    if arena.latent is not None and arena.method.plain:
-        latent = arena.latent[: arena.count]
-        return norm(latent.masked_fill(arena.mask[: arena.count], 0)), norm(latent)
-    lost = [norm(slot.source.detach() - slot.sparse()) for slot in arena.targets]
-    whole = [norm(slot.source.detach()) for slot in arena.targets]
+    flat = arena.latent if arena.weight is None else arena.weight
+    if flat is not None and arena.method.plain:
+        dense = flat[: arena.count]
+        return norm(dense.masked_fill(arena.mask[: arena.count], 0)), norm(dense)
+    lost = [norm(slot.dense.detach() - slot.sparse()) for slot in arena.targets]
+    whole = [norm(slot.dense.detach()) for slot in arena.targets]
     return norm(torch.stack(lost)), norm(torch.stack(whole))
 
 

@@ -6,7 +6,9 @@
     after the step:   latent ← parameter           mask ← update, when one is due
                       parameter ← project(latent)
 
-Between steps the parameters hold their sparse values; what the optimizer moves is the latent.
+Between steps the parameters hold their sparse values; what the optimizer moves is the latent. For score
+methods that is a score for each weight: its gradient is g ⊙ w, the mask follows it at every step, and the
+parameter becomes m ⊙ w again, with weights w that nobody trains.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from . import distributed, guards
 from .arena import Arena, arenas, dense_strides
 from .errors import PomonaError
 from .method import Masks, Method, masked
-from .targets import Target
+from .targets import Target, kind
 
 
 @dataclass(eq=False)
 class Slot:
-    """One pruned parameter: its mask, and for soft methods its latent."""
+    """One pruned parameter: its mask, for soft methods its latent, for score methods its scores and weights."""
 
     target: Target
     parameter: nn.Parameter
@@ -43,11 +45,16 @@ class Slot:
     parked: Tensor | None = None  # what the first cut took, until the first step: a state may want it back
     plain_norm: Tensor | None = None  # the running mean of a norm without gain and shift that takes the outputs
     leader: Slot | None = None  # the slot whose removed outputs this one follows
+    weight: Tensor | None = None  # the random weights that scores choose from
+    drawn: Tensor | None = None  # the number of each weight's last re-draw, where there are any
+    seen: Tensor | None = None  # the mask of the last record, where the mask moves at every step
     version: int = -1  # the parameter's version right after the last projection
 
     @classmethod
     def make(cls, target: Target, method: Method, track: bool = False, leader: Slot | None = None) -> Slot:
         """A slot that keeps everything."""
+        if method.weights == "score":
+            return cls.random(target, method, track, leader)
         weight = target.parameter.detach()
         return cls(
             target,
@@ -58,6 +65,19 @@ class Slot:
             flipped=torch.zeros_like(weight, dtype=torch.int32) if track else None,
             leader=leader,
         )
+
+    @classmethod
+    def random(cls, target: Target, method: Method, track: bool, leader: Slot | None) -> Slot:
+        """A slot of random weights with random scores; what follows a filter has none of both."""
+        like = target.parameter.detach()
+        slot = cls(target, target.parameter, method, torch.ones_like(like, dtype=torch.bool), None, leader=leader)
+        if leader is None:
+            key = target.name, target.fan_in, like
+            slot.latent, slot.weight = method.stream.scores(*key), method.stream.weights(*key)
+            slot.seen = slot.mask.clone()
+            slot.drawn = torch.zeros_like(like, dtype=torch.int32) if method.coin else None
+            slot.flipped = torch.zeros_like(like, dtype=torch.int32) if track else None
+        return slot
 
     @property
     def name(self) -> str:
@@ -77,6 +97,11 @@ class Slot:
     def source(self) -> Tensor:
         """What the optimizer moves."""
         return self.parameter if self.latent is None else self.latent
+
+    @property
+    def dense(self) -> Tensor:
+        """What the mask is put on."""
+        return self.source if self.weight is None else self.weight
 
     def heed(self) -> None:
         """Keep what the leader keeps any weight of."""
@@ -107,12 +132,15 @@ class Slot:
         self.parameter = self.target.parameter
         self.mask = self.mask.to(self.parameter.device)
         self.latent = None if self.latent is None else self.latent.to(self.parameter)
-        self.flipped = None if self.flipped is None else self.flipped.to(self.parameter.device)
+        self.weight = None if self.weight is None else self.weight.to(self.parameter)
+        for field in ("flipped", "drawn", "seen"):
+            if getattr(self, field) is not None:
+                setattr(self, field, getattr(self, field).to(self.parameter.device))
         self.version = -1
 
     def project(self) -> None:
         """Give the model the sparse value."""
-        self.write(self.source, self.parameter)
+        self.write(self.dense, self.parameter)
         self.version = self.parameter._version
 
     def write(self, values: Tensor, out: Tensor) -> None:
@@ -137,7 +165,7 @@ class Slot:
     def sparse(self) -> Tensor:
         """A new tensor with the sparse value."""
         value = torch.empty_like(self.parameter, requires_grad=False)
-        self.write(self.source, value)
+        self.write(self.dense, value)
         return value
 
     def bound(self) -> None:
@@ -151,9 +179,12 @@ class Slot:
             masked(self.parameter.grad, self.mask, self.parameter.grad)
 
     def accept(self) -> bool:
-        """Where the user wrote the parameter since the last projection, take its value as the latent."""
+        """Where the user wrote the parameter since the last projection, take its value as the latent.
+
+        Random weights are not taken from anybody.
+        """
         edited = guards.edited(self)
-        if edited and self.latent is not None:
+        if edited and self.latent is not None and self.weight is None:
             self.latent.copy_(self.parameter)
             self.bound()
         return edited
@@ -168,6 +199,9 @@ class Owner(Protocol):
     def use_gradient(self) -> None:
         """Make that update."""
 
+    def choose(self) -> None:
+        """Let the masks follow the scores."""
+
     def advance(self) -> None:
         """A step was taken, or replaced."""
 
@@ -178,6 +212,8 @@ class Engine:
     def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], owner: Owner) -> None:
         self.slots = slots
         self.arenas = arenas(slots)
+        self.biases = biases(slots)
+        self.aimed: float | None = None  # the sparsity that the coming step is to have, where masks follow scores
         self.optimizers = optimizers
         self.owner = owner
         self.started = False  # whether a step was seen: what is attached is checked at the first
@@ -257,13 +293,12 @@ class Engine:
         if self.waiting:
             self.recover()
             raise PomonaError(f"{type(optimizer).__name__} was given a closure and did not call it: step without one.")
-        for parameter, gradient in self.held.items():
-            parameter.grad = gradient
-        self.held = {}
+        self.give_back()
         active, self.active = self.active, []
-        for arena, slots in self.divide(active):
-            arena.leave(slots)
-        if optimizer is self.clock and not guards.capturing(self.slots[0].mask) and not guards.skipped(optimizer):
+        recorded = guards.capturing(self.slots[0].mask)
+        taken = recorded or not guards.skipped(optimizer)
+        self.leave(active, taken)
+        if optimizer is self.clock and taken and not recorded:
             self.owner.advance()
 
     def enter(self, optimizer: Optimizer) -> None:
@@ -272,6 +307,8 @@ class Engine:
         active = [s for s in self.slots if s.parameter.grad is not None and id(s.parameter) in own]
         for slot in active:
             if slot.parameter._version != slot.version and slot.accept():
+                if slot.weight is not None:
+                    guards.refuse_edited(slot.name)
                 guards.warn_edited(slot.name)
                 slot.project()
         if self.owner.wants_gradient() and not guards.skipped(optimizer):
@@ -282,11 +319,55 @@ class Engine:
                 parameter.grad = None  # so that the optimizer has nothing to do
             return
         self.active = active
+        self.lend(active)
         for arena, slots in self.divide(active):
             arena.enter(slots)
         if active and active[0].forgets:
             for slot in active:
                 slot.mask_gradient()
+
+    def lend(self, slots: Sequence[Slot]) -> None:
+        """Give scores their gradient, g ⊙ w with g taken at the sparse weights; biases stay as they are."""
+        scored = [slot for slot in slots if slot.weight is not None]
+        still = [p for p in (module._parameters.get(leaf) for module, leaf in self.biases) if p is not None]
+        lent = [slot.parameter for slot in scored] + still
+        self.held = {p: p.grad for p in lent if p.grad is not None}
+        for bias in still:
+            bias.grad = None
+        if scored:
+            factors: Any = [slot.weight for slot in scored]
+            products = torch._foreach_mul([self.held[slot.parameter] for slot in scored], factors)
+            for slot, gradient in zip(scored, products, strict=True):
+                slot.parameter.grad = gradient
+
+    def give_back(self) -> None:
+        """The gradients as backward left them."""
+        for parameter, gradient in self.held.items():
+            parameter.grad = gradient
+        self.held = {}
+
+    def leave(self, slots: Sequence[Slot], taken: bool) -> None:
+        """Take the latents back and give the model its sparse values; masks follow scores if the step was taken."""
+        parts = self.divide(slots)
+        if not slots or self.slots[0].weight is None:
+            for arena, mine in parts:
+                arena.leave(mine)
+        elif taken and len(parts) == 1 and parts[0][0].follow(slots):
+            return
+        else:
+            for arena, mine in parts:
+                arena.take(mine)
+            if taken:
+                self.owner.choose()
+            for arena in self.arenas:
+                arena.project()
+
+    def aim(self, sparsity: float | None) -> None:
+        """How sparse scores are to leave the model after the coming step."""
+        self.aimed = sparsity
+        if sparsity is not None:
+            for arena in self.arenas:
+                arena.aim(sparsity)
 
     def own(self, optimizer: Optimizer) -> set[int]:
         """The identities of an optimizer's parameters, found anew when their number changed."""
@@ -358,6 +439,7 @@ class Engine:
             self.follow_gradient(slot)
         if changed:
             self.arenas = arenas(self.slots)
+            self.aim(self.aimed)
             self.owned.clear()
         if not self.started:
             distributed.agree(self.slots)
@@ -368,7 +450,8 @@ class Engine:
     @torch.no_grad()
     def recover(self) -> None:
         """A step that died with an exception left latents in the model: take it back."""
-        self.frame, self.waiting, self.held = None, False, {}
+        self.frame, self.waiting = None, False
+        self.give_back()
         for slot in self.active:
             slot.hold()
         self.active = []
@@ -414,6 +497,17 @@ class Engine:
         for slot in self.slots:
             if slot.forgets:
                 guards.clear_state(self.optimizers, slot.parameter, slot.mask)
+
+
+def biases(slots: Sequence[Slot]) -> list[tuple[nn.Module, str]]:
+    """Where the biases of random weights are, which nobody trains."""
+    modules = dict.fromkeys(slot.target.module for slot in slots if slot.weight is not None)
+    return [
+        (module, leaf)
+        for module in modules
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and kind("", module, leaf, parameter) == "bias"
+    ]
 
 
 def free_key(optimizer: Optimizer) -> str:

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .errors import PomonaError
@@ -77,6 +77,29 @@ def refuse_frozen(slots: Iterable[Slot], name: str) -> None:
     for slot in slots:
         if not slot.parameter.requires_grad:
             raise PomonaError(f"{slot.name} is frozen and {name} needs its gradient: use exclude=['{slot.name}'].")
+
+
+def refuse_trained(model: nn.Module, slots: Iterable[Slot], name: str) -> None:
+    """A score method trains no weight: a norm may have no gain and shift that would be, a bias no score."""
+    for path, module in model.named_modules():
+        if "Norm" in type(module).__name__ and any(p.requires_grad for p in module.parameters(recurse=False)):
+            raise PomonaError(
+                f"{path or 'the model'} is a {type(module).__name__} with a gain and a shift to train, and {name} "
+                "trains no weight: build the model with affine=False, or freeze them with requires_grad_(False)."
+            )
+    for slot in slots:
+        if slot.parameter.ndim < 2:
+            raise PomonaError(
+                f"{slot.name} is a vector, which {name} cannot draw: leave it out of include, and it stays as it is."
+            )
+
+
+def refuse_edited(name: str) -> None:
+    """Random weights are drawn, and what a user writes cannot be one of them."""
+    raise PomonaError(
+        f"{name} was changed between two steps, but a score method draws its weights and has no place for others: "
+        "pruner.refresh() brings the drawn ones back, pruner.load_state_dict(…) goes on from a saved run."
+    )
 
 
 def refuse_values(slots: Iterable[Slot]) -> None:

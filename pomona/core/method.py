@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from ..patterns import PATTERNS, Pattern, Unstructured
 from ..schedules import SCHEDULES, Cubic, Schedule
 from .errors import PomonaError, require
 from .registry import Registry
+from .stream import Stream
 from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -23,6 +24,7 @@ WEIGHTS = {
     "hard": "entries off the mask stay zero; their gradient and momentum are masked too",
     "soft": "the optimizer moves dense weights, with the gradient taken at the pruned ones",
     "free": "weights are cut at times and grow again in between",
+    "score": "the optimizer moves a score for each weight, and random weights are kept where it is high",
 }
 
 
@@ -33,6 +35,11 @@ class Time:
     step: int
     total: int
     steps_per_epoch: int | None = None
+
+    @property
+    def next(self) -> Time:
+        """One step later."""
+        return replace(self, step=self.step + 1)
 
     def each(self, every: int | None) -> bool:
         """Whether `every` steps have passed again; None is an epoch."""
@@ -72,6 +79,7 @@ class Method:
     remembers: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then left dense
     once: ClassVar[bool] = False  # whether there is one update only
     before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
+    ranks: ClassVar[bool] = False  # whether an update keeps the largest |latent|, and does nothing else
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the usual one
     pattern: Pattern = Unstructured()
@@ -157,6 +165,20 @@ class Method:
     def plain(self) -> bool:
         """Whether `project` is m ⊙ w and nothing else, and `bound` nothing."""
         return True
+
+    @property
+    def stream(self) -> Stream:
+        """Where the random weights and first scores of a score method come from."""
+        raise NotImplementedError
+
+    @property
+    def coin(self) -> int:
+        """What the coin of a pruned weight must lie below for it to be drawn anew (see `stream`); 0: none ever is."""
+        return 0
+
+    def redraw(self, time: Time) -> int:
+        """The number of the re-draw of pruned weights that comes after that step; 0 is none."""
+        return 0
 
     def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
         """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""

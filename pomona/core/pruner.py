@@ -102,8 +102,10 @@ class Pruner:
         followers = self._followers(unwrap(model), slots) if self.method.pattern.follows else []
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
-        if self.method.before or self.method.remembers:
+        if self.method.before or self.method.remembers or self.scored:
             guards.refuse_frozen(slots.values(), self.method.name)
+        if self.scored:
+            guards.refuse_trained(unwrap(model), slots.values(), self.method.name)
         guards.require_owned(everything, optimizers)
         guards.refuse_overlap(everything, optimizers)
 
@@ -152,7 +154,7 @@ class Pruner:
         self._unhook()
         self.finished = True
         for slot in (*self.slots, *self.companions):
-            slot.latent = None
+            slot.latent = slot.weight = slot.seen = None
 
     def tick(self) -> None:
         """Count a step that a CUDA graph replayed, and update the mask when due; no host sync."""
@@ -215,7 +217,7 @@ class Pruner:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs: plain values and tensors. It also rides in `optimizer.state_dict()`."""
-        return {
+        state = {
             "version": VERSION,
             "method": describe(self.method),
             "step": self.step,
@@ -231,6 +233,10 @@ class Pruner:
             "flipped": {slot.name: slot.flipped for slot in self.slots if slot.flipped is not None},
             "memory": copy.deepcopy(self._memory),
         }
+        if self.scored:  # weights are not kept: the numbers of their last draws tell them
+            state["seen"] = {slot.name: pack(slot.seen) for slot in self.slots if slot.seen is not None}
+            state["drawn"] = {slot.name: slot.drawn for slot in self.slots if slot.drawn is not None}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -247,6 +253,8 @@ class Pruner:
         for slot in engine.slots:
             if slot.latent is not None:
                 slot.latent.copy_(state["latents"][slot.name])
+            if slot.weight is not None:
+                self._draw(slot, state)
             if slot.hard or state["at_rest"]:
                 slot.heed()
         for key in ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest"):
@@ -254,6 +262,15 @@ class Pruner:
         self._history = [dict(record) for record in state["history"]]
         self._memory = copy.deepcopy(state["memory"])
         engine.hold()
+        self._aim()
+
+    def _draw(self, slot: Slot, state: dict[str, Any]) -> None:
+        """The random weights that a state tells of."""
+        if slot.drawn is not None:
+            slot.drawn.copy_(state["drawn"][slot.name])
+        weights = self.method.stream.weights(slot.name, slot.target.fan_in, slot.parameter.detach(), slot.drawn)
+        slot.weight.copy_(weights)  # type: ignore[union-attr]
+        slot.seen.copy_(unpack(state["seen"][slot.name].to(slot.mask.device), slot.mask.shape))  # type: ignore[union-attr]
 
     def _read(self, state: dict[str, Any]) -> Masks:
         """The masks in a state, after everything in it was found to be this pruner's."""
@@ -315,6 +332,7 @@ class Pruner:
     def _hook(self) -> None:
         self._engine = Engine([*self.slots, *self.companions], self.optimizers, self)
         self._engine.carry_state(self.state_dict, self.load_state_dict)
+        self._aim()
 
     def _unhook(self) -> None:
         self._attached().detach()
@@ -325,7 +343,12 @@ class Pruner:
         """How far training is."""
         return Time(self.step, self.total, self.steps_per_epoch)
 
-    # The three that the engine calls.
+    @property
+    def scored(self) -> bool:
+        """Whether masks follow scores at every step, and weights are random."""
+        return self.method.weights == "score"
+
+    # The four that the engine calls.
 
     def wants_gradient(self) -> bool:
         """Whether the coming step is to be replaced by an update that sees its unmasked gradient."""
@@ -338,10 +361,25 @@ class Pruner:
         self._update(self.method.asked(self.time), self._complete({s.name: s.parameter.grad for s in self.slots}))
 
     @torch.no_grad()
+    def choose(self) -> None:
+        """Let the masks follow the scores."""
+        asked = self.method.asked(self.time.next)
+        require(
+            asked == self.method.target or not guards.capturing(self.slots[0].mask),
+            f"a recording would hold {self.method.pattern} at a sparsity of {asked:.2%}, and it is still to rise to "
+            f"{self.method.target:.2%}: step eagerly, or take schedule='constant' or pattern='unstructured'.",
+        )
+        masks = self.method.update(self._targets(), asked)
+        for arena in self._attached().arenas:
+            arena.put(masks)
+
+    @torch.no_grad()
     def advance(self) -> None:
         """A step was taken, or replaced."""
         self.step += 1
-        if not self.method.before and self.method.due(self.time):
+        if self.scored:
+            self._follow()
+        elif not self.method.before and self.method.due(self.time):
             self._update(self.method.asked(self.time))
 
     def _start(self, loss: Callable[[], Tensor] | None) -> None:
@@ -359,8 +397,29 @@ class Pruner:
             for slot in self._attached().slots:
                 slot.park()
             self._put(masks, sparsity)
+            self._redraw()
         else:
             self._attached().cut()
+
+    def _follow(self) -> None:
+        """The masks have followed the scores: make a record when one is due, and draw weights anew."""
+        self.reached = self.method.asked(self.time)
+        if self.method.due(self.time):
+            self._put(self._targets().masks, self.reached)
+            self._redraw()
+        self._aim()
+
+    def _redraw(self) -> None:
+        """Draw pruned weights anew when that is due. The model does not feel it: they are off the mask."""
+        number = self.method.redraw(self.time)
+        for arena in self._attached().arenas if number else ():
+            arena.redraw(number)
+
+    def _aim(self) -> None:
+        """Tell the kernels how sparse the masks are to be after the coming step."""
+        engine = self._attached()
+        if self.scored and engine.aimed != (asked := self.method.asked(self.time.next)):
+            engine.aim(asked)
 
     def _gradient(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
         """The gradient of a loss, with batch norm and dropout at rest."""
@@ -413,12 +472,16 @@ class Pruner:
 
     @torch.no_grad()
     def _update(self, sparsity: float, grads: dict[str, Tensor] | None = None) -> None:
-        """New masks from the method."""
+        """New masks from the method, or from kernels that do the same on all layers at once."""
+        arenas = self._attached().arenas
+        if self.method.ranks and len(arenas) == 1 and arenas[0].aim(sparsity):
+            self._put(None, sparsity)
+            return
         targets = self._targets(grads)
         self._put(self.method.update(targets, sparsity), sparsity, targets.fresh)
 
     @torch.no_grad()
-    def _put(self, masks: Masks, sparsity: float, fresh: Masks | None = None) -> None:
+    def _put(self, masks: Mapping[str, Tensor] | None, sparsity: float, fresh: Masks | None = None) -> None:
         """Put new masks in force, and note what the change cost."""
         names = [slot.name for slot in self.slots]
         record = dynamics.change(self._attached().arenas, masks, names, self.time, sparsity)

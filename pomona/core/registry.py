@@ -75,7 +75,7 @@ class Registry(Generic[T]):
 def build(record: type[T], kind: str, options: Mapping[str, Any]) -> T:
     """Make a record, refusing options it does not have and values of the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(record) if f.init}  # type: ignore[arg-type]
-    hints = type_hints(record)
+    hints = type_hints(record)  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in fields:
             raise unknown(f"option of {kind} '{record.name}'", key, fields)  # type: ignore[attr-defined]

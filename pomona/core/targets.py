@@ -55,6 +55,11 @@ class Target:
         return torch.Size([self.shape[self.rows], *rest]) if self.shape else self.shape
 
     @property
+    def fan_in(self) -> int:
+        """How many weights reach one output."""
+        return self.outputs_first[1:].numel()
+
+    @property
     def parameter(self) -> nn.Parameter:
         """The parameter the model holds under this name now."""
         return self.module._parameters[self.leaf]  # type: ignore[return-value]

@@ -10,7 +10,22 @@ from typing import Any
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
 from ..core.registry import build
-from . import dpf, dsr, finetune, incremental, lottery, oneshot, random, rigl, set, sfp, snip, sparse_momentum
+from . import (
+    dpf,
+    dsr,
+    edge_popup,
+    finetune,
+    incremental,
+    iterand,
+    lottery,
+    oneshot,
+    random,
+    rigl,
+    set,
+    sfp,
+    snip,
+    sparse_momentum,
+)
 
 __all__ = [
     "DPF",
@@ -19,8 +34,10 @@ __all__ = [
     "SET",
     "SFP",
     "SNIP",
+    "EdgePopup",
     "Finetune",
     "Incremental",
+    "IteRand",
     "Lottery",
     "Method",
     "OneShot",
@@ -57,8 +74,10 @@ def constructor(record: type[Method]) -> Callable[..., Pruner]:
 
 DPF = constructor(dpf.DPF)
 DSR = constructor(dsr.DSR)
+EdgePopup = constructor(edge_popup.EdgePopup)
 Finetune = constructor(finetune.Finetune)
 Incremental = constructor(incremental.Incremental)
+IteRand = constructor(iterand.IteRand)
 Lottery = constructor(lottery.Lottery)
 OneShot = constructor(oneshot.OneShot)
 Random = constructor(random.Random)

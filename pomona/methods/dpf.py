@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class DPF(Periodic):
     The model runs on m ⊙ w; the gradient taken there moves the dense w, so that a weight pruned too
     early comes back. Until the last tenth of training the mask follows w, and then it is at rest.
     """
+
+    ranks: ClassVar[bool] = True
 
     every: int = 16  # p: steps between mask updates
     settle: float = 0.1  # share of training, at its end, with the mask at rest; the paper has 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.errors import require
-from .layers import conv, he_normal, head, make_norm, widen
+from .layers import conv, he_normal, he_uniform, head, make_norm, widen
 from .registry import register
 
 
@@ -45,10 +45,7 @@ class Conv(nn.Module):
             nn.ReLU(),
             nn.Conv2d(hidden, num_classes, 1),
         )
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d) and module.bias is not None:
-                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-                nn.init.zeros_(module.bias)
+        he_uniform(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.features(x).flatten(1)

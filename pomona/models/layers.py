@@ -43,3 +43,12 @@ def he_normal(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def he_uniform(model: nn.Module) -> None:
+    """Uniform in ±√(6/fan_in) for every convolution and linear layer, biases zero: IteRand's "KU"."""
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

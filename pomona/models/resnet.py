@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .layers import conv, he_normal, head, make_norm, widen
+from .layers import conv, he_normal, he_uniform, head, make_norm, widen
 from .registry import register
 
 
@@ -63,12 +63,13 @@ class Bottleneck(Block):
 
 
 class ResNet(nn.Module):
-    """Four stages of 64ρ, 128ρ, 256ρ and 512ρ channels (times 4 with bottlenecks), He-normal.
+    """Four stages of 64ρ, 128ρ, 256ρ and 512ρ channels (times 4 with bottlenecks).
 
     The stem has 64 channels whatever ρ is: a 7×7 convolution of stride 2 and a max-pool for
     "imagenet", a 3×3 convolution for "cifar". ResNet-18 and 34 default to "cifar" and 10 classes,
     the deeper ones to "imagenet" and 1000. `inner` widens the inside of the blocks only, which makes
-    WideResNet-50-2 of ResNet-50.
+    WideResNet-50-2 of ResNet-50. Initial weights are He's normal ones, or with `init="uniform"` those of
+    IteRand: uniform in ±√(6/fan_in), and no bias in the classifier to begin with.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ResNet(nn.Module):
         stem: Literal["cifar", "imagenet"] = "cifar",
         rho: float = 1.0,
         affine: bool = True,
+        init: Literal["normal", "uniform"] = "normal",
     ) -> None:
         super().__init__()
         channels = 64
@@ -99,7 +101,7 @@ class ResNet(nn.Module):
                 channels = block.expansion * width
         self.blocks = nn.Sequential(*blocks)
         self.head = head(channels, num_classes)
-        he_normal(self)
+        (he_normal if init == "normal" else he_uniform)(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(x)))

@@ -27,6 +27,10 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf 2:4 quantized": lambda: pm.DPF(every=4, pattern=pm.NM(2, 4), allocation="uniform", compressor=pm.Quantize(4)),
     "incremental": lambda: pm.Incremental(sparsity=0.9, every=4),
     "oneshot": lambda: pm.OneShot(sparsity=0.9, at=0.5),
+    "edge_popup": lambda: pm.EdgePopup(sparsity=0.6, every=4),
+    "edge_popup balanced": lambda: pm.EdgePopup(sparsity=0.75, every=4, pattern=pm.Balanced(block=12)),
+    "iterand": lambda: pm.IteRand(sparsity=0.6, every=4, rate=0.3, distribution="ku"),
+    "iterand rising": lambda: pm.IteRand(sparsity=0.6, every=4, allocation="global", schedule=pm.Cubic(until=0.5)),
 }
 
 
@@ -44,7 +48,9 @@ def build(method: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, p
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused
     )
-    return model, optimizer, METHODS[method]().attach(model, optimizer, total_steps=STEPS)
+    pruner = METHODS[method]()
+    model[1].requires_grad_(pruner.method.weights != "score")  # scores leave no norm to train
+    return model, optimizer, pruner.attach(model, optimizer, total_steps=STEPS)
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -24,9 +24,10 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf at once": lambda: pm.DPF(sparsity=0.8, every=4, schedule="constant"),
     "oneshot": lambda: pm.OneShot(sparsity=0.8),
     "incremental": lambda: pm.Incremental(sparsity=0.8, every=4),
+    "iterand": lambda: pm.IteRand(sparsity=0.6, every=4, distribution="ku"),
 }
-# Soft methods may be attached before or after DistributedDataParallel, the others after it.
-EITHER = [name for name in METHODS if name.startswith("dpf")]
+# Soft and score methods may be attached before or after DistributedDataParallel, the others after it.
+EITHER = [name for name in METHODS if name.startswith(("dpf", "iterand"))]
 
 
 class Small(nn.Module):

@@ -24,9 +24,18 @@ def make(name: str, **more: Any) -> pm.Pruner:
     options: dict[str, Any] = {"sparsity": 0.6, **more}
     if name in ("set", "rigl", "sparse_momentum", "dsr", "dpf", "incremental"):
         options["every"] = 4
+    if METHODS[name].weights == "score":
+        options["every"] = 1
     if name == "dsr":
         options |= {"threshold": 0.05, "churn": 0.1}
     return pruner({"name": name, **options})
+
+
+def net(name: str) -> Net:
+    """A network in float64; scores leave no norm to train."""
+    model = Net().double()
+    model.norm.requires_grad_(METHODS[name].weights != "score")
+    return model
 
 
 class Books:
@@ -53,7 +62,7 @@ class Books:
 
 @every_method
 def test_history_against_consecutive_masks(name: str) -> None:
-    model = Net().double()
+    model = net(name)
     optimizer = sgd(model)
     ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH)
     books = Books(ours)
@@ -119,7 +128,7 @@ def test_delta_against_the_dense_weights(name: str) -> None:
 
 @every_method
 def test_settled_against_every_mask(name: str) -> None:
-    model = Net().double()
+    model = net(name)
     optimizer = adam(model)
     ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH, track=True)
     books = Books(ours)

@@ -198,9 +198,11 @@ def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[st
         pm.Lottery(**options, retrainings=2).rounds(model, training)
         return model, masks
     optimizer = sgd(model)
+    model.norm.requires_grad_(METHODS[name].weights != "score")  # scores leave no norm to train
     ours = pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
     train(model, optimizer, range(steps))
     ours.finish()
+    model.norm.requires_grad_(True)
     return model, {n: mask.clone() for n, mask in ours.masks().items()}
 
 

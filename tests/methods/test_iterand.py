@@ -1,0 +1,161 @@
+"""IteRand: the re-draw by hand, against a reference, and what it must leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Tiny, pull
+from kit import Net, loss_at, same, saved, sgd, train
+from torch import Tensor, nn
+
+import pomona as pm
+from pomona.core.stream import Stream, label, philox
+
+TOTAL = 30
+
+
+def net(seed: int = 0) -> Net:
+    model = Net(seed)
+    model.norm = nn.BatchNorm2d(8, affine=False)
+    return model.double()
+
+
+def begin(start: int = 0, **options: Any) -> tuple[Net, torch.optim.SGD, pm.Pruner]:
+    model = net(start)
+    optimizer = sgd(model)
+    return model, optimizer, pm.IteRand(**options).attach(model, optimizer, total_steps=TOTAL)
+
+
+def weights(pruner: pm.Pruner) -> dict[str, Tensor]:
+    return {slot.name: slot.weight.clone() for slot in pruner.slots}  # type: ignore[union-attr]
+
+
+def redrawn(name: str, shape: torch.Size, number: int, rate: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Which coins fall for a re-draw, and the signs drawn, one position at a time."""
+    coins, signs = [], []
+    for position in range(shape.numel()):
+        words = philox((position, number, *label(name)), (seed, 0))
+        coins.append(words[1] / 2**32 < rate)
+        signs.append(1.0 if words[0] < 2**31 else -1.0)
+    return torch.tensor(coins).view(shape), torch.tensor(signs, dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_redraw_is_equation_3(rate: float, every: int) -> None:
+    """w ← w ⊙ m + (1 − m) ⊙ [(1 − b) ⊙ w + b ⊙ w̃], before the forward of iteration t where (t + 1) mod K_per = 0."""
+    model, optimizer, pruner = begin(every=every, rate=rate, sparsity=0.5, seed=3)
+    now = {s.name: Stream(3, "sc").weights(s.name, s.target.fan_in, s.parameter.detach()) for s in pruner.slots}
+    for step in range(9):
+        if (step + 1) % every == 0:
+            for slot in pruner.slots:
+                coins, signs = redrawn(slot.name, slot.mask.shape, (step + 1) // every, rate, 3)
+                fresh = signs * now[slot.name].abs().max()
+                now[slot.name] = torch.where(~slot.mask & coins, fresh, now[slot.name])
+        assert same(weights(pruner), now), f"before iteration {step}"
+        train(model, optimizer, [step])
+
+
+def test_by_hand_on_four_weights() -> None:
+    """p = 1/2, r = 1, K_per = 2: after the first step both pruned weights, and no other, are drawn a first time."""
+    model = Tiny(a=[[9.0] * 4])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pruner = pm.IteRand(sparsity=0.5, rate=1.0, every=2, distribution="ku", include="a").attach(
+        model, optimizer, total_steps=8
+    )
+    slot = pruner.slots[0]
+    slot.latent.copy_(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))  # type: ignore[union-attr]
+    first, second = (Stream(0, "ku").at("a.weight", 4, torch.arange(4), k).double() for k in (0, 1))
+    pull(model, a=[[0.0] * 4]).backward()
+    optimizer.step()
+    assert slot.weight.tolist() == [[first[0], first[1], second[2], second[3]]]  # type: ignore[union-attr]
+    assert slot.drawn.tolist() == [[0, 0, 1, 1]]  # type: ignore[union-attr]
+    assert model.a.weight.tolist() == [[first[0], first[1], 0, 0]], "the model feels nothing of it"
+    optimizer.step()
+    assert slot.drawn.tolist() == [[0, 0, 1, 1]], "not again before two more steps"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("distribution", ["sc", "ku"])
+def test_no_weight_off_the_redraw_ever_changes(distribution: str) -> None:
+    model, optimizer, pruner = begin(every=4, rate=0.3, distribution=distribution, sparsity=0.6)
+    drawn = 0
+    for step in range(TOTAL):
+        before, masks = weights(pruner), {n: m.clone() for n, m in pruner.masks().items()}
+        train(model, optimizer, [step])
+        after = weights(pruner)
+        due = (step + 2) % 4 == 0 and step + 1 < TOTAL  # before the next forward
+        for name, weight in after.items():
+            changed = weight != before[name]
+            assert due or not changed.any()
+            assert not changed[pruner.masks()[name]].any(), "a kept weight was drawn anew"
+            drawn += int(changed.sum())
+        assert masks.keys() == pruner.masks().keys()
+    assert drawn > 0
+
+
+def test_scores_and_momentum_do_not_feel_a_redraw() -> None:
+    runs = [begin(every=5, rate=rate, sparsity=0.5) for rate in (0.0, 1.0)]
+    for model, optimizer, _ in runs:
+        train(model, optimizer, range(4))  # the first re-draw comes behind the fourth step
+    states = [
+        [optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p in optimizer.state]
+        for model, optimizer, _ in runs
+    ]
+    assert same(states[0], states[1])
+    assert same(runs[0][2].state_dict()["latents"], runs[1][2].state_dict()["latents"])
+    assert same(runs[0][0].state_dict(), runs[1][0].state_dict())
+    assert not same(weights(runs[0][2]), weights(runs[1][2]))
+
+
+def test_at_rate_zero_it_is_edge_popup() -> None:
+    model, optimizer, pruner = begin(every=3, rate=0.0, sparsity=0.6)
+    other = net()
+    plain = sgd(other)
+    popup = pm.EdgePopup(sparsity=0.6, every=3).attach(other, plain, total_steps=TOTAL)
+    train(model, optimizer, range(TOTAL))
+    train(other, plain, range(TOTAL))
+    assert same(model.state_dict(), other.state_dict())
+    assert pruner.history == popup.history
+    assert all(slot.drawn is None for slot in pruner.slots), "nothing is to be remembered"
+
+
+@pytest.mark.parametrize("stop", [2, 3, 10, 29])
+def test_resumed_in_the_middle_it_is_never_stopped(stop: int) -> None:
+    options = {"every": 4, "rate": 0.4, "distribution": "ku", "sparsity": 0.6, "allocation": "global"}
+    model, optimizer, pruner = begin(**options)
+    train(model, optimizer, range(stop))
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, range(stop, TOTAL))
+    other, again, twin = begin(start=5, **options)
+    other.load_state_dict(file["model"])
+    again.load_state_dict(file["optimizer"])
+    train(other, again, range(stop, TOTAL))
+    assert same(other.state_dict(), model.state_dict())
+    assert same(weights(twin), weights(pruner))
+    assert same(twin.state_dict(), pruner.state_dict())
+
+
+def test_the_last_step_is_followed_by_no_redraw() -> None:
+    model, optimizer, pruner = begin(every=TOTAL + 1, rate=1.0)
+    before = weights(pruner)
+    train(model, optimizer, range(TOTAL))
+    loss_at(model, 0).backward()
+    assert same(weights(pruner), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.5}, "got 1.5"),
+        ({"every": 0}, "must be ≥ 1, got 0"),
+        ({"every": -3}, "must be ≥ 1, got -3"),
+        ({"rate": -0.1}, r"in \[0, 1\], got -0\.1"),
+        ({"rate": 1.1}, r"in \[0, 1\], got 1\.1"),
+        ({"rate": float("nan")}, r"in \[0, 1\], got nan"),
+    ],
+)
+def test_bad_options_of_iterand(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pm.PomonaError, match=message):
+        pm.IteRand(**options)
