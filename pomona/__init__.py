@@ -8,6 +8,10 @@ pruner.attach(model, optimizer, total_steps=steps)
 pruner.finish()
 """
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import data, models, theory
 from .compressors import Binary, Quantize
 from .core.errors import PomonaError
@@ -34,6 +38,9 @@ from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
 from .schedules import Constant, Cosine, Cubic, Linear
 from .sparse import shrink
 from .version import __version__
+
+if TYPE_CHECKING:
+    from . import privacy
 
 __all__ = [
     "DPF",
@@ -67,8 +74,16 @@ __all__ = [
     "__version__",
     "data",
     "models",
+    "privacy",
     "prunable",
     "shrink",
     "summary",
     "theory",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Private training when it is first asked for: it needs much of scipy."""
+    if name == "privacy":
+        return importlib.import_module(".privacy", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

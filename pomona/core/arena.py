@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
@@ -111,7 +112,7 @@ class Arena:
     def record(self, move: str) -> torch.cuda.CUDAGraph:
         """A CUDA graph of a move."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(self.mask.device)):
+        with RECORDING, torch.cuda.stream(aside(self.mask.device)):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
             self.play(move)
             graph.capture_end()
@@ -262,6 +263,16 @@ def layout(parameter: Tensor) -> tuple[int, int] | None:
     if parameter.ndim in formats and parameter.is_contiguous(memory_format=formats[parameter.ndim]):
         return parameter.shape[1], parameter.shape[2:].numel()
     return None
+
+
+RECORDING = threading.RLock()  # held while a CUDA graph is recorded
+
+
+@cache
+def aside(device: torch.device) -> torch.cuda.Stream:
+    """The stream to record on. There is but one: torch gives out 32 in turn, and a thirty-third that is recorded on
+    would be the one on which another thread is at work."""
+    return torch.cuda.Stream(device)
 
 
 @cache

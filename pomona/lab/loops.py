@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pomona.core.arena import RECORDING, aside
 from pomona.core.errors import require
 
 from .convolution import quick
@@ -180,13 +181,14 @@ class Captured:
         """Record the step. Whatever the rehearsals did is undone."""
         run = self.run
         sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
+        stream = aside(run.device)
         with (
+            RECORDING,
             quick(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
             with rehearsal(run):
                 run.stage.optimizer.prepare(run.optimizer)
-                stream = torch.cuda.Stream(run.device)
                 stream.wait_stream(torch.cuda.current_stream(run.device))
                 with torch.cuda.stream(stream):
                     for size, compiled in sizes.items():
@@ -200,7 +202,7 @@ class Captured:
             for size, compiled in sizes.items():
                 run.optimizer.zero_grad()
                 self.graphs[size] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[size], capture_error_mode="thread_local"):
+                with torch.cuda.graph(self.graphs[size], stream=stream, capture_error_mode="thread_local"):
                     self.step(compiled_forward if compiled else forward, size)
             run.optimizer.zero_grad()
 

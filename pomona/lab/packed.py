@@ -23,6 +23,8 @@ from .pool import Job
 from .run import Interrupted, Note, own_random, signals
 from .team import pick
 
+MOST = 24  # torch has 32 streams, and some are for other uses
+
 
 def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and summary (or `error`) of each job, as they come, `count` at a time.
@@ -30,7 +32,7 @@ def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict
     Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint. To close this
     iterator before its end does the same, and raises nothing.
     """
-    require(count >= 1, f"packed must be 1 or more runs at once, got {count}.")
+    require(1 <= count <= MOST, f"packed takes 1 to {MOST} runs at once, got {count}.")
     for job in jobs:
         device = pick(job.recipe.train.device)
         require(
@@ -66,13 +68,15 @@ def serve(
 ) -> None:
     """The life of a thread: one job after another, on one stream."""
     PACKED.set(True)
+    streams: dict[torch.device, torch.cuda.Stream] = {}
     while not stop.is_set():
         try:
             index = waiting.get_nowait()
         except queue.Empty:
             return
         device = pick(jobs[index].recipe.train.device)
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             try:
                 told.put(("done", (index, jobs[index].run(stop.is_set, lambda text: told.put(("note", text))))))
             except Interrupted:

@@ -53,7 +53,7 @@ from .store import Store
 from .table import SHOW
 from .tables import Entry, Table, Task, numbers
 
-MODULES = ("pomona.theory.qian", "pomona.privacy.tables")
+MODULES = ("pomona.theory.qian", "pomona.lab.private")
 KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "show", "across", "names", "like")
 PART = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 LINK = ("from", "retrain", "budget")  # what a column says besides settings

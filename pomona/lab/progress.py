@@ -182,7 +182,12 @@ def transfer(console: Console) -> Iterator[Callable[[str, int, int | None], None
 
 def numbers(row: Mapping[str, Any]) -> list[str]:
     """The measurements that are there, in words."""
-    texts = {"loss": "loss {:.3f}", "accuracy": "accuracy {:.2f} %", "perplexity": "perplexity {:.1f}"}
+    texts = {
+        "loss": "loss {:.3f}",
+        "accuracy": "accuracy {:.2f} %",
+        "perplexity": "perplexity {:.1f}",
+        "epsilon": "ε {:.3f}",
+    }
     found = [text.format(row[key]) for key, text in texts.items() if key in row]
     return [*found, f"sparsity {100 * row['sparsity']:.1f} %"] if row.get("sparsity") else found
 

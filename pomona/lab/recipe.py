@@ -372,6 +372,7 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
 
 def _check_keys(given: Mapping[str, Any]) -> None:
     """Refuse keys that a recipe does not have; an option at the top is told its section."""
+    require("private" not in given, "a recipe with a section 'private' is trained by `pomona private`.")
     for key in given:
         if key not in _MAKE and key != "finetune":
             records = {"optimizer": SGD, "rate": Step, "train": TrainOptions, "origin": OriginOptions}

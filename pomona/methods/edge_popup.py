@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..core.errors import require
-from ..core.method import Masks, Method, Targets, Time, check_every, method
+from ..core.method import Masks, Method, Targets, Time, method
 from ..core.stream import Stream
 from ..core.targets import DENSE
 from ..patterns.units import Units
@@ -26,6 +26,7 @@ class EdgePopup(Method):
 
     dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
     usual: ClassVar[float] = 0.5
+    counts: ClassVar[str] = "between two records of the mask"
 
     distribution: str = "sc"  # D_param: signed constants ±√(2/fan_in), or "ku", uniform within ±√(6/fan_in)
     every: int = 300  # steps between two records of the mask in the history
@@ -36,7 +37,7 @@ class EdgePopup(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.target < 1, f"sparsity is p, the pruned fraction in (0, 1), got {self.target:g}.")
-        check_every(self.every)
+        require(self.every >= 1, f"every counts steps ({self.counts}) and must be ≥ 1, got {self.every}.")
         Stream(self.seed, self.distribution)  # refuses what it cannot draw
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..core.errors import require
 from ..core.method import Time, method
@@ -18,6 +19,8 @@ class IteRand(EdgePopup):
     Before each K_per-th forward a share r of the pruned weights is drawn anew (equation 3); their scores and
     momentum stay. At r = 0 it is edge-popup.
     """
+
+    counts: ClassVar[str] = "K_per, between re-draws"
 
     every: int = 300  # K_per: steps between re-draws
     rate: float = 0.1  # r: the share of pruned weights that is drawn anew

@@ -5,7 +5,7 @@ Its masks may be any, and are judged by δ_t = ‖w_t − w̃_t‖² / ‖w_t‖
 sum of terms, each a constant of the proof times something measured.
 
 `G` (the root of E‖g(w̃_t)‖²), `delta` and `norm` (‖w_t‖) are numbers, or arrays whose last axis is t;
-other axes are runs, over which the expectation is taken.
+other axes are runs, over which the expectation is taken. `Trace` measures them on a run, `curvature` L.
 
 The proofs give away a share θ of the gap (or of the gradient) to pay for the pruning error. The document
 has θ = 1/2 everywhere; `sharp=True` takes the best. The proofs, and where the document errs, are in
@@ -15,13 +15,18 @@ docs/convergence.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from ..core.errors import require
+from ..core.pruner import Pruner
 
 Array = NDArray[np.float64]
 
@@ -150,7 +155,8 @@ def one_shot(
 
         2 (f(w) − f*)  +  L δ ‖w‖²,
 
-    and with `sharp` (√gap + √(L δ / 2) ‖w‖)².
+    and with `sharp` (√gap + √(L δ / 2) ‖w‖)². `gap` is what was measured, or for the end of a run of SGD
+    `last(…).bound`.
     """
     return Estimate("inequality 4", four(L, gap, float(errors(delta, norm, 0)[0]), sharp), known)
 
@@ -206,6 +212,100 @@ def nonconvex(
         "pruning": Term(L**2 / (4 * theta * left) if theta else 0.0, pruning),
     }
     return Estimate("Theorem 4.2", terms, square)
+
+
+# ---- what a run measures
+
+
+class Trace:
+    """δ_t, ‖w_t‖, ‖g(w̃_t)‖ and γ_t at each step of a run.
+
+        trace = convergence.Trace(optimizer, pruner)    # after pruner.attach
+        ...                                             # the training loop, as it is
+        convergence.convex(**trace.measured, L=L, mu=mu)
+
+    Without a pruner it follows plain SGD, of which nothing is pruned before its end.
+    """
+
+    def __init__(self, optimizer: Optimizer, pruner: Pruner | None = None) -> None:
+        wrong = [key for key in ("momentum", "weight_decay") if any(group.get(key) for group in optimizer.param_groups)]
+        require(
+            isinstance(optimizer, SGD) and not wrong,
+            f"the theorems are about steps w − γ g, and {type(optimizer).__name__}"
+            f"{f' with {wrong[0]}' if wrong else ''} makes others: use SGD alone, with any penalty in the loss.",
+        )
+        if pruner is not None:
+            require(
+                pruner.method.weights == "soft" and bool(pruner.slots),
+                f"the theorems are about dense weights moved by gradients at pruned ones, and {pruner} has no such "
+                "pair: attach DPF first, or leave the pruner out and give one_shot what it cuts.",
+            )
+        self.slots = pruner.slots + pruner.companions if pruner else []
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gammas: list[float] = []
+        self.squares: dict[str, list[Tensor]] = {"lost": [], "whole": [], "gradient": []}
+        self.handles = [
+            optimizer.register_step_pre_hook(self.before),
+            optimizer.register_step_post_hook(self.after),
+        ]
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note the weights: of pruned parameters the dense ones, whatever they hold at the moment."""
+        dense = {id(slot.parameter): slot.dense for slot in self.slots}
+        self.gammas.append(float(optimizer.param_groups[0]["lr"]))
+        self.squares["lost"].append(square(slot.dense - slot.sparse() for slot in self.slots))
+        self.squares["whole"].append(square(dense.get(id(p), p) for p in self.parameters))
+
+    @torch.no_grad()
+    def after(self, *_: Any) -> None:
+        """Note the gradients, which a closure makes only within the step."""
+        self.squares["gradient"].append(square(p.grad for p in self.parameters if p.grad is not None))
+
+    def stop(self) -> None:
+        """Let go of the optimizer."""
+        for handle in self.handles:
+            handle.remove()
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """`delta`, `norm`, `G` and `T`, as the estimates take them."""
+        require(bool(self.gammas), "the run has made no step since it is traced: train first.")
+        lost, whole, gradient = (torch.stack(each).cpu().numpy() for each in self.squares.values())
+        with np.errstate(invalid="ignore"):  # 0/0 where all weights are 0, and so is their error
+            delta = np.nan_to_num(lost / whole)
+        return {"delta": delta, "norm": np.sqrt(whole), "G": np.sqrt(gradient), "T": len(lost) - 1}
+
+    @property
+    def rates(self) -> Array:
+        """γ_t, to be held against `rates(mu, T)`."""
+        return np.array(self.gammas)
+
+
+def square(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of all squares, in double precision and without waiting for the device."""
+    parts = [tensor.detach().double().square().sum() for tensor in tensors]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+
+def curvature(loss: Callable[[], Tensor], parameters: Iterable[Tensor], steps: int = 100, seed: int = 0) -> float:
+    """The largest |eigenvalue| of the loss's Hessian at these weights, by power iteration.
+
+    It approaches from below, and L is the largest over all weights a run may meet: an estimate of L, no bound.
+    """
+    weights = list(parameters)
+    slope = torch.autograd.grad(loss(), weights, create_graph=True)
+    draw = torch.Generator().manual_seed(seed)
+    v = [torch.randn(w.shape, generator=draw, dtype=w.dtype).to(w.device) for w in weights]
+    found = 0.0
+    for _ in range(steps):
+        size = math.sqrt(float(square(v)))
+        if not size:  # the Hessian is zero
+            break
+        v = [x / size for x in v]
+        v = list(torch.autograd.grad(slope, weights, v, retain_graph=True, materialize_grads=True))
+        found = math.sqrt(float(square(v)))
+    return found
 
 
 # ---- what they share

@@ -149,7 +149,7 @@ def test_the_last_step_is_followed_by_no_redraw() -> None:
     ("options", "message"),
     [
         ({"sparsity": 1.5}, "got 1.5"),
-        ({"every": 0}, "must be ≥ 1, got 0"),
+        ({"every": 0}, r"K_per, between re-draws\) and must be ≥ 1, got 0"),
         ({"every": -3}, "must be ≥ 1, got -3"),
         ({"rate": -0.1}, r"in \[0, 1\], got -0\.1"),
         ({"rate": 1.1}, r"in \[0, 1\], got 1\.1"),

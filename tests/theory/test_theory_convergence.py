@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pomona as pm
 from pomona import PomonaError
 from pomona.theory import convergence as theory
 
@@ -268,3 +269,126 @@ def test_bad_input(change, message):
 def test_a_gap_below_zero_is_refused():
     with pytest.raises(PomonaError, match="is f\\* the minimum"):
         theory.one_shot(L=1.0, gap=-0.1, delta=0.1, norm=1.0)
+
+
+# ---- what a run measures
+
+
+def linear(start: torch.Tensor) -> torch.nn.Linear:
+    model = torch.nn.Linear(len(start), 1, bias=False, dtype=start.dtype)
+    with torch.no_grad():
+        model.weight.copy_(start)
+    return model
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_trace_is_what_the_page_measures(page, closure):
+    T, gamma = 20, 0.1
+    w, pruned, _ = page["train"](page["f"], page["start"], [gamma] * (T + 1), page["dpf"](0.5))
+    delta, norm = page["measure"](w, pruned)
+
+    model = linear(page["start"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=gamma)
+    pruner = page["dpf"](0.5).attach(model, optimizer, total_steps=T + 1)
+    trace = theory.Trace(optimizer, pruner)
+
+    def loss():
+        optimizer.zero_grad()
+        value = page["f"](model.weight[0])
+        value.backward()
+        return value
+
+    slopes = []
+    for _ in range(T + 1):
+        slopes.append(torch.autograd.grad(page["f"](model.weight[0]), model.weight)[0].norm().item())
+        if closure:
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
+    measured = trace.measured
+    assert measured["T"] == T
+    assert measured["delta"] == pytest.approx(delta.numpy())
+    assert measured["norm"] == pytest.approx(norm.numpy())
+    assert measured["G"] == pytest.approx(np.array(slopes))
+    assert trace.rates == pytest.approx(gamma)
+    assert theory.nonconvex(**measured, L=1.0, gap=1.0, gamma=gamma).bound > 0
+
+    trace.stop()
+    loss()
+    optimizer.step()
+    assert trace.measured["T"] == T
+
+
+def test_the_bound_of_a_traced_ridge_run_holds():
+    # f(w) = Σ c (w − a)² / 2 without noise: L and μ are the ends of c; DPF at a third, Theorem 4.1's rates.
+    T, curve = 200, torch.linspace(1.0, 1.8, 6, dtype=torch.float64)
+    aim = 0.5 ** torch.arange(6, dtype=torch.float64)
+    model = linear(torch.ones(6, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"every": 1, "settle": 0, "schedule": pm.Constant(), "include": "*"}
+    pruner = pm.DPF(sparsity=1 / 3, **options).attach(model, optimizer, total_steps=T + 1)
+    trace, gaps = theory.Trace(optimizer, pruner), []
+    for rate in theory.rates(1.0, T):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        value = (curve / 2 * (model.weight[0] - aim) ** 2).sum()
+        value.backward()
+        optimizer.step()
+        gaps.append(value.item())
+    assert trace.rates == pytest.approx(theory.rates(1.0, T))
+    estimate = theory.convex(**trace.measured, L=1.8, mu=1.0)
+    assert 0 < theory.weights(T) @ gaps <= estimate.bound
+
+
+def test_plain_sgd_is_traced_too_and_its_end_cut_by_inequality_4():
+    T, aim = 100, torch.tensor([1.0, 0.5, 0.1], dtype=torch.float64)
+    model = linear(torch.zeros(3, dtype=torch.float64))  # ‖w_0‖ = 0, of which nothing is lost
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trace, draw = theory.Trace(optimizer), torch.Generator().manual_seed(0)
+    for rate in theory.rates(2.0, T):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        noise = torch.randn(3, generator=draw, dtype=torch.float64) / 10
+        ((model.weight[0] - aim).square().sum() + noise @ model.weight[0]).backward()
+        optimizer.step()
+    measured = trace.measured
+    assert not measured["delta"].any()
+    end = theory.last(**measured, L=2.0, mu=2.0)
+    w = model.weight[0].detach()
+    cut = torch.where(w.abs() > w.abs().min(), w, 0)
+    told = {"L": 2.0, "delta": float((w - cut).square().sum() / w.square().sum()), "norm": float(w.norm())}
+    assert (w - aim).square().sum() <= end.bound
+    gap = float((cut - aim).square().sum())
+    assert gap <= theory.one_shot(**told, gap=float((w - aim).square().sum())).bound
+    assert gap <= theory.one_shot(**told, gap=end.bound).bound
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: theory.Trace(torch.optim.Adam(p)), "Adam makes others"),
+        (lambda p: theory.Trace(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "SGD with momentum makes others"),
+        (lambda p: theory.Trace(torch.optim.SGD(p, lr=0.1), pm.DPF(sparsity=0.5)), "not attached.* attach DPF first"),
+        (lambda p: theory.Trace(torch.optim.SGD(p, lr=0.1)).measured, "no step"),
+    ],
+)
+def test_a_run_of_another_kind_is_refused(make, said):
+    with pytest.raises(PomonaError, match=said):
+        make([torch.nn.Parameter(torch.ones(3))])
+
+
+def test_the_curvature_is_the_largest_eigenvalue():
+    draw = torch.Generator().manual_seed(0)
+    A = torch.randn(12, 8, generator=draw, dtype=torch.float64)
+    w = [torch.randn(size, generator=draw, dtype=torch.float64, requires_grad=True) for size in (5, 3)]
+
+    def loss(sign=1):
+        return sign * (A @ torch.cat(w)).square().sum() / 2
+
+    expected = torch.linalg.eigvalsh(A.T @ A).max().item()
+    assert theory.curvature(loss, w, steps=300) == pytest.approx(expected, rel=1e-6)
+    assert theory.curvature(lambda: loss(-1), w, steps=300) == pytest.approx(expected, rel=1e-6)
+    assert theory.curvature(loss, w, steps=3) <= expected * (1 + 1e-12)
+    flat = torch.ones(2, requires_grad=True)
+    assert theory.curvature(lambda: (flat * 0).square().sum(), [flat]) == 0

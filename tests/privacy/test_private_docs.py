@@ -1,0 +1,91 @@
+"""The page on privacy: its code runs, and its tables are those of the records."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import pomona
+from pomona import privacy
+from pomona.lab import private
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_code_on_the_page_runs():
+    pytest.importorskip("dp_accounting")
+    pomona.privacy = privacy
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    step = names["step"]
+    assert step.done == 20
+    assert step.spent == pytest.approx(2, rel=1e-3)
+    assert step.lost(19) == pytest.approx(0.5, abs=0.05)
+
+
+def run(arm: str, epsilon: float, seed: int, accuracy: float) -> dict:
+    told = {
+        "target": epsilon,
+        "delta": 1e-5,
+        "share": 0.01,
+        "keep": 0.1,
+        "schedule": {"name": "linear"},
+        "sigma": 1.0,
+        "lost": {"middle": 0.5, "end": 0.9},
+        "random_loses": {"middle": 0.5, "end": 0.9},
+    }
+    common = {"model": "private_cnn", "method": arm, "data": "cifar10", "epoch": 16}
+    return {"arm": arm, "seed": seed, "accuracy": accuracy, "private": told, **common}
+
+
+def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
+    runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
+    (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
+    cells = private.table(tmp_path / "record.json")["cells"]
+    assert [(c["method"], c["setting"]["epsilon"], c["mean"], c["runs"]) for c in cells] == [
+        ("gip", 1.0, 40.0, 1),
+        ("gip", 2.0, 51.0, 2),
+        ("random", 2.0, 49.0, 1),
+    ]
+    assert cells[1]["std"] == pytest.approx(2**0.5)
+    assert cells[0]["std"] is None
+    assert cells[0]["sparsity"] == pytest.approx(0.9)
+    assert cells[0]["setting"]["lost"]["end"] == 0.9
+    assert private.table(tmp_path / "none.json")["cells"] == []
+
+
+def test_the_page_answers_from_the_record(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sys.modules.pop("private_page", None)
+    import private_page
+
+    runs = [
+        run(arm, e, s, 50 + (arm == "gip") + 0.1 * s) for arm in ("gip", "random") for e in (1.0, 2.0) for s in (0, 1)
+    ]
+    monkeypatch.setattr(private_page, "ROOT", tmp_path)
+    (tmp_path / private.RECORD).parent.mkdir()
+    (tmp_path / private.RECORD).write_text(json.dumps({"runs": runs}))
+    assert "| +1.00 ± 0.00 | helps |" in private_page.answer()
+    assert "51.05 ± 0.07, 0.9000" in private_page.accuracies()
+    assert "| 256 | 26 |" in private_page.price()
+
+
+def test_the_experiment_has_a_true_budget_for_every_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import private_cifar
+
+    arms = list(private_cifar.ARMS)
+    asked = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
+    budgets = json.loads(private_cifar.BUDGETS.read_text())
+    every = [recipe for _, recipe in private_cifar.recipes(asked, budgets)]
+    assert len({recipe.fingerprint() for recipe in every}) == 72
+    for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
+        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
+    assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
+    assert all(r.recipe.data.validation == 2000 for r in every)

@@ -1,0 +1,441 @@
+"""Certificates: never below the truth, tight where they can be, and refused where there is none."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pomona as pm
+from pomona.core.errors import PomonaError
+from pomona.theory import bounds, certificate
+from pomona.theory.certificate import Ball, Cube, certify
+
+
+def thinned(model: nn.Module, seed: int = 0, share: float = 0.5, noise: float = 0.1) -> nn.Module:
+    """A copy in which half of the weights are gone and biases and norms have moved."""
+    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(torch.rand(parameter.shape, generator=draw) >= share)
+            else:
+                parameter.add_(noise * torch.randn(parameter.shape, generator=draw))
+        for buffer in other.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(noise * torch.rand(buffer.shape, generator=draw))
+    return other
+
+
+def lived_in(model: nn.Module, seed: int = 0) -> nn.Module:
+    """With norms and statistics as training leaves them."""
+    draw = torch.Generator().manual_seed(seed)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d | nn.BatchNorm1d):
+            for tensor, low, high in ((part.running_mean, -1, 1), (part.running_var, 0.5, 2), (part.bias.data, -1, 1)):
+                tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=draw))
+            part.weight.data.copy_(torch.randn(part.weight.shape, generator=draw))
+    return model.eval()
+
+
+def seen(dense: nn.Module, pruned: nn.Module, shape: tuple[int, ...], region: Ball | Cube, count: int = 400) -> float:
+    """The largest difference at random points of the region."""
+    x = region.sample(count, shape, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        gap = copy.deepcopy(pruned).eval().double()(x) - copy.deepcopy(dense).eval().double()(x)
+    return float(gap.flatten(1).norm(dim=1).max())
+
+
+def exact(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix.double(), 2))
+
+
+# ---- tight
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(0.1, 10), st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_one_pruned_linear_layer_is_met_to_a_percent(rows: int, columns: int, radius: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    dense = nn.Linear(columns, rows, bias=False)
+    pruned = thinned(dense, seed)
+    true = radius * exact((pruned.weight - dense.weight).detach())
+    found = certify(dense, pruned, (columns,), region=Ball(radius), steps=0)
+    assert true * (1 - 1e-12) <= found.error <= 1.01 * true + 1e-12
+
+
+def test_the_attack_meets_the_certificate_of_one_layer() -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(50, 30)
+    found = certify(dense, thinned(dense, noise=0), (50,))
+    assert 0.999 * found.error < found.found <= found.error
+
+
+@given(st.lists(st.integers(2, 12), min_size=4, max_size=7), st.floats(0.2, 0.9), st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_networks_of_theorem_1_are_within_the_products_of_exact_norms(
+    widths: list[int], share: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
+    dense = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1])
+    pruned = thinned(dense, seed, share)
+    norms = [exact(layer.weight.detach()) for layer in layers]
+    kept = [pruned[2 * k].weight.detach() for k in range(len(layers))]
+    gone = [exact(w - layer.weight.detach()) for w, layer in zip(kept, layers, strict=True)]
+    products = math.prod(a + b for a, b in zip(norms, gone, strict=True)) - math.prod(norms)
+    found = certify(dense, pruned, (widths[0],), steps=20, starts=4)
+    assert found.found <= found.error <= products * (1 + 1e-9)
+
+
+def test_only_inner_layers_pruned_is_within_the_theorems_own_recursion() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(
+        nn.Linear(8, 20, False), nn.ReLU(), nn.Linear(20, 20, False), nn.ReLU(), nn.Linear(20, 3, False)
+    )
+    pruned = copy.deepcopy(dense)
+    pruned[2].weight.data[pruned[2].weight.abs() < 0.1] = 0
+    norms = [exact(dense[k].weight.detach()) for k in (0, 2, 4)]
+    gone = exact((pruned[2].weight - dense[2].weight).detach())
+    assert certify(dense, pruned, (8,), steps=0).error <= bounds.propagate(norms, [gone]) * (1 + 1e-9)
+
+
+def test_equal_networks_are_certified_equal() -> None:
+    model = lived_in(pm.models.build("digits_cnn"))
+    found = certify(model, copy.deepcopy(model), (1, 8, 8), steps=3)
+    assert found.error < 1e-6
+    assert found.found == 0
+
+
+def test_a_bias_alone_is_met() -> None:
+    """Only the last bias moved: the networks are apart by it everywhere, and by nothing more."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    pruned = copy.deepcopy(dense)
+    pruned[2].bias.data += torch.tensor([3.0, 0.0, 4.0])
+    assert certify(dense, pruned, (5,), steps=0).error == pytest.approx(5, rel=1e-6)
+
+
+# ---- sound
+
+
+def convolution(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 6, 3, **options), nn.ReLU(), nn.Flatten())
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.one(x))
+        y += self.two(x[:, :, ::1])
+        z = torch.cat((F.relu(y), F.pad(x, (0, 0, 0, 0, 1, 0))), 1)
+        z = F.avg_pool2d(F.max_pool2d(z, 3, 2, padding=1), 2, 1)
+        return z.view(z.size(0), -1).mean(1, keepdim=True) + torch.tanh(z.flatten(1))
+
+
+class Odd(nn.Module):
+    """Sums that broadcast, values taken twice, and values written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(4, 3, 1), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        self.relu(y)
+        z = 3 * y
+        z.add_(1)
+        z = z + z.mean((2, 3), keepdim=True) + y
+        return torch.cat((z, z), 1) / 2 - 1
+
+
+class Tokens(nn.Module):
+    """A linear layer on the last of three axes, and a norm on the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(49, 5), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x.flatten(2)))
+
+
+torch.manual_seed(0)
+NETWORKS: dict[str, nn.Module] = {
+    "odd": Odd(),
+    "tokens": Tokens(),
+    "zero padding": convolution(padding=1),
+    "more padding than kernel": convolution(padding=4),
+    "stride": convolution(padding=1, stride=2),
+    "stride beyond the kernel": convolution(stride=4),
+    "dilation": convolution(dilation=2, padding=2),
+    "groups": convolution(groups=2, padding=(0, 2)),
+    "same": convolution(padding="same", dilation=(1, 2)),
+    "circular": convolution(padding=1, padding_mode="circular"),
+    "circular, twice around": convolution(padding=7, padding_mode="circular"),
+    "circular, strided": convolution(padding=2, padding_mode="circular", stride=3),
+    "reflect": convolution(padding=3, padding_mode="reflect"),
+    "replicate": convolution(padding=3, padding_mode="replicate", stride=2),
+    "overlapping max pool": nn.Sequential(nn.Conv2d(4, 3, 1), nn.MaxPool2d(3, 1, dilation=2)),
+    "average pool at the edge": nn.Sequential(nn.Conv2d(4, 3, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False)),
+    "adaptive pools": nn.Sequential(nn.Conv2d(4, 3, 1), nn.AdaptiveMaxPool2d(5), nn.AdaptiveAvgPool2d(3)),
+    "norm alone": nn.Sequential(nn.BatchNorm2d(4), nn.LeakyReLU(-1.5), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2)),
+    "activations": nn.Sequential(nn.Conv2d(4, 3, 1), nn.GELU(), nn.Conv2d(3, 3, 1), nn.SiLU(), nn.ELU(2.0)),
+    "residual": Residual(),
+}
+
+
+@pytest.mark.parametrize("region", [Ball(3.0), Cube(-0.5, 1.0)], ids=["ball", "cube"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_point_is_beyond_the_certificate(name: str, region: Ball | Cube) -> None:
+    dense = lived_in(NETWORKS[name])
+    pruned = thinned(dense)
+    found = certify(dense, pruned, (4, 7, 7), region=region, steps=30, starts=4)
+    assert 0 < found.found <= found.error < 1e3 * found.found
+    assert seen(dense, pruned, (4, 7, 7), region) <= found.error
+
+
+@given(st.integers(0, 10**6), st.floats(0.1, 0.9))
+@settings(max_examples=15, deadline=None)
+def test_random_small_networks(seed: int, share: float) -> None:
+    torch.manual_seed(seed)
+    dense = nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+    dense = lived_in(dense, seed)
+    pruned = thinned(dense, seed, share)
+    found = certify(dense, pruned, (2, 6, 6), region=Cube(), steps=20, starts=4)
+    assert max(found.found, seen(dense, pruned, (2, 6, 6), Cube(), 100)) <= found.error
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("lenet300", (1, 28, 28)), ("digits_cnn", (1, 8, 8)), ("conv2", (3, 8, 8)), ("resnet20", (3, 8, 8))],
+)
+def test_the_models_of_the_library(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    options = {"image_size": 8, "rho": 0.25} if name == "conv2" else {}
+    dense = lived_in(pm.models.build(name, **options))
+    pruned = certificate.cut(dense, 0.3)
+    found = certify(dense, pruned, shape, steps=5, starts=2)
+    assert 0 < found.found <= found.error < math.inf
+    assert [layer.name for layer in found.layers][-1] in ("layers.5", "head.2", "classifier.4")
+    assert all(layer.removed > 0 for layer in found.layers[1:-1])
+
+
+def test_a_cube_is_a_ball_around_its_middle() -> None:
+    """The bound of a linear layer: ‖Δ(W c + b)‖ at the middle and half the diagonal of ‖ΔW‖."""
+    torch.manual_seed(0)
+    dense = nn.Linear(6, 4)
+    pruned = thinned(dense)
+    gone, shift = (
+        (a.double() - b.double()).detach() for a, b in ((pruned.weight, dense.weight), (pruned.bias, dense.bias))
+    )
+    middle = float((gone.sum(1) / 2 + shift).norm())
+    expected = middle + exact(gone) * math.sqrt(6) / 2
+    assert certify(dense, pruned, (6,), region=Cube(), steps=0).error == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_folded_norm_is_tighter_than_two_layers() -> None:
+    """A norm that undoes its convolution's scale costs nothing."""
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+    scales = torch.tensor([1e-3, 1.0, 1e3])
+    conv.weight.data[:, :, 0, 0] = torch.linalg.qr(torch.randn(3, 3))[0] * scales[:, None]
+    norm.running_var.copy_(scales**2 - norm.eps)
+    dense = nn.Sequential(conv, norm)
+    found = certify(dense, dense, (3, 4, 4), steps=0)
+    assert [layer.dense for layer in found.layers] == [pytest.approx(1, rel=1e-2)]
+
+
+def test_a_state_is_as_good_as_a_network() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).train()
+    pruned = thinned(dense)
+    assert certify(dense, pruned.state_dict(), (5,)) == certify(dense, pruned, (5,))
+    assert dense.training
+
+
+def test_a_broadcast_sum_is_met() -> None:
+    """One number that is added to nine: the difference of the means is there nine times."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + torch.cat((x[:, :3], x), 1)
+
+    dense = Spread()
+    pruned = copy.deepcopy(dense)
+    pruned.layer.weight.data.zero_()
+    found = certify(dense, pruned, (6,))
+    assert found.error == pytest.approx(3 * float(dense.layer.weight.detach().norm()), rel=1e-6)
+    assert found.found == pytest.approx(found.error, rel=1e-2)
+
+
+def test_a_value_that_is_written_over_is_the_new_one() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            y.mul_(10)
+            return y
+
+    torch.manual_seed(0)
+    dense = Late()
+    found = certify(dense, thinned(dense), (6,))
+    assert 0.99 * found.error < found.found <= found.error
+
+
+def test_the_shift_of_a_norm_alone_is_met() -> None:
+    """As with a bias, behind a convolution and alone."""
+    for front in (nn.Conv2d(2, 3, 1), nn.Identity()):
+        dense = lived_in(nn.Sequential(front, nn.BatchNorm2d(3 if isinstance(front, nn.Conv2d) else 2)))
+        pruned = copy.deepcopy(dense)
+        pruned[1].bias.data[:2] += torch.tensor([3.0, 4.0])
+        assert certify(dense, pruned, (2, 1, 1), steps=0).error == pytest.approx(5, rel=1e-6)
+        assert certify(dense, dense, (2, 1, 1), steps=0).error < 1e-6
+
+
+# ---- what stretches how much
+
+
+def stretch(module: nn.Module, shape: tuple[int, ...] = (1, 1)) -> float:
+    return certificate.stretch_of(module, None, torch.Size(shape))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.1), nn.LeakyReLU(-3.0), nn.ELU(0.5), nn.ELU(2.0), nn.SELU(), nn.CELU(2.0),
+        nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Hardswish(), nn.Hardsigmoid(), nn.Sigmoid(), nn.Tanh(),
+        nn.Softplus(), nn.Softsign(), nn.LogSigmoid(), nn.Hardtanh(),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_activations_are_as_steep_as_said(module: nn.Module) -> None:
+    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    steepest = float((module(x).diff() / x.diff()).abs().max())
+    assert 0.98 * stretch(module) <= steepest <= stretch(module) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool2d(2), nn.MaxPool2d(3, 1), nn.MaxPool2d(3, 2, padding=1), nn.MaxPool2d((2, 3), (1, 2), dilation=(2, 1)),
+     nn.AdaptiveMaxPool2d(5), nn.AdaptiveMaxPool2d((7, 3))],
+    ids=str,
+)  # fmt: skip
+def test_a_spike_shows_in_as_many_windows_as_said(pool: nn.Module) -> None:
+    """One pixel of an image of zeros: the norm grows by the root of the windows that see it, for the best pixel."""
+    spikes = torch.eye(49, dtype=torch.float64).view(49, 1, 7, 7)
+    assert stretch(pool, (1, 1, 7, 7)) == pytest.approx(float(pool(spikes).flatten(1).norm(dim=1).max()))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [nn.AvgPool2d(7), nn.AvgPool2d(2), nn.AvgPool2d(3, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+     nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d(3)],
+    ids=str,
+)  # fmt: skip
+def test_averages_stretch_by_no_more_than_said(pool: nn.Module) -> None:
+    matrix = pool(torch.eye(49, dtype=torch.float64).view(49, 1, 7, 7)).flatten(1).T
+    assert exact(matrix) <= stretch(pool, (1, 1, 7, 7)) * (1 + 1e-12) <= 1.4 * exact(matrix)
+
+
+def test_a_mean_of_equal_rows_is_met() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean(1, keepdim=True)
+
+    torch.manual_seed(0)
+    dense = Mean()
+    pruned, row = copy.deepcopy(dense), torch.randn(6)
+    pruned.layer.weight.data += row
+    found = certify(dense, pruned, (6,))
+    assert found.error == pytest.approx(float(row.norm()), rel=1e-6)
+    assert found.found == pytest.approx(found.error, rel=1e-2)
+
+
+# ---- how much may go
+
+
+def test_the_largest_certified_sparsity() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
+    share = certificate.largest(model, (20,), 0.2, halvings=6)
+    assert share is not None
+    assert certify(model, certificate.cut(model, share), (20,), steps=0).error <= 0.2
+    assert certify(model, certificate.cut(model, share + 1 / 64), (20,), steps=0).error > 0.2
+    assert certificate.largest(model, (20,), 1e-9, halvings=4) is None
+
+
+def test_a_cut_leaves_the_model_alone() -> None:
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
+    before = copy.deepcopy(model.state_dict())
+    pruned = certificate.cut(model, 0.5)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert (pruned[2].weight == 0).sum() == 800
+
+
+# ---- refused
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)), "cannot bound GroupNorm at '_0_1'"),
+        (nn.Sequential(nn.LayerNorm((4, 7, 7))), "cannot bound LayerNorm"),
+        (Branch(), "cannot be traced"),
+        (Pair(), "one output, a tensor"),
+        (Squared(), "cannot bound mul"),
+        (nn.BatchNorm2d(4, track_running_stats=False), "without running statistics"),
+    ],
+)
+def test_what_cannot_be_bounded_is_refused(model: nn.Module, told: str) -> None:
+    with pytest.raises(PomonaError, match=told):
+        certify(model, model, (4, 7, 7))
+
+
+def test_bad_regions_are_refused() -> None:
+    with pytest.raises(PomonaError, match="radius must be positive and finite, got -1"):
+        Ball(-1.0)
+    with pytest.raises(PomonaError, match="low < high, got 1 and 0"):
+        Cube(1.0, 0.0)
+    with pytest.raises(PomonaError, match="epsilon must be positive"):
+        certificate.largest(nn.Linear(3, 3), (3,), 0.0)
