@@ -97,7 +97,7 @@ def loop(model: nn.Module, optimizer: Any, pruner: pm.Pruner | None, batch: int,
             if pruner is not None:
                 pruner.tick()
 
-    turn.keep = (model, optimizer)  # type: ignore[attr-defined]  # a graph holds addresses only
+    turn.keep = (model, optimizer, x, y)  # type: ignore[attr-defined]  # a graph holds addresses only
     return turn
 
 
