@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from .balanced import BalancedTensor
+from .compress import Compression, compress, decompress
+from .files import load, save
 from .shrink import Change, Shrunk, shrink
 
-__all__ = ["Change", "Shrunk", "shrink"]
+__all__ = [
+    "BalancedTensor",
+    "Change",
+    "Compression",
+    "Shrunk",
+    "compress",
+    "decompress",
+    "load",
+    "save",
+    "shrink",
+]
