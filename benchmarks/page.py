@@ -53,8 +53,8 @@ LAB = """
 ## An epoch of CIFAR-10 in the laboratory
 
 ResNet-20 at batch 128 in bf16, seconds for an epoch of one run. *eager* is a plain PyTorch loop on one fixed batch,
-with no data loading; the others are whole runs with data and augmentation. Packed runs share one GPU. A single run of DPF
-begins with kernels being made, which a record of few epochs has in it.
+with no data loading; the others are whole runs with data and augmentation. Packed runs share one GPU. A single run
+of DPF begins with kernels being made, which a record of few epochs has in it.
 
 | machine | loop | method | runs at once | s / epoch and run | against eager |
 |---|---|---|---|---|---|
