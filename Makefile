@@ -28,6 +28,7 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/shrink.py
+	$(BIN)/python benchmarks/balanced.py
 
 clean:
 	rm -rf .venv build *.egg-info

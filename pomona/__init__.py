@@ -36,7 +36,7 @@ from .methods import (
 from .models import summary
 from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
 from .schedules import Constant, Cosine, Cubic, Linear
-from .sparse import shrink
+from .sparse import BalancedTensor, compress, decompress, load, save, shrink
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "SFP",
     "SNIP",
     "Balanced",
+    "BalancedTensor",
     "Binary",
     "Block",
     "Constant",
@@ -72,10 +73,14 @@ __all__ = [
     "SparseMomentum",
     "Unstructured",
     "__version__",
+    "compress",
     "data",
+    "decompress",
+    "load",
     "models",
     "privacy",
     "prunable",
+    "save",
     "shrink",
     "summary",
     "theory",

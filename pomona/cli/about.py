@@ -88,12 +88,16 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     """
     from pomona.data import catalog
     from pomona.lab import env
+    from pomona.sparse import native
 
     versions, machine = env.versions(), env.machine()
     found: dict[str, Any] = {
         "versions": versions,
         "machine": machine | {"memory_gib": memory()},
-        "kernels": {"triton": bool(machine["gpus"]) and versions["triton"] is not None, "native": False},
+        "kernels": {
+            "triton": bool(machine["gpus"]) and versions["triton"] is not None,
+            "native": native.levels()[0] if native.library() is not None else None,
+        },
         "data": [entry.name for entry in catalog(data_dir) if entry.present],
     }
     if as_json:
@@ -108,7 +112,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
                 "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads in use",
                 "memory": f"{memory()} GiB",
                 "triton kernels": "in use" if found["kernels"]["triton"] else "not in use: they need triton and a GPU",
-                "native kernels": "none in this version",
+                "native kernels": found["kernels"]["native"] or "not in use: they need a C compiler",
                 "data": ", ".join(found["data"]),
             }
         )

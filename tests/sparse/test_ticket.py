@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.cli.tickets import export_ticket
 from pomona.core.stream import Stream
 from pomona.lab import Recipe, train
+from pomona.lab.export import ticket as export_ticket
 from pomona.sparse import rans, ticket
 
 # ---- the coder

@@ -1,0 +1,171 @@
+"""Balanced sparsity against its peers, and the paper's three workloads, in one run.
+
+    python benchmarks/balanced.py [--json FILE] [--quick] [--device cpu|cuda]
+
+Matrices are 90 % sparse, 3 kept of 32 (90.6 %), and peers keep the same count; outputs are checked against
+float64. On a CPU one thread is used and every time is given twice: *warm*, each side right after itself, and
+*cold*, after all caches were emptied. On a GPU times are those of the device, with its caches emptied.
+Targets on a CPU (float32, 4096²): batch 1 ≥ 6× dense and ≥ 4× CSR, batch 64 ≥ 5× and ≥ 3×. On an H200 (float16):
+batch 1 ≥ 4× cuBLAS at 8192² and ≥ 5× at 16384², ≥ 3× cuSPARSE at both; at 16384² ≥ 3× at batch 8 and 16, and
+≥ 1.5× at batch 64. Workloads: VGG-16 ≥ 1.31×, the 2×1500 LSTM at 80 % ≥ 3× (the paper has 1.31× and 2.45×).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from pomona.lab.bench import BALANCED, Bench, bench, prune, using
+from pomona.patterns import Balanced
+from pomona.sparse import Compression, compress
+from pomona.sparse.clock import race
+from pomona.sparse.layers import PackedLSTM
+
+# The paper's sparsities of VGG-16's layers, conv1_1 to conv5_3 and fc6 to fc8, and its microseconds, dense and
+# balanced, on its GPU.
+VGG_SPARSITY = (34, 68, 65, 71, 45, 79, 88, 86, 91, 88, 86, 90, 95, 93, 93, 75)
+PAPER = {"VGG-16": (6814.1, 5213.0), "LSTM 2×1500": (294.1, 120.2), "BiLSTM 1024": (117.9, 83.9)}
+# rows = columns, batch, state, peer, at least so many times faster
+TARGETS = {
+    "cpu": [(4096, 1, "dense", 6), (4096, 1, "CSR", 4), (4096, 64, "dense", 5), (4096, 64, "CSR", 3)],
+    "cuda": [
+        (8192, 1, "dense", 4),
+        (16384, 1, "dense", 5),
+        (8192, 1, "CSR", 3),
+        (16384, 1, "CSR", 3),
+        (16384, 8, "dense", 3),
+        (16384, 16, "dense", 3),
+        (16384, 64, "dense", 1.5),
+    ],
+}
+
+
+class Step(nn.Module):
+    """The recurrent layers of a language model for one token at a time."""
+
+    def __init__(self, size: int, layers: int, bidirectional: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(size, size, layers, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def vgg16() -> nn.Sequential:
+    """The network for images of 224×224."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()] if width else [nn.MaxPool2d(2)]
+        channels = width or channels
+    layers += [nn.Flatten(), nn.Linear(25088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
+    return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def pruned_vgg16(block: int) -> nn.Sequential:
+    """With the paper's sparsity in each layer."""
+    model = vgg16()
+    weights = [m.weight for m in model if isinstance(m, (nn.Conv2d, nn.Linear))]
+    for weight, percent in zip(weights, VGG_SPARSITY, strict=True):
+        mask = Balanced(block=block, pad=True).masks([weight.abs()], percent / 100)[0]
+        weight.copy_(torch.where(mask, weight, 0))
+    return model
+
+
+def networks(quick: bool) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    """The three networks of the paper, pruned as there, and the shape of one sample."""
+    if quick:
+        small = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3))
+        vgg: tuple[nn.Module, tuple[int, ...]] = (prune(small, 0.9, 32), (3, 32, 32))
+    else:
+        vgg = (pruned_vgg16(32), (3, 224, 224))
+    hidden, width = (150, 128) if quick else (1500, 1024)
+    return {
+        "VGG-16": vgg,
+        "LSTM 2×1500": (prune(Step(hidden, 2, False), 0.8, 25), (1, hidden)),
+        "BiLSTM 1024": (prune(Step(width, 1, True), 0.875, 32), (1, width)),
+    }
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Dense without torch's own LSTM, which rearranges its weights at every call on a CPU: linear layers do it."""
+    model = copy.deepcopy(model)
+    if isinstance(model, Step):
+        model.lstm = PackedLSTM(model.lstm, {})  # nothing is packed  # type: ignore[assignment]
+    return model
+
+
+@torch.inference_mode()
+def workload(
+    model: nn.Module, shape: tuple[int, ...], device: str, patience: float
+) -> tuple[Compression, dict[str, float]]:
+    """One network at batch 1: what became of its layers, and seconds dense, dense by linear layers, and packed."""
+    place, kind = torch.device(device), torch.float16 if device == "cuda" else torch.float32
+    model = model.to(place, kind).eval()
+    x = torch.randn(1, *shape, device=place, dtype=kind)
+    with using(1, place):
+        small = compress(model, x, patience=patience)
+        full = compress(model, x, keep="all", patience=0)
+        sides = {"dense": model, "plain": plain(model), "all packed": full, "compressed": small}
+        times = race([lambda m=m: m(x) for m in sides.values()], place, patience=patience)  # type: ignore[misc]
+    return small.compression, dict(zip(sides, times, strict=True))  # type: ignore[return-value]
+
+
+def verdicts(result: Bench, device: str) -> list[dict[str, Any]]:
+    """Every target that this run can answer, with what was reached: on a CPU warm, on a GPU cold."""
+    state = "warm" if device == "cpu" else "cold"
+    answers = []
+    for size, batch, peer, least in TARGETS[device]:
+        ours, theirs = (result.seconds(size, size, batch, state, side) for side in (BALANCED, peer))
+        if ours is not None and theirs is not None:
+            reached = theirs / ours
+            answers.append({"size": size, "batch": batch, "peer": peer, "target": least, "reached": reached})
+    return answers
+
+
+def run(device: str, quick: bool) -> dict[str, Any]:
+    """Measure everything and print it."""
+    sizes: Sequence[int] = (256, 512) if quick else (1024, 4096) if device == "cpu" else (4096, 8192, 16384)
+    batches = (1, 8, 64) if device == "cpu" else (1, 8, 16, 64)
+    console = Console(width=140)
+    result = bench([(n, n) for n in sizes], batches, device=device, patience=0.2 if quick else 3.0)
+    console.print(result)
+    for answer in (answers := verdicts(result, device)):
+        met = "met" if answer["reached"] >= answer["target"] else "MISSED"
+        print(
+            f"{answer['size']}², batch {answer['batch']}: {answer['reached']:.2f}× {answer['peer']}, "
+            f"target {answer['target']}×: {met}"
+        )
+    whole = {}
+    for name, (model, shape) in networks(quick).items():
+        report, times = workload(model, shape, device, 0.2 if quick else 5.0)
+        best, paper = min(times["dense"], times["plain"]), PAPER[name][0] / PAPER[name][1]
+        whole[name] = {**report.facts(), "seconds": times, "ratio": best / times["compressed"], "paper_ratio": paper}
+        console.print(report)
+        print(
+            f"{name}: {whole[name]['ratio']:.2f}× the best dense ({best * 1e3:.2f} ms; torch's own "
+            f"{times['dense'] * 1e3:.2f}), all packed {best / times['all packed']:.2f}×; the paper {paper:.2f}×"
+        )
+    return {"bench": result.facts(), "targets": answers, "workloads": whole, "paper_us": PAPER}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Balanced sparsity against its peers.")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--quick", action="store_true", help="small matrices and networks, to see that it runs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    record.write(options.json, **run(options.device, options.quick))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Layers that run on packed weights. They are for inference: what asks for a gradient gets the dense product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from ..core.errors import PomonaError
+from ..patterns.base import matrix
+from .balanced import BalancedTensor
+from .ops import balanced
+
+
+def differentiable(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is asked for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class Packed(nn.Module):
+    """A layer with packed weights, `values` and `indices` among its buffers.
+
+    It has the options of the layer it stands for under the same names, and shows the same weight.
+    """
+
+    stands_for: ClassVar[type[nn.Module]]
+    options: ClassVar[tuple[str, ...]]  # those that rebuild the dense layer
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.shapes: dict[str, torch.Size] = {}
+        self.blocks: dict[str, int] = {}
+        for option in self.options:
+            setattr(self, option, getattr(layer, option))
+        self.train(layer.training)
+
+    def put(self, leaf: str, packed: BalancedTensor) -> None:
+        """Hold a packed weight under the name of the dense one."""
+        self.shapes[leaf], self.blocks[leaf] = packed.shape, packed.block
+        self.register_buffer(f"{leaf}_values", packed.values)
+        self.register_buffer(f"{leaf}_indices", packed.indices)
+
+    def take(self, leaf: str) -> BalancedTensor:
+        """A packed weight."""
+        return BalancedTensor(
+            self.get_buffer(f"{leaf}_values"), self.get_buffer(f"{leaf}_indices"), self.shapes[leaf], self.blocks[leaf]
+        )
+
+    def packed(self) -> Iterator[tuple[str, BalancedTensor]]:
+        """Every packed weight and its name."""
+        return ((leaf, self.take(leaf)) for leaf in self.shapes)
+
+    def product(self, leaf: str, x: Tensor, bias: Tensor | None, relu: bool = False, turned: bool = False) -> Tensor:
+        """The operator on one of the weights."""
+        rows, columns = matrix(self.shapes[leaf])
+        values, indices = self._buffers[f"{leaf}_values"], self._buffers[f"{leaf}_indices"]
+        return balanced(x, values, indices, bias, rows, columns, self.blocks[leaf], relu, turned)
+
+    def empty(self) -> nn.Module:
+        """The dense layer, without values yet."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def dense(self) -> nn.Module:
+        """The dense layer again, trainable."""
+        layer = self.empty()
+        mine = {leaf: packed.dense() for leaf, packed in self.packed()}
+        mine |= {
+            name: buffer for name, buffer in self._buffers.items() if name in layer._parameters and buffer is not None
+        }
+        layer.load_state_dict({name: tensor.clone() for name, tensor in mine.items()}, assign=True)
+        return layer.train(self.training)
+
+    def plan(self) -> dict[str, Any]:
+        """All but the buffers, as plain values for a file."""
+        return {leaf: {"shape": list(shape), "block": self.blocks[leaf]} for leaf, shape in self.shapes.items()}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{leaf}: {packed!r}" for leaf, packed in self.packed())
+
+
+class PackedLinear(Packed):
+    """A linear layer, and the ReLU behind it where `relu` is set."""
+
+    stands_for = nn.Linear
+    options = ("in_features", "out_features")
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+    relu = False
+
+    def __init__(self, layer: nn.Linear, weight: BalancedTensor) -> None:
+        super().__init__(layer)
+        self.put("weight", weight)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew each time."""
+        return self.take("weight").dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if differentiable(x):
+            y = F.linear(x, self.weight.to(x.dtype), self.bias)
+            return y.relu() if self.relu else y
+        if x.shape[-1] != self.in_features:
+            raise PomonaError(f"the input has {x.shape[-1]} features where the layer has {self.in_features}.")
+        y = self.product("weight", x.reshape(-1, self.in_features), self.bias, self.relu)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def empty(self) -> nn.Linear:
+        return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+
+
+class PackedConv2d(Packed):
+    """A convolution as the product of out × (in · kh · kw) with shifted views of its input.
+
+    The input is copied once, all images behind each other and a gap of zeros between lines, so wide that
+    it serves the line before on its right and the line after on its left. Then the input of every column
+    is one contiguous run, which begins at an offset of its own: nothing is unfolded.
+    """
+
+    stands_for = nn.Conv2d
+    options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+    out_channels: int
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding_mode: str
+    bias: Tensor | None
+    relu = False
+
+    def __init__(self, layer: nn.Conv2d, weight: BalancedTensor) -> None:
+        super().__init__(layer)
+        self.ahead = list(layer._reversed_padding_repeated_twice)  # what `F.pad` takes
+        self.put("weight", weight)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew each time."""
+        return self.take("weight").dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if differentiable(x):
+            y = F.conv2d(self.pad(x), self.weight.to(x.dtype), self.bias, self.stride, 0, self.dilation)
+            return y.relu() if self.relu else y
+        batched = x if x.ndim == 4 else x.unsqueeze(0)
+        y = self.slide(batched) if max(self.stride) == 1 or self.kernel_size == (1, 1) else self.unfold(batched)
+        return y if x.ndim == 4 else y.squeeze(0)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """The input with its border."""
+        return F.pad(x, self.ahead, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+
+    def slide(self, x: Tensor) -> Tensor:
+        """Stride 1: every column of the matrix sees the input from another offset."""
+        (kh, kw), (dh, dw) = self.kernel_size, self.dilation
+        symmetric = self.ahead[0] == self.ahead[1] and self.ahead[2] == self.ahead[3]
+        if self.padding_mode == "zeros" and symmetric:
+            pw, ph = self.ahead[0], self.ahead[2]
+        else:
+            x, pw, ph = self.pad(x), 0, 0
+        if max(self.stride) > 1:  # of a 1×1 kernel
+            x = F.pad(x, (pw, pw, ph, ph))[:, :, :: self.stride[0], :: self.stride[1]]
+            pw = ph = 0
+        n, channels, height, width = x.shape
+        high, wide = height + 2 * ph - dh * (kh - 1), width + 2 * pw - dw * (kw - 1)
+        if high <= 0 or wide <= 0:
+            raise PomonaError(f"an image of {height}×{width} is too small for a kernel of {kh}×{kw}.")
+        pitch, lines = width + pw, height + ph
+        plane = (n * lines + ph) * pitch + pw
+        framed = x.new_zeros(channels, plane)
+        inside = framed.as_strided((channels, n, height, width), (plane, lines * pitch, pitch, 1), ph * pitch + pw)
+        inside.copy_(x.transpose(0, 1))
+        length = ((n - 1) * lines + high - 1) * pitch + wide if n else 0
+        views = framed.as_strided((channels, kh, kw, length), (plane, dh * pitch, dw, 1))
+        y = self.product("weight", views, self.bias, self.relu, turned=True)
+        return y.as_strided((n, self.out_channels, high, wide), (lines * pitch, length, pitch, 1))
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Any stride: the columns are written out."""
+        padded = self.pad(x)
+        high, wide = (
+            (padded.shape[2 + i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1) // self.stride[i] + 1
+            for i in range(2)
+        )
+        columns = F.unfold(padded, self.kernel_size, self.dilation, 0, self.stride)
+        y = self.product("weight", columns.transpose(0, 1).flatten(1), self.bias, self.relu, turned=True)
+        return y.view(self.out_channels, x.shape[0], high, wide).transpose(0, 1)
+
+    def empty(self) -> nn.Conv2d:
+        options = {name: getattr(self, name) for name in self.options}
+        return nn.Conv2d(**options, bias=self.bias is not None, device="meta")
+
+
+class PackedLSTM(Packed):
+    """An LSTM whose input and recurrent weights are packed; those that are not stay as they were."""
+
+    stands_for = nn.LSTM
+    options = ("input_size", "hidden_size", "num_layers", "batch_first", "dropout", "bidirectional")
+    hidden_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+
+    def __init__(self, layer: nn.LSTM, weights: dict[str, BalancedTensor]) -> None:
+        super().__init__(layer)
+        self.has_bias = layer.bias
+        for name, parameter in layer.named_parameters():
+            if name in weights:
+                self.put(name, weights[name])
+            else:
+                self.register_buffer(name, parameter.detach())
+
+    def forward(self, x: Any, state: tuple[Tensor, Tensor] | None = None) -> Any:
+        if isinstance(x, PackedSequence) or differentiable(x, *(state or ())):
+            return self.dense()(x, state)
+        single = x.ndim == 2
+        if single:
+            x, state = x.unsqueeze(1), state and (state[0].unsqueeze(1), state[1].unsqueeze(1))
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        if state is None:
+            zeros = x.new_zeros(self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size)
+            state = zeros, zeros
+        x, state = self.run(x, *state)
+        if single:
+            return x.squeeze(1), (state[0].squeeze(1), state[1].squeeze(1))
+        return (x.transpose(0, 1) if self.batch_first else x), state
+
+    def run(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Every layer and direction over (time, batch, features)."""
+        states = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout and self.training:
+                x = F.dropout(x, self.dropout)
+            outputs = []
+            for direction, suffix in enumerate(("", "_reverse")[: 1 + self.bidirectional]):
+                at = layer * (1 + self.bidirectional) + direction
+                output, *state = self.steps(x, h[at], c[at], f"_l{layer}{suffix}", bool(direction))
+                outputs.append(output)
+                states.append(state)
+            x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+        return x, (torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states]))
+
+    def steps(self, x: Tensor, h: Tensor, c: Tensor, name: str, backwards: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """One layer in one direction: the inputs' part of the gates at once, the states' step by step."""
+        gates = self.multiply(f"weight_ih{name}", x.flatten(0, 1), self._buffers.get(f"bias_ih{name}"))
+        gates = gates.view(*x.shape[:2], 4 * self.hidden_size)
+        bias, outputs = self._buffers.get(f"bias_hh{name}"), []
+        for given in reversed(gates) if backwards else gates:
+            i, f, g, o = (given + self.multiply(f"weight_hh{name}", h, bias)).chunk(4, 1)
+            c = f.sigmoid().mul_(c).addcmul_(i.sigmoid(), g.tanh())
+            h = o.sigmoid().mul_(c.tanh())
+            outputs.append(h)
+        return torch.stack(outputs[::-1] if backwards else outputs), h, c
+
+    def multiply(self, leaf: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with a weight, packed or not."""
+        weight = self._buffers.get(leaf)
+        return self.product(leaf, x, bias) if weight is None else F.linear(x, weight, bias)
+
+    def flatten_parameters(self) -> None:
+        """What a dense LSTM has for cuDNN; here there is nothing to do."""
+
+    def empty(self) -> nn.LSTM:
+        options = {name: getattr(self, name) for name in self.options}
+        return nn.LSTM(**options, bias=self.has_bias, device="meta")
+
+
+KINDS: dict[str, type[Packed]] = {"linear": PackedLinear, "conv2d": PackedConv2d, "lstm": PackedLSTM}
