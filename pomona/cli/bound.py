@@ -126,6 +126,10 @@ def estimate(
     sparsity: Sparsity = None,
     law: Annotated[str, typer.Option("--law", help="uniform or gaussian.")] = "gaussian",
     K: Annotated[float, typer.Option("--K", help="Uniform in ±K/√n, or Gaussian of variance K/n.")] = 1.0,
+    kernel: Annotated[int, typer.Option("--kernel", min=1, help="q, for C.2.")] = 3,
+    lipschitz: Lipschitz = 1.0,
+    radius: Radius = 1.0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """What the appendices of Qian & Klabjan make likely for wide layers: asymptotic, no bound."""
@@ -133,8 +137,25 @@ def estimate(
 
     laws: dict[str, Any] = {"uniform": bounds.Uniform, "gaussian": bounds.Gaussian}
     require(law in laws, f"unknown law '{law}': choose one of {', '.join(laws)}.")
-    found = bounds.estimate(extension, counts(widths), alpha=alpha, sparsity=sparsity, law=laws[law](K))
+    options: dict[str, Any] = {"law": laws[law](K), "kernel": kernel, "lipschitz": lipschitz, "radius": radius}
+    sizes = counts(widths)
+    found = bounds.estimate(extension, sizes, alpha=alpha, sparsity=sparsity, **options)
     tell(dataclasses.asdict(found), as_json)
+    if plot is not None:
+        shares = [k / 50 for k in range(1, 50)]
+        lines = {
+            e: [(s, bounds.estimate(e, sizes, sparsity=s, **options).error) for s in shares] for e in bounds.EXTENSIONS
+        }
+        draw(
+            plot,
+            {e: [point for point in points if 0 < point[1] < math.inf] for e, points in lines.items()},
+            title="What is likely for wide layers",
+            subtitle="asymptotic, no bound: the extensions of appendices C and E",
+            across="sparsity",
+            up="sup ‖f − F‖, about",
+            dashed=[e for e in lines if e != extension],
+            log=(False, True),
+        )
 
 
 @bound.command()
@@ -229,6 +250,7 @@ def fraction(
     epsilon: Annotated[float, typer.Option("--epsilon", help="How far one round of pruning may move the outputs.")],
     delta: Delta = 0.05,
     radius: Annotated[float, typer.Option("--radius", help="Of the ball of inputs.")] = 1.0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """How much one round of iterative pruning may take from a run's network.
@@ -245,8 +267,27 @@ def fraction(
         found["theorem"] = bounds.fraction_per_round(model, epsilon, delta, radius=radius)
     except PomonaError as error:
         found |= {"theorem": None, "note": str(error)}
-    found["certified"] = certificate.largest(model, tuple(shape), epsilon, region=certificate.Ball(radius))
+    size, region = tuple(shape), certificate.Ball(radius)
+    found["certified"] = certificate.largest(model, size, epsilon, region=region)
     tell(found, as_json)
+    if plot is not None:
+        lines: dict[str, list[tuple[float, float]]] = {"certificate": [], "Theorem 1": []}
+        for share in (k / 16 for k in range(1, 16)):
+            pruned = certificate.cut(model, share)
+            lines["certificate"].append((share, certificate.certify(model, pruned, size, region=region, steps=0).error))
+        if "note" not in found:
+            widths, K = bounds.measured(model)
+            options = {"law": bounds.Uniform(K), "radius": radius}
+            lines["Theorem 1"] = over_alpha(bounds.magnitude, widths, delta, options)["sharp"]
+        draw(
+            plot,
+            lines,
+            title="One round of pruning: what is promised",
+            subtitle=f"the certificate for this network, Theorem 1 for those drawn like it (sharp, δ = {delta:g})",
+            across="sparsity",
+            up="sup ‖f − F‖ at most",
+            log=(False, True),
+        )
 
 
 @bound.command()
@@ -256,6 +297,7 @@ def spectral(
     image: Annotated[int, typer.Option("--image", min=1)] = 32,
     stride: Annotated[int, typer.Option("--stride", min=1)] = 1,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """The norm of a random convolution (Lemma 7): wrap-around padding, and a bound for zero padding."""
@@ -266,10 +308,20 @@ def spectral(
     out, inputs = counts(channels, 2)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out, inputs, kernel, kernel, generator=generator) / math.sqrt(inputs * kernel**2)
-    found: dict[str, Any] = {"zero padding, at most": lemma7.conv_bound(weight, image, stride=stride)}
-    if image % stride == 0:
-        found = {"wrap-around padding": lemma7.conv_norm(weight, image, stride=stride), **found}
-    tell(found, as_json)
+
+    def norms(size: int) -> dict[str, float]:
+        found = {"zero padding, at most": lemma7.conv_bound(weight, size, stride=stride)}
+        if size % stride == 0:  # else the circle does not close
+            found = {"wrap-around padding": lemma7.conv_norm(weight, size, stride=stride), **found}
+        return found
+
+    tell(norms(image), as_json)
+    if plot is not None:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for size in sorted({stride * max(1, round(image * k / 12 / stride)) for k in range(1, 13)}):
+            for name, value in norms(size).items():
+                lines.setdefault(name.split(" ")[0], []).append((size, value))
+        draw(plot, lines, title="The norm of a convolution", across="image", up="‖W‖₂ by padding", log=(False, False))
 
 
 @bound.command()
@@ -279,6 +331,7 @@ def gip(
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="The privacy budget.")] = None,
     theta: Annotated[float | None, typer.Option("--theta", help="Or the mechanism's θ.")] = None,
     sigma: Annotated[float, typer.Option("--sigma", help="Standard deviation of a gradient.")] = 1.0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Private index pruning: θ, ε, swapped indices and the error of the pruned gradient."""
@@ -297,6 +350,21 @@ def gip(
         "mean squared error, printed": paper.pruning_mse(theta, d, m, sigma, printed=True),
     }
     tell(found, as_json)
+    if plot is not None:
+        thetas = [10 ** (k / 8) for k in range(-24, 9)]  # from a mask at random to the top-m
+        lines = {
+            name: [(paper.epsilon_for_theta(t, d, m), paper.pruning_mse(t, d, m, sigma, printed=how)) for t in thetas]
+            for name, how in (("right", False), ("printed", True))
+        }
+        draw(
+            plot,
+            lines,
+            title="What a private mask costs",
+            subtitle=f"the error of {m:,} of {d:,} gradients, over the budget of one draw",
+            across="ε",
+            up="mean squared error",
+            log=(True, False),
+        )
 
 
 @bound.command()
@@ -378,15 +446,23 @@ def convergence(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """DPF: Theorems 4.1 (with --mu) and 4.2 (with --gap) from measured quantities."""
+    """DPF: Theorems 4.1 (with --mu) and 4.2 (with --gap) from measured quantities.
+
+    Beside Theorem 4.1 stand the dense iterates of the same run, and plain SGD: its last model, and that pruned once.
+    """
     from pomona.theory import convergence as paper
 
     require(mu is not None or gap is not None, "give --mu for Theorem 4.1, or --gap for Theorem 4.2, or both.")
 
     def estimates(steps: int) -> list[Any]:
-        run: dict[str, Any] = {"L": L, "G": G, "delta": lost, "norm": norm, "T": steps, "sharp": sharp}
-        found = [] if mu is None else [paper.convex(mu=mu, **run)]
-        return found if gap is None else [*found, paper.nonconvex(gap=gap, **run)]
+        seen: dict[str, Any] = {"L": L, "delta": lost, "norm": norm, "sharp": sharp}
+        run = {**seen, "G": G, "T": steps}
+        found = [] if gap is None else [paper.nonconvex(gap=gap, **run)]
+        if mu is None:
+            return found
+        pruned, sgd = paper.convex(mu=mu, **run), paper.last(L=L, mu=mu, G=G, T=steps)
+        dense, once = paper.dense(gap=pruned.bound, T=steps, **seen), paper.one_shot(gap=sgd.bound, **seen)
+        return [pruned, dense, sgd, once, *found]
 
     found = estimates(T)
     if as_json:
@@ -442,12 +518,12 @@ def answer(
             record |= {**dataclasses.asdict(found), "sparsity": found.sparsity, "vacuous": found.vacuous}
             record |= {"loss_gap": found.loss_gap(), "proven": found.proven}
         elif solve and not record["note"]:
-            record["note"] = f"none: no sparsity has an error of {epsilon:g} with probability {1 - delta:g}"
+            record["note"] = f"none: no sparsity has an error of {epsilon:g} with probability 1 − {delta:g}"
         if epsilon is not None and not solve:
             record["width"] = bounds.narrowest(theorem, widths, epsilon, delta, **bounds.FORMS[form], **how, **options)
         elif found is None or found.vacuous:
-            at = {} if solve else how
-            record["width"] = bounds.narrowest(theorem, widths, **bounds.FORMS[form], delta=None, **at, **options)
+            at = {"epsilon": epsilon, "delta": delta} if solve else how
+            record["width"] = bounds.narrowest(theorem, widths, **bounds.FORMS[form], **at, **options)
         records.append(record)
     if as_json:
         dump(records)
@@ -492,9 +568,10 @@ def over_alpha(
 
     lines: dict[str, list[tuple[float, float]]] = {form: [] for form in bounds.FORMS}
     for form, points in lines.items():
-        for k in range(1, 80):
+        most = bounds.least_pruning(theorem, widths, bounds.FORMS[form])
+        for k in range(1, 41 if most > 0 else 1):
             try:
-                one = theorem(widths, alpha=k / 80, delta=delta, **bounds.FORMS[form], **options)
+                one = theorem(widths, alpha=most * k / 40, delta=delta, **bounds.FORMS[form], **options)
             except bounds.TooNarrow:
                 continue
             if not one.vacuous and one.error > 0:
@@ -507,7 +584,10 @@ def draw(file: Path, lines: Mapping[str, Sequence[tuple[float, float]]], **optio
     from pomona.lab.curves import curves
 
     require(any(lines.values()), "there is nothing to draw: the bound is vacuous everywhere.")
-    file.write_text(curves(lines, **options))
+    try:
+        file.write_text(curves(lines, **options))
+    except OSError as error:
+        raise PomonaError(f"'{file}' cannot be written: {error.strerror}.") from error
     say(f"drawn in {file}")
 
 
@@ -532,5 +612,8 @@ def counts(text: str, least: int = 4) -> tuple[int, ...]:
         values = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise PomonaError(f"'{text}' is no list of whole numbers, such as 64,1024,1024,10.") from error
-    require(len(values) >= least, f"{least} numbers or more are needed, got '{text}'.")
+    require(
+        len(values) >= least and min(values) >= 1,
+        f"{least} whole numbers or more are needed, each at least 1, got '{text}'.",
+    )
     return values

@@ -1,6 +1,7 @@
 """What is promised: one file a paper, each bound with its constants and what was measured.
 
 bounds        how much may be pruned, with a guarantee (Qian & Klabjan), and its solvers
+laws          the random matrices and draws that the bounds rest on
 certificate   what a real network and its pruned copy can differ at most
 spectral      operator norms of convolutions
 gip           the randomised top-k of private training
@@ -15,7 +16,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "qian", "spectral"]
+__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "laws", "qian", "spectral"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,7 +11,8 @@ in three forms:
 
 Where nothing is promised (a probability of 0 or less) the bound is `vacuous`. What is not printed of Theorem 1 is
 proven with all its constants (see `laws`). Theorems 2 and 3 rest on the constant C of Latała's inequality (Lemma 4), of
-which only lower bounds are known; `LATALA` is the largest that is measured (Table 3).
+which only lower bounds are known; `LATALA` is the largest that is measured for square matrices (Table 3), and `oblong`
+makes of it what others need.
 
 What Theorem 1 needs beyond Lemma 3: given the smallest magnitude T that stays, the removed entries are independent and
 uniform on [−T, T], and zeros elsewhere only make the expected norm smaller: ‖W − W*‖ is bounded as ‖W‖ is, at scale T.
@@ -32,6 +33,7 @@ from torch import nn
 
 from ..core.errors import PomonaError, require
 from .laws import (
+    KURTOSIS,
     LATALA,
     Gaussian,
     Law,
@@ -45,6 +47,7 @@ from .laws import (
     lemma5,
     lemma6,
     no_repeat,
+    oblong,
     positive,
     quantile,
     theorem4,
@@ -66,6 +69,7 @@ __all__ = [
     "estimate",
     "fraction_per_round",
     "largest",
+    "least_pruning",
     "lemma1",
     "lemma3",
     "lemma5",
@@ -74,6 +78,7 @@ __all__ = [
     "most_alpha",
     "narrowest",
     "no_repeat",
+    "oblong",
     "random",
     "removed_norm",
     "theorem4",
@@ -278,9 +283,9 @@ def cnn(
     if widths[0] > widths[1]:
         raise TooNarrow(f"assumption (ii) needs as many channels as the image has, but {widths[1]} < {widths[0]}.")
     depth, d, p, q = len(widths) - 1, widths[1], image, kernel
-    law = Moments(C1, max(C2, C1**2))
-    plain, kept = C * (2 * math.sqrt(C1) + C2**0.25), C * (2 * math.sqrt(3 * C1) + C2**0.25)
-    last = C * (math.sqrt(C1) + math.sqrt(C1 * widths[-1] / d) / p + (C2 * widths[-1] / d) ** 0.25 / math.sqrt(p))
+    law = Moments(C1, C2 if printed else max(C2, KURTOSIS * C1**2), C)
+    plain, kept = (C * (2 * math.sqrt(rows * C1) + law.K2**0.25) for rows in (1, 3))
+    last = law.expected(widths[-1], p * p * d)
     cube = radius * p * math.sqrt(d if printed else widths[0])
     reach = cube * steepness(lipschitz, depth - 1)
     constants = {"C": C, "C3": plain, "C4": kept, "C5": plain if not sharp else last}
@@ -318,18 +323,12 @@ def largest(theorem: Theorem, widths: Sequence[int], epsilon: float, delta: floa
     Its `sparsity` is the answer. More pruning is never safer, so a bisection finds it.
     """
     positive(epsilon=epsilon)
-    top = 2.0 if theorem is cnn else 1.0
-    form = form_of(options.get("printed", False), options.get("sharp", False))
-    if form != "sharp" and theorem is not magnitude:
-        top = most_alpha(tuple(widths), "kernels" if theorem is cnn else form)
-        if top <= 0:
-            return None
 
     def at(alpha: float) -> Bound:
         return theorem(widths, alpha=alpha, delta=delta, **options)
 
-    low, high = 1e-9, top * (1 - 1e-12)
-    if not at(high).meets(epsilon, delta):
+    low, high = 1e-9, least_pruning(theorem, tuple(widths), options)
+    if high <= low or not at(high).meets(epsilon, delta):
         return None
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -349,17 +348,17 @@ def narrowest(
 ) -> int | None:
     """The smallest width of all hidden layers with which ε and δ are promised; None if no width will do.
 
-    Without ε and δ: the smallest at which the theorem is not vacuous; without α, at the largest it allows. At a fixed
-    sparsity t = ρ^½ (or ρ^⅛) does not fall with the width, so that often none will do.
+    Without ε and δ: the smallest at which the theorem is not vacuous; without α, at the largest it allows, with which
+    least is pruned. At a fixed sparsity t = ρ^½ (or ρ^⅛) does not fall with the width, so that often none will do.
     """
+    require(epsilon > 0, f"epsilon must be positive, got {epsilon:g}.")
     given = options | ({} if delta is None else {"delta": delta})
     form = form_of(options.get("printed", False), options.get("sharp", False))
 
     def enough(width: int) -> bool:
-        grown = (widths[0], *[width] * (len(widths) - 2), widths[-1])
-        a = alpha
+        grown, a = widened(widths, width), alpha
         if alpha is None and sparsity is None:
-            a = most_alpha(grown, "kernels" if theorem is cnn else form)
+            a = least_pruning(theorem, grown, options)
             if a <= 0:
                 return False
         try:
@@ -378,6 +377,19 @@ def narrowest(
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return low if enough(low) else high
+
+
+def least_pruning(theorem: Theorem, widths: tuple[int, ...], options: Mapping[str, Any]) -> float:
+    """The largest α of a theorem: one weight or kernel, or what Lemma 6 needs; 0 or less where there is none."""
+    form = form_of(options.get("printed", False), options.get("sharp", False))
+    if form == "sharp" or theorem is magnitude:
+        return (2.0 if theorem is cnn else 1.0) * (1 - 1e-12)
+    return most_alpha(widths, "kernels" if theorem is cnn else form) * (1 - 1e-12)
+
+
+def widened(widths: Sequence[int], width: int) -> tuple[int, ...]:
+    """The same network with all hidden layers this wide."""
+    return (widths[0], *[width] * (len(widths) - 2), widths[-1])
 
 
 def fraction_per_round(
@@ -600,9 +612,11 @@ def most_alpha(widths: tuple[int, ...], form: str = "corrected") -> float:
         return 2 - (math.log(d + 1) + math.log(math.log(max(d, 3)))) / math.log(max(d, 2))
     if form == "printed":  # with a minus, and one layer too far
         sides = [(side, a * b) for a, b in pairwise(widths[2:]) for side in (a, b)]
-        return min(1 - (math.log(s + 1) - math.log(max(math.log(max(s, 2)), 1e-9))) / math.log(D) for s, D in sides)
-    sides = [(side, a * b) for a, b in shapes(widths)[1:-1] for side in (a, b)]
-    return min(1 - (math.log(s + 1) + math.log(max(math.log(max(s, 2)), 1e-9))) / math.log(max(D, 2)) for s, D in sides)
+        sign = -1
+    else:
+        sides = [(side, a * b) for a, b in shapes(widths)[1:-1] for side in (a, b)]
+        sign = 1
+    return min(1 - (math.log(s + 1) + sign * math.log(math.log(max(s, 2)))) / math.log(max(D, 2)) for s, D in sides)
 
 
 def check_crowding(widths: tuple[int, ...], alpha: float, form: str) -> None:
@@ -611,11 +625,11 @@ def check_crowding(widths: tuple[int, ...], alpha: float, form: str) -> None:
     if alpha <= limit:
         return
     low = high = min(widths[1:-1])
-    while high <= WIDEST and most_alpha((1, *[high] * 3), form) < alpha:
+    while high <= WIDEST and most_alpha(widened(widths, high), form) < alpha:
         low, high = high, 2 * high
     while high <= WIDEST and high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if most_alpha((1, *[middle] * 3), form) >= alpha else (middle, high)
+        low, high = (low, middle) if most_alpha(widened(widths, middle), form) >= alpha else (middle, high)
     what = "Theorem 3's condition on α" if form == "kernels" else "conditions (3) and (4)"
     way = f"hidden layers of {high:,} would do" if high <= WIDEST else "no width would do"
     raise TooNarrow(
@@ -688,6 +702,9 @@ def best_betas(
     tiny, top = 1e-9, alpha / 4
     require(beta1 is None or 0 < beta1 < 1, f"beta1 must lie between 0 and 1, got {beta1}.")
     require(beta2 is None or 0 < beta2 < top, f"beta2 must lie between 0 and α/4 = {top:g}, got {beta2}.")
+    likeliest = (tiny if beta1 is None else beta1, tiny * top if beta2 is None else beta2)
+    if at(*likeliest)[1] < 1 - delta:
+        return likeliest
 
     def second(b1: float) -> float:
         """The largest β2 that leaves the confidence."""

@@ -304,15 +304,16 @@ class Walk:
         theirs = ours if theirs is None else theirs
         lost = gone.bound(shape) if gone else 0.0
         results = [dense(value.dense), pruned(value.pruned)]
+        places = results[0].numel() // len(dense.bias)  # where each bias is added
         spreads = [
-            norm * spread + m.rounding(at)
+            norm * spread + m.rounding(at, places)
             for norm, spread, m, at in (
                 (ours, value.dense_spread, dense, value.dense),
                 (theirs, value.pruned_spread, pruned, value.pruned),
             )
         ]
         gap = min(
-            norm * value.gap + size(gone(at)) + gone.rounding(at) + lost * spread
+            norm * value.gap + size(gone(at)) + gone.rounding(at, places) + lost * spread
             for norm, spread, at in (
                 (theirs, value.dense_spread, value.dense),
                 (ours, value.pruned_spread, value.pruned),
@@ -367,14 +368,13 @@ class Map:
             return conv_bound(self.module, self.weight, shape)
         return float(self.weight.abs().max())
 
-    def rounding(self, x: Tensor) -> float:
+    def rounding(self, x: Tensor, places: int) -> float:
         """How far the computed W x + b can be from the true one."""
         taps = self.weight[0, 0].numel() if self.weight.ndim == 4 else 1
         terms = max(1, self.weight[0].numel()) + 4
         eps = torch.finfo(torch.float64).eps
         spread = math.sqrt(taps) * size(self.weight) * size(x) if self.weight.ndim > 1 else size(x) * size(self.weight)
-        positions = 1 if self.weight.ndim == 2 else math.sqrt(x[0, 0].numel())
-        return 4 * terms * eps * (spread + positions * size(self.bias))
+        return 4 * terms * eps * (spread + math.sqrt(places) * size(self.bias))
 
 
 def conv_bound(conv: nn.Conv2d, weight: Tensor, shape: torch.Size) -> float:

@@ -17,7 +17,8 @@ from scipy.special import ndtr
 
 from ..core.errors import require
 
-LATALA = 2 / (2 + 1.8**0.25)  # Lemma 4's C: the limit of ‖A‖ over its right-hand side for wide uniform matrices
+KURTOSIS = 1.8  # E w⁴/(E w²)² of a uniform variable
+LATALA = 2 / (2 + KURTOSIS**0.25)  # Lemma 4's C: the limit of ‖A‖ over its right-hand side, uniform and square
 LEMMA6 = 3 * math.log(3) - 3  # n^−0.296 in place of n^−1/3: Chernoff's exponent at δ = 2 is 3 ln 3 − 2, not 4/3
 
 
@@ -113,9 +114,22 @@ def shape_factor(rows: int, columns: int) -> float:
 
 
 def latala(law: Law, C: float, rows: int, columns: int, in_row: float, in_column: float, count: float) -> float:
-    """Lemma 4 for a matrix with at most so many entries in a row, in a column and in all."""
-    n = max(rows, columns)
-    return C * (math.sqrt(law.K1 * in_row / n) + math.sqrt(law.K1 * in_column / n) + (law.K2 * count) ** 0.25 / n**0.5)
+    """Lemma 4 for a matrix with at most so many entries in a row, in a column and in all; C is that of a square one.
+
+    A law of smaller fourth moment than a uniform one's has a larger C; it is taken for a uniform one.
+    """
+    n, K2 = max(rows, columns), max(law.K2, KURTOSIS * law.K1**2)
+    terms = math.sqrt(law.K1 * in_row / n) + math.sqrt(law.K1 * in_column / n) + (K2 * count) ** 0.25 / math.sqrt(n)
+    return oblong(C, min(rows, columns) / n) * terms
+
+
+def oblong(C: float, aspect: float) -> float:
+    """Lemma 4's C for m × n matrices, from that of square ones: up to 1, for a single row is as long as its norm.
+
+    It goes as its limit for wide matrices, (1 + √y)/(1 + √y + (κy)^¼) for y = m/n and E w⁴ = κ (E w²)².
+    """
+    root = aspect**0.25
+    return max(C, (1 + root**2) / (1 + root**2 + 2 * root * (1 / C - 1)))
 
 
 # ---- lemmas

@@ -123,8 +123,8 @@ def table3(seed: int = 0, progress: Progress | None = None, *, runs: int = 500, 
         if progress:
             progress(done, len(rows))
     notes = (
-        "The rows with α are said to align with (19), where A is what was removed. They hold what was kept: of "
-        "⌊d^(2−α)⌋ draws with replacement a share exp(−d^−α) of the entries is left, whose root is the row norm "
+        "The rows with α are said to align with (19), where A is what ⌊d^(2−2α)⌋ draws remove. They hold what is kept "
+        "after ⌊d^(2−α)⌋ draws: with replacement a share exp(−d^−α) of the entries is left, whose root is the row norm "
         "(0.617 at d = 32, α = 0.01, where the removed part has 0.787)."
     )
     return {
@@ -217,8 +217,8 @@ def table1(
                 setting = {"layer": k, "quantity": name}
                 cells.append(cell(f"5×{width}", "dense", setting, value, None, w.numel(), None))
     notes = (
-        f"Covertype's rows in shared data are scaled to [0, 1] and fewer than the document's, and were seen {epochs} "
-        "times, not 20: what counts is that d E w² and d² E w⁴ of layers 2 to 5 are of order 1."
+        f"The rows of Covertype are scaled and fewer than the document's, and were seen {epochs} times, not 20: what "
+        "counts is that d E w² and d² E w⁴ of layers 2 to 5 are of order 1."
     )
     return {"title": "Moments of trained weights", "paper": f"{PAPER}, Table 1", "notes": notes, "cells": cells}
 

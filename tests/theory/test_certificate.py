@@ -161,11 +161,11 @@ class Odd(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A linear layer on the last of three axes, and a norm on the second."""
+    """A linear layer on the last of three axes, and a norm on the second, which has as many."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(49, 5), nn.BatchNorm1d(4)
+        self.linear, self.norm = nn.Linear(49, 4), nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.linear(x.flatten(2)))
@@ -258,6 +258,19 @@ def test_a_folded_norm_is_tighter_than_two_layers() -> None:
     dense = nn.Sequential(conv, norm)
     found = certify(dense, dense, (3, 4, 4), steps=0)
     assert [layer.dense for layer in found.layers] == [pytest.approx(1, rel=1e-2)]
+
+
+def test_a_norm_on_another_axis_than_the_layers_is_not_folded() -> None:
+    """One output that all tokens share, and one token whose norm is steep: they meet, though they differ in number."""
+    dense = lived_in(Tokens())
+    dense.norm.weight.data.copy_(torch.tensor([0.0, 10.0, 0.0, 0.0]))
+    dense.linear.weight.data[1:] = 0
+    pruned = copy.deepcopy(dense)
+    pruned.linear.weight.data.zero_()
+    steep = 10 / math.sqrt(float(dense.norm.running_var[1]) + dense.norm.eps)
+    found = certify(dense, pruned, (4, 7, 7))
+    assert found.error == pytest.approx(steep * float(dense.linear.weight[0].detach().norm()), rel=1e-6)
+    assert found.found == pytest.approx(found.error, rel=1e-2)
 
 
 def test_a_state_is_as_good_as_a_network() -> None:

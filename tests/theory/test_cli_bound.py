@@ -11,7 +11,7 @@ import pytest
 
 import pomona.cli.bound  # noqa: F401  registers the command
 from pomona.cli import main
-from pomona.theory import bounds, gip
+from pomona.theory import bounds, convergence, gip
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -97,8 +97,9 @@ def test_vacuous_is_said(call: Call) -> None:
 def test_a_solver_may_answer_none(call: Call) -> None:
     _, out, _ = call("random", "--epsilon", "10", "--json")
     printed, corrected, sharp = json.loads(out)
-    assert "none: no sparsity has an error of 10 with probability 0.95" in corrected["note"]
+    assert "none: no sparsity has an error of 10 with probability 1 − 0.05" in corrected["note"]
     assert "error" not in printed
+    assert corrected["width"] == bounds.narrowest(bounds.random, (64, 1, 1, 10), 10.0, 0.05)
     assert sharp["error"] <= 10
 
 
@@ -114,11 +115,31 @@ def test_numbers_of_other_papers(call: Call) -> None:
     assert json.loads(out)["expected swaps"] == gip.expected_swaps(0.01, 1000, 100)
 
 
+def test_where_dynamic_pruning_arrives_and_where_one_shot_does(call: Call) -> None:
+    given = {"L": 2.0, "G": 1.5, "T": 100}
+    flags = [text for name, value in given.items() for text in (f"--{name}", f"{value:g}")]
+    _, out, _ = call("convergence", *flags, "--delta", "0.1", "--norm", "3", "--mu", "1", "--gap", "5", "--json")
+    found = {one["name"]: one["bound"] for one in json.loads(out)}
+    pruned = convergence.convex(**given, mu=1.0, delta=0.1, norm=3.0).bound
+    sgd = convergence.last(**given, mu=1.0).bound
+    assert found == {
+        "Theorem 4.1": pruned,
+        "dense iterates": pytest.approx(2 * pruned + 2 * 0.1 * 9),
+        "last iterate": sgd,
+        "inequality 4": pytest.approx(2 * sgd + 2 * 0.1 * 9),
+        "Theorem 4.2": convergence.nonconvex(**given, gap=5.0, delta=0.1, norm=3.0).bound,
+    }
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("magnitude", "--alpha", "0.2"),
         ("random", "--alpha", "0.2"),
+        ("cnn", "--alpha", "0.2"),
+        ("estimate", "C.2", "--alpha", "0.2"),
+        ("spectral", "--channels", "3,4", "--image", "6", "--stride", "2"),
+        ("gip", "--d", "1000", "--m", "100", "--theta", "1"),
         ("balanced",),
         ("iterand", "--R", "10"),
         ("convergence", "--L", "1", "--G", "1", "--T", "100", "--delta", "0.1", "--norm", "1", "--mu", "0.1"),
@@ -169,9 +190,10 @@ def test_a_round_of_iterative_pruning(call: Call, run: Path) -> None:
     assert code == 0
     assert 0 < one["certified"] < 1
     assert one["theorem"] is None or 0 < one["theorem"] < 1
-    code, out, _ = call("fraction", str(run), "--epsilon", "1e6")
+    code, out, _ = call("fraction", str(run), "--epsilon", "1e6", "--plot", "it.svg")
     assert code == 0
     assert "certified" in out
+    assert Path("it.svg").read_text().count("<polyline") == 2
 
 
 @pytest.mark.parametrize(
@@ -180,7 +202,10 @@ def test_a_round_of_iterative_pruning(call: Call, run: Path) -> None:
         (("magnitude", "--alpha", "1"), "alpha must lie between 0"),
         (("magnitude",), "say how much is pruned"),
         (("magnitude", "--widths", "3,x", "--alpha", "0.2"), "no list of whole numbers"),
-        (("magnitude", "--widths", "3,4", "--alpha", "0.2"), "4 numbers or more"),
+        (("magnitude", "--widths", "3,4", "--alpha", "0.2"), "4 whole numbers or more"),
+        (("magnitude", "--alpha", "0.2", "--epsilon", "-1"), "epsilon must be positive, got -1"),
+        (("magnitude", "--alpha", "0.2", "--plot", "nowhere/it.svg"), "'nowhere/it.svg' cannot be written"),
+        (("spectral", "--channels", "0,3"), "each at least 1, got '0,3'"),
         (("random", "--alpha", "0.2", "--law", "cauchy"), "unknown law 'cauchy'"),
         (("random", "--alpha", "0.2", "--norms", "1,1,1", "--deltas", "0.1,0.1,0.1"), "cannot be met"),
         (("random", "--alpha", "0.2", "--norms", "1;1"), "no list of numbers"),

@@ -40,7 +40,7 @@ def test_the_record_has_each_erratum_as_it_stands_and_each_figure_decides(errata
         assert all(each.decides(errata.Row(**row)) for row in record["rows"]), each.place
 
 
-@pytest.mark.parametrize("name", ["rate", "tolerances", "reach", "sign", "chernoff"])
+@pytest.mark.parametrize("name", ["rate", "tolerances", "reach", "sign", "chernoff", "last_layer"])
 def test_the_quick_ones_come_out_again(errata, kept, name):
     [(each, record)] = [
         pair for pair in zip(errata.ERRATA, kept["errata"], strict=True) if pair[0].rows.__name__ == name
