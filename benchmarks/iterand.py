@@ -20,6 +20,7 @@ from typing import Any
 
 import record
 import torch
+from recording import recorded
 from torch import nn
 
 import pomona as pm
@@ -80,24 +81,14 @@ def loop(model: nn.Module, optimizer: Any, pruner: pm.Pruner | None, batch: int,
 
     if device == "cpu":
         return lambda: [step() for _ in range(STEPS)] and None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        step()
+    replay = recorded(step, optimizer)
 
     def turn() -> None:
         for _ in range(STEPS):
-            graph.replay()
+            replay()
             if pruner is not None:
                 pruner.tick()
 
-    turn.keep = (model, optimizer, x, y)  # type: ignore[attr-defined]  # a graph holds addresses only
     return turn
 
 

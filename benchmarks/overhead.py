@@ -20,6 +20,7 @@ from pathlib import Path
 import record
 import selection
 import torch
+from recording import recorded
 from torch import nn
 
 import pomona as pm
@@ -59,24 +60,14 @@ def captured(model: nn.Module, x: torch.Tensor, y: torch.Tensor, prune: bool, tu
         loss.backward()
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        step()
+    replay = recorded(step, optimizer)
 
     def turn() -> None:
         for _ in range(EVERY):
-            graph.replay()
+            replay()
             if prune:
                 pruner.tick()
 
-    turn.keep = (model, optimizer)  # a graph holds addresses only, not the tensors behind them
     return turn
 
 

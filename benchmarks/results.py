@@ -5,6 +5,7 @@ python benchmarks/results.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ OTHERS = """
 | table | | paper | runs |
 |---|---|---|---:|
 """
+
+SAME = ("label", "column", "model", "method", "sparsity", "setting", "mean", "paper")  # by which a cell is known again
 
 RUNS = """
 ## Runs
@@ -63,7 +66,7 @@ def page(records: Path = ROOT / "results" / "runs") -> str:
     results = [papers.load(shelf.tables()[name]).compare(store) for name in names]
     sections, told, rest = [], set(), []
     for result in results:
-        cells = {(c["label"], c["row"], c["column"]) for c in result["cells"] if c["runs"]}
+        cells = {json.dumps([c[key] for key in SAME]) for c in result["cells"] if c["runs"]}
         if not cells:
             rest.append(f"| `{result['name']}` | {result['title']} | {result['paper']} | {result['runs']} |")
         elif result["show"] or not cells <= told:  # not only what stands above
