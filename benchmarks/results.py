@@ -67,10 +67,10 @@ def page(records: Path = ROOT / "results" / "runs") -> str:
     sections, told, rest = [], set(), []
     for result in results:
         cells = {json.dumps([c[key] for key in SAME]) for c in result["cells"] if c["runs"]}
-        if not cells:
-            rest.append(f"| `{result['name']}` | {result['title']} | {result['paper']} | {result['runs']} |")
-        elif result["show"] or not cells <= told:  # not only what stands above
+        if cells - told or (cells and result["show"]):  # more than stands above
             sections.append(section(result))
+        else:
+            rest.append(f"| `{result['name']}` | {result['title']} | {result['paper']} | {result['runs']} |")
         told |= cells
     runs = sorted((run for run in store.runs.values() if run.summary is not None), key=lambda run: run.recipe.name)
     parts = [HEAD, *sections, OTHERS + "\n".join(rest), RUNS + "\n".join(map(line, runs)) + "\n"]

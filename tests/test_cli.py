@@ -399,6 +399,25 @@ def test_a_table_is_filled_shown_and_kept(call):
     assert [run["state"] for run in json.loads(out)] == ["missing", "complete"]
 
 
+def test_under_torchrun_one_process_speaks(call, monkeypatch):
+    Path("mine.toml").write_text(TABLE)
+    spoken = call("sweep", "mine.toml", "--dry-run")
+    monkeypatch.setenv("RANK", "1")
+    assert call("sweep", "mine.toml", "--dry-run") == (0, "", "")
+    assert "digits_cnn-dense" in spoken[1]
+
+
+def test_a_table_with_nothing_in_it_is_shown(call, monkeypatch):
+    from pomona.lab import papers
+
+    monkeypatch.setattr(papers, "computed", lambda: {"nil": lambda: {"title": "T", "paper": "P", "cells": []}})
+    for option in ([], ["--markdown"]):
+        code, out, err = call("table", "nil", *option)
+        assert (code, err) == (0, "")
+        assert "nothing was measured yet" in out
+    assert json.loads(call("table", "nil", "--json")[1])["cells"] == []
+
+
 def test_a_bare_table_lists_them_all(call, here):
     before = tree(here)
     code, out, err = call("table", "--json")
@@ -455,8 +474,15 @@ def test_shrink_writes_a_smaller_network(call):
         (["sweep", "small.toml", "--tune", "lr", "--over", "train.clip=1.0"], "leave out --over train.clip"),
         (["sweep", "small.toml", "--tune", "lrr"], "did you mean 'lr'?"),
         (["table", "dpf-tabel1"], "did you mean 'dpf-table1'?"),
-        (["table", "small.toml"], "'small.toml' is no table"),
-        (["table", "dpf-table1", "--only", "sparsity=0.1"], "no cell of dpf-table1 is left"),
+        (["table", "small.toml"], "'small.toml' is a recipe, no table"),
+        (["table", "dpf-resnet20"], "'dpf-resnet20' is a recipe, no table"),
+        (["table", "dpf-table1", "--only", "sparsity=0.1"], "unknown sparsity of dpf-table1 '0.1'"),
+        (["table", "dpf-table1", "--only", "label=resnet-20"], "did you mean 'ResNet-20'?"),
+        (["table", "dpf-table1", "--set", "seed=5"], "seed is what its runs differ in"),
+        (["table", "dpf-table1", "--runs", "nowhere"], "'nowhere' is none"),
+        (["table", "dpf-table1", "--markdown", "--json"], "give --markdown or --json"),
+        (["table", "--only", "seed=0"], "--only is for one table"),
+        (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["retrain", "nowhere"], "is no run"),
         (["shrink", "nowhere"], "is no finished run"),

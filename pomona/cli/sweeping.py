@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pomona.core.errors import require
+from pomona.core.errors import PomonaError, require
 
 from .base import RUNS, DataDir, Json, app, dump, note, say, show
 
@@ -106,20 +108,34 @@ def sweep(
     }
     for option, given in misplaced[kind].items():
         require(not given, f"{option} is not for a {kind}: leave it out.".replace("a tuning", "tuning"))
-    try:
-        if kind == "table":
-            failed = fill(path, only or [], changes, out, only_missing, keep, dry_run, as_json, how)
-        elif kind == "tuning":
-            failed = tuned(path, str(tune), axes, changes, out or RUNS / f"{path.stem}-tune", dry_run, as_json, how)
-        else:
-            failed = swept(path, axes, changes, out or RUNS / path.stem, only_missing, keep, dry_run, as_json, how)
-    except lab.Stopped as stopped:
-        say(str(stopped))
-        raise typer.Exit(130) from stopped
-    for cell in failed:
-        say(f"failed: {cell['name']}: {cell['error']}")
+    with one_voice():
+        try:
+            if kind == "table":
+                failed = fill(path, only or [], changes, out, only_missing, keep, dry_run, as_json, how)
+            elif kind == "tuning":
+                failed = tuned(path, str(tune), axes, changes, out or RUNS / f"{path.stem}-tune", dry_run, as_json, how)
+            else:
+                failed = swept(path, axes, changes, out or RUNS / path.stem, only_missing, keep, dry_run, as_json, how)
+        except lab.Stopped as stopped:
+            say(str(stopped))
+            raise typer.Exit(130) from stopped
+        for cell in failed:
+            say(f"failed: {cell['name']}: {cell['error']}")
     if failed:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Under torchrun one process speaks for all."""
+    from pomona.lab.team import here
+
+    with contextlib.ExitStack() as silence:
+        if not here().first:
+            nowhere = silence.enter_context(open(os.devnull, "w"))
+            silence.enter_context(contextlib.redirect_stdout(nowhere))
+            silence.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 Failed = list[dict[str, Any]]
@@ -244,10 +260,16 @@ def table(
     from pomona.lab import table as lab
     from pomona.lab.store import RUNS, Store
 
+    given = {"--only": only, "--set": settings, "--runs": runs, "--keep": keep, "--markdown": markdown}
     if name is None:
+        for option in (option for option, value in given.items() if value):
+            raise PomonaError(f"{option} is for one table: say which, as in pomona table dpf-table1.")
         found = papers.overview()
         dump(found) if as_json else show(listing(found))
         return
+    require(not (markdown and as_json), "a table is printed as Markdown or as JSON: give --markdown or --json.")
+    for folder in runs or ():
+        require(folder.is_dir(), f"--runs takes a folder of runs, and '{folder}' is none.")
     asked = papers.find(name, settings or [])
     if isinstance(asked, tables.Table):
         asked, store = asked.only(only or []), Store((RUNS, *(runs or ())))

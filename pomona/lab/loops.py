@@ -56,6 +56,10 @@ def choose(run: Run) -> str:
         why is None or not PACKED.get(),
         f"'{run.recipe.name}' {why}, so it cannot be packed with others: run it without --packed.",
     )
+    require(
+        kind != "eager" or not PACKED.get(),
+        f"'{run.recipe.name}' asks for train.loop = \"eager\", which cannot be packed with others: leave it out.",
+    )
     if kind == "auto":
         return "eager" if why else "compiled" if run.steps >= LONG and _compiles() else "captured"
     require(kind == "eager" or why is None, f'train.loop = "{kind}" {why}: set it to "eager", or leave it out.')
@@ -179,7 +183,7 @@ class Captured:
 
     def capture(self) -> None:
         """Record the step. Whatever the rehearsals did is undone."""
-        run = self.run
+        run, record = self.run, self.record.clone()
         sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
         stream = aside(run.device)
         with (
@@ -196,6 +200,7 @@ class Captured:
                             self.counter.zero_()
                             self.step(compiled_forward if compiled else forward, size)
                 torch.cuda.current_stream(run.device).wait_stream(stream)
+            self.record.copy_(record)
             for group in run.optimizer.param_groups:
                 group["lr"] = self.rate
             run.stage.optimizer.prepare(run.optimizer)

@@ -7,6 +7,7 @@ own seeds, folder and checkpoints, and what fails in one is told as its outcome 
 
 from __future__ import annotations
 
+import gc
 import queue
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch
 
 from pomona.core.errors import require
 
-from .loops import PACKED
+from .loops import PACKED, SETUP
 from .pool import Job
 from .run import Interrupted, Note, own_random, signals
 from .team import pick
@@ -74,13 +75,23 @@ def serve(
             index = waiting.get_nowait()
         except queue.Empty:
             return
-        device = pick(jobs[index].recipe.train.device)
-        stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            try:
-                told.put(("done", (index, jobs[index].run(stop.is_set, lambda text: told.put(("note", text))))))
-            except Interrupted:
-                return
+        try:
+            device = pick(jobs[index].recipe.train.device)
+            stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                found = jobs[index].run(stop.is_set, lambda text: told.put(("note", text)))
+        except Interrupted:
+            return
+        except Exception as error:  # of the device itself: nobody would wait for a thread that is gone
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        told.put(("done", (index, found)))
+        tidy()
+
+
+def tidy() -> None:
+    """Free what a run that is over has on the GPU: its parts know each other, and Python does not see the bytes."""
+    with SETUP:
+        gc.collect()
 
 
 def outcome(told: queue.SimpleQueue[tuple[str, Any]], note: Note, asked: Any) -> Iterator[tuple[int, dict[str, Any]]]:

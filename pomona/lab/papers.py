@@ -47,7 +47,7 @@ from typing import Any
 from pomona.core.errors import PomonaError, require, unknown
 
 from . import shelf, sweep
-from .recipe import Recipe, literal, read
+from .recipe import PASSIVE, Recipe, literal, read
 from .retrain import BUDGETS, FROM
 from .store import Store
 from .table import SHOW
@@ -77,14 +77,14 @@ def computed() -> dict[str, Make]:
 
 def find(name: str, overrides: Sequence[str] = ()) -> Table | Make:
     """A table by its name or the path of its file: of runs, or as the function that makes it."""
-    if Path(name).is_file():
-        require(shelf.is_table(Path(name)), f"'{name}' is no table: it has no [[part]].")
-        return load(name, overrides)
-    shipped, made = shelf.tables(), computed()
-    if name in shipped:
-        return load(shipped[name], overrides)
+    shipped = shelf.files()
+    file = Path(name) if Path(name).is_file() else shipped.get(name.removesuffix(".toml"))
+    if file is not None:
+        require(shelf.is_table(file), f"'{name}' is a recipe, no table: it has no [[part]].")
+        return load(file, overrides)
+    made = computed()
     if name not in made:
-        raise unknown("table", name, [*shipped, *made])
+        raise unknown("table", name, [*shelf.tables(), *made])
     require(not overrides, f"{name} is computed, and has no settings to set: leave out '{(*overrides, '')[0]}'.")
     return made[name]
 
@@ -180,6 +180,8 @@ def part_entries(given: Mapping[str, Any], part: Mapping[str, Any], overrides: S
     seeds = part.get("seeds", given.get("seeds", [0]))
     require(bool(seeds) and all(type(s) is int and s >= 0 for s in seeds), f"seeds takes whole numbers, got {seeds}.")
     known("column", [*paper, *part.get("columns", ())], columns)
+    for key in wins.keys() & {"seed", *part.get("rows", {})}:
+        raise PomonaError(f"{key} is what its runs differ in: pick some of them, with --only, instead of setting it.")
     for name, texts in paper.items():
         require(
             isinstance(texts, str) or len(texts) == len(rows),
@@ -194,13 +196,14 @@ def part_entries(given: Mapping[str, Any], part: Mapping[str, Any], overrides: S
             text = text if text is None or isinstance(text, str) else text[i]
             numbers(text)  # refuses what is none
             if text != "-":
-                tasks, values = cells.tasks(name), {**common, **row, **columns[name]}
-                setting = {names.get(key, key): value for key, value in values.items() if key not in APART}
-                own = {key: value for key, value in row.items() if concerns(key, tasks[0].recipe)}
+                tasks, values = cells.tasks(name), {**common, **row, **columns[name], **wins}
+                mine = {key: value for key, value in values.items() if concerns(key, tasks[0].recipe)}
+                setting = {names.get(key, key): value for key, value in mine.items() if key not in APART}
+                own = {key: value for key, value in row.items() if key in mine}
                 yield Entry(part["label"], row_name(row, names), row_name(own, names), name, setting, tasks, text)
 
 
-APART = ("model.name", "method", "method.sparsity")  # what a cell tells by itself
+APART = {"model.name", "method", "method.sparsity", *PASSIVE}  # what a cell tells by itself, or need not
 
 
 def concerns(key: str, recipe: Recipe) -> bool:
@@ -248,28 +251,36 @@ class Row:
             known("budget", again[1:], BUDGETS)
             yield from (Task(parent.recipe, parent, again) for parent in parents if parent is not None)
             return
-        recipe = self.recipe({key: value for key, value in column.items() if key not in LINK})
+        mine = {key: value for key, value in column.items() if key not in LINK}
+        values = json.dumps({**self.values, **mine, **self.wins})
         for seed, parent in zip(self.seeds, parents, strict=True):
-            mine = replace(recipe, seed=seed, name=f"{recipe.name}-seed{seed}")
+            recipe = seeded(json.dumps(self.base), values, seed)
             if parent is not None:
                 theirs = {"run": parent.recipe.name, "fingerprint": parent.recipe.fingerprint()}
-                mine = replace(mine, origin=replace(mine.origin, **theirs))
-            yield Task(mine, parent)
+                recipe = replace(recipe, origin=replace(recipe.origin, **theirs))
+            yield Task(recipe, parent)
 
-    def recipe(self, column: Mapping[str, Any]) -> Recipe:
-        """The recipe of a column, named after its model and what sets it apart."""
-        values = {**self.values, **column, **self.wins}
-        ordered = dict(sorted(values.items(), key=lambda item: item[0].count(".")))  # a method before its options
-        cell = resolved(json.dumps(self.base), json.dumps(ordered))
-        apart = {key: value for key, value in ordered.items() if key not in (*cell.dropped, "model.name")}
-        label = sweep.label({**apart, "method": cell.recipe.method["name"]})
-        return replace(cell.recipe, name=f"{cell.recipe.model['name']}-{label}")
+
+# Tables have many runs in common: base and values, as JSON, are made to a recipe once.
 
 
 @functools.cache
-def resolved(base: str, values: str) -> sweep.Cell:
-    """A recipe with other values, both as JSON: tables have many of them in common."""
-    return sweep.cell(json.loads(base), json.loads(values), Path())
+def seeded(base: str, values: str, seed: int) -> Recipe:
+    """The recipe of a run."""
+    recipe = resolved(base, values)
+    return replace(recipe, seed=seed, name=f"{recipe.name}-seed{seed}")
+
+
+@functools.cache
+def resolved(base: str, values: str) -> Recipe:
+    """A recipe with other values, named after its model and what sets it apart."""
+    given = json.loads(values)
+    ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
+    cell = sweep.cell(json.loads(base), ordered, Path())
+    silent = {*PASSIVE, *cell.dropped, "model.name"}
+    apart = {key: value for key, value in ordered.items() if key not in silent}
+    label = sweep.label({**apart, "method": cell.recipe.method["name"]})
+    return replace(cell.recipe, name=f"{cell.recipe.model['name']}-{label}")
 
 
 def row_name(row: Mapping[str, Any], names: Mapping[str, str]) -> str:

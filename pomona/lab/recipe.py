@@ -264,8 +264,10 @@ class _Undrawn(TorchFunctionMode):
     """Weights are not drawn: on the meta device there are none, and torch would load its compiler to see that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn = func in (torch.Tensor.normal_, torch.Tensor.uniform_)
-        return args[0] if drawn else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        init = getattr(func, "__module__", None) == "torch.nn.init"  # within one of these, the mode is off
+        drawn = init or func in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        return next(iter([*args, *kwargs.values()])) if drawn else func(*args, **kwargs)
 
 
 def _make_data(given: Any) -> DataOptions:
@@ -293,9 +295,12 @@ def _make_origin(given: Any) -> OriginOptions:
     options = _table("origin", given, OriginOptions)
     run = options.get("run")
     if run is not None and options.get("fingerprint") is None:
-        done = Path(run) / "summary.json"
-        require(done.is_file(), f"origin.run names '{run}', which is no finished run: it has no summary.json.")
-        options["fingerprint"] = json.loads(done.read_bytes())["fingerprint"]
+        try:
+            options["fingerprint"] = json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PomonaError(
+                f"origin.run names '{run}', which is no finished run: it has no summary.json, or a damaged one."
+            ) from error
     return OriginOptions(**options)
 
 
@@ -317,12 +322,15 @@ def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
 def _table(section: str, given: Any, record: type) -> dict[str, Any]:
     """The options of a section that is no named choice, each known and of its type."""
     require(isinstance(given, Mapping), f"{section} is a table of options, got {given!r}.")
-    hints = typing.get_type_hints(record)
+    hints = _hints(record)
     for key, value in given.items():
         if key not in hints:
             raise unknown(f"option of {section}", key, hints)
         check_type(f"{section}.{key}", value, hints[key])
     return dict(given)
+
+
+_hints = functools.cache(typing.get_type_hints)  # slow, and a table has hundreds of recipes
 
 
 def _make_seed(given: Any) -> int:

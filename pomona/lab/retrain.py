@@ -28,9 +28,10 @@ from pomona.core.registry import describe
 from pomona.methods import METHODS
 
 from . import masks
+from .folder import METRICS
 from .optim import Rate, Step
 from .recipe import DENSE, Recipe
-from .run import METRICS, Note, Progress, train
+from .run import Note, Progress, train
 
 FROM = ("init", "random", "final")
 BUDGETS = ("epochs", "flops")

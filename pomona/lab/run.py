@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pomona import data, models
@@ -46,13 +46,25 @@ from pomona.methods.lottery import Holder
 
 from . import checkpoint, env, loops, masks
 from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
+from .folder import (
+    MODEL,
+    RECIPE,
+    SUMMARY,
+    Metrics,
+    as_json,
+    check_folder,
+    claimed,
+    compare_models,
+    compare_recipes,
+    refuse_used,
+)
+from .folder import summary as summary_of
 from .loops import PACKED, SETUP
 from .recipe import Recipe
 from .stages import stages
 from .team import Team, assembled
 
 Note = Callable[[str], None]
-METRICS = "metrics.jsonl"
 HOW = ("foreach", "fused", "capturable")  # an optimizer's options that say how a step is computed, not which
 
 
@@ -113,7 +125,9 @@ def train(
             with signals() as asked:
                 run.train(lambda: asked() or (stop is not None and stop()))
             with SETUP:
-                return run.finish()
+                summary = run.finish()
+            team.wait()  # until the first has written it all
+            return summary
         finally:
             run.close()
 
@@ -181,7 +195,11 @@ class Run:
         self.started = self.lap = time.perf_counter()
         self.lap_steps = 0  # steps since the lap began: with the epoch, or when resumed within it
         self.pace = 0.0  # samples per second of the last lap
-        self.metrics: Any = None
+        self.written = 0  # bytes of the metrics that a checkpoint knows of
+        self.metrics: Metrics | None = None
+        self.opened = ExitStack()  # what is to be closed
+        if self.progress is not None:
+            self.opened.callback(self.progress.close)
 
     def inherit(self) -> None:
         """Take over what the recipe asks of another run."""
@@ -189,15 +207,19 @@ class Run:
         if origin.run is None:
             return
         folder = Path(origin.run)
-        done = folder / "summary.json"
-        require(done.is_file(), f"the run '{folder}', with which this one begins, is not there (any more).")
-        theirs = json.loads(done.read_bytes())["fingerprint"]
+        done = summary_of(folder)
+        if done is None:
+            raise PomonaError(f"the run '{folder}', with which this one begins, is not there (any more).")
+        theirs = done["fingerprint"]
         require(
             theirs == origin.fingerprint,
             f"the run in '{folder}' has the fingerprint {theirs}, and this one began with {origin.fingerprint}.",
         )
         if origin.weights == "final":
-            weights = safetensors.torch.load_file(folder / "model.safetensors")
+            try:
+                weights = safetensors.torch.load_file(folder / MODEL)
+            except (OSError, SafetensorError) as error:
+                raise PomonaError(f"the weights of the run '{folder}' cannot be read: train it again.") from error
             compare_models(weights, self.model.state_dict(), folder)
             self.model.load_state_dict(weights)
         if self.recipe.method["name"] == "finetune":
@@ -256,27 +278,30 @@ class Run:
 
     def open(self, resume: bool) -> None:
         """Begin the folder, or take up what is in it."""
-        if resume and checkpoint.found(self.folder):
+        begun = resume and checkpoint.found(self.folder)
+        if not begun:
+            self.begin(0)  # refuses what does not work before there is a folder
+        if self.team.first:
+            self.opened.enter_context(claimed(self.folder))
+            if not resume:
+                refuse_used(self.folder)  # by one that was quicker
+        if begun:
             self.restore(checkpoint.load(self.folder, self.note))
         else:
-            self.begin(0)
             self.make_folder()
         if self.team.first:
-            checkpoint.replace(self.folder / "env.json", _json(env.facts() | {"data": self.data.describe()}))
-            with checkpoint.writing(self.folder / METRICS):
-                self.metrics = (self.folder / METRICS).open("ab")
+            checkpoint.replace(self.folder / "env.json", as_json(env.facts() | {"data": self.data.describe()}))
+            self.metrics = Metrics(self.folder, self.written)
+            self.opened.callback(self.metrics.close)
         if self.progress is not None:
             self.progress.start(self.epochs, self.per_epoch, self.recipe.name)
             for _ in range(self.step):
                 self.progress.step()
 
     def make_folder(self) -> None:
-        """The folder of a run that has not taken a step."""
+        """What is in the folder of a run that has not taken a step."""
         if self.team.first:
-            with checkpoint.writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.replace(self.folder / "recipe.toml", self.recipe.to_toml().encode())
-            _cut(self.folder / METRICS, 0)
+            checkpoint.replace(self.folder / RECIPE, self.recipe.to_toml().encode())
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs; the pruner's part rides in the optimizer's."""
@@ -289,7 +314,7 @@ class Run:
             "loss": self.loss,
             "updates": self.updates,
             "seconds": self.elapsed,
-            "metrics": self.metrics.tell(),
+            "metrics": self.metrics.sync() if self.metrics is not None else 0,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer_state(),
             "random": torch.get_rng_state(),
@@ -307,8 +332,6 @@ class Run:
         self.read_losses()
         if self.team.first:
             self.write_updates()
-            with checkpoint.writing(self.folder / METRICS):
-                os.fsync(self.metrics.fileno())
             checkpoint.save(self.folder, self.state())
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -325,9 +348,8 @@ class Run:
         if isinstance(self.pruner, Holder) and state["rewind"]:
             self.pruner.snapshot = state["rewind"]
         self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
-        self.seconds = state["seconds"]
+        self.seconds, self.written = state["seconds"], state["metrics"]
         if self.team.first:
-            _cut(self.folder / METRICS, state["metrics"])
             torch.set_rng_state(state["random"])
             if self.device.type == "cuda" and state["random_cuda"] is not None:
                 torch.cuda.set_rng_state(state["random_cuda"], self.device)
@@ -336,9 +358,8 @@ class Run:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a line to the metrics."""
-        with checkpoint.writing(self.folder / METRICS):
-            self.metrics.write(json.dumps(row).encode() + b"\n")
-            self.metrics.flush()
+        assert self.metrics is not None
+        self.metrics.write(row)
 
     def write_updates(self) -> None:
         """The pruner's mask updates since the last time."""
@@ -348,11 +369,7 @@ class Run:
         self.updates = len(history)
 
     def close(self) -> None:
-        if self.metrics is not None:
-            with suppress(OSError):  # a full disk was told already, and closing would try again
-                self.metrics.close()
-        if self.progress is not None:
-            self.progress.close()
+        self.opened.close()
 
     # ---- training
 
@@ -481,7 +498,7 @@ class Run:
         """Let go of the pruner, and measure what is left."""
         self.rewound = self.rewind
         if self.pruner is not None:
-            with warnings.catch_warnings(record=True) as caught:
+            with SETUP, warnings.catch_warnings(record=True) as caught:  # which all threads share
                 warnings.simplefilter("always")
                 self.pruner.finish()
             for warning in caught:
@@ -519,10 +536,10 @@ class Run:
                 for name, tensor in self.model.state_dict().items()
             }
             about = {"pomona": json.dumps(self.built)}
-            checkpoint.replace(self.folder / "model.safetensors", safetensors.torch.save(weights, about))
+            checkpoint.replace(self.folder / MODEL, safetensors.torch.save(weights, about))
             if self.masks is not None:
                 masks.save(self.folder, self.masks)
-            checkpoint.replace(self.folder / "summary.json", _json(summary))
+            checkpoint.replace(self.folder / SUMMARY, as_json(summary))
         return summary
 
 
@@ -550,57 +567,6 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
 def _fits(info: models.Info, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
     return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
-
-
-def compare_recipes(mine: Recipe, theirs: Recipe, folder: Path) -> None:
-    """Refuse to go on with a run under other settings, naming the first few."""
-    differences = mine.differences(theirs)
-    require(
-        not differences,
-        f"the run in '{folder}' was begun with other settings ({'; '.join(differences[:3])}): "
-        "resume it with the recipe it was begun with, or give another folder.",
-    )
-
-
-def compare_models(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: Path) -> None:
-    """Refuse a checkpoint of another model, naming the first tensor that differs."""
-    for name in {**mine, **theirs}:
-        there, here = (_shape(side.get(name)) for side in (theirs, mine))
-        require(
-            there == here,
-            f"the checkpoint in '{folder}' is of another model: '{name}' is {there} there and {here} here. "
-            "Resume with the recipe it was made by, or start anew in another folder.",
-        )
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{'×'.join(map(str, tensor.shape)) or 'a number'}"
-
-
-def check_folder(recipe: Recipe, folder: Path, resume: bool) -> dict[str, Any] | None:
-    """Refuse a folder that is in use, or of another recipe; the summary if its run is complete."""
-    if folder.exists() and not folder.is_dir():
-        raise PomonaError(f"'{folder}' is a file: give a folder for the run.")
-    if not resume:
-        used = folder.is_dir() and any(folder.iterdir())
-        require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
-        return None
-    written = folder / "recipe.toml"
-    require(written.is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
-    compare_recipes(recipe, Recipe.load(written), folder)
-    done = folder / "summary.json"
-    return json.loads(done.read_bytes()) if done.is_file() else None
-
-
-def _cut(path: Path, size: int) -> None:
-    """Drop what was written after a checkpoint."""
-    if path.exists() and path.stat().st_size > size:
-        with checkpoint.writing(path):
-            os.truncate(path, size)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 @contextmanager

@@ -46,10 +46,11 @@ def has(file: Path, section: str) -> bool:
 
 
 def files() -> dict[str, Path]:
-    """All that comes with pomona: beside the package in a checkout, in the environment when installed."""
-    checkout = Path(__file__).resolve().parents[2] / "recipes"
-    installed = Path(sysconfig.get_path("data")) / "share" / "pomona" / "recipes"
-    found = {file.stem: file for folder in (installed, checkout) for file in folder.glob("*.toml")}
+    """All that comes with pomona: beside the package in a checkout, under share/pomona when installed."""
+    beside = Path(__file__).resolve().parents[2]  # of a checkout, or what pip was given by --target
+    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
+    shared = [Path(place) / "share" / "pomona" / "recipes" for place in (user, sysconfig.get_path("data"), beside)]
+    found = {file.stem: file for folder in (*shared, beside / "recipes") for file in folder.glob("*.toml")}
     return dict(
         sorted(found.items(), key=lambda item: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", item[0])])
     )

@@ -9,17 +9,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pomona.core.errors import PomonaError
+from safetensors import SafetensorError
+
+from pomona.core.errors import PomonaError, require
 
 from . import checkpoint, retrain
+from .folder import RECIPE, summary
 from .recipe import DENSE, FinetuneOptions, Recipe
+from .team import here
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
+DAMAGED = (OSError, KeyError, ValueError, SafetensorError)  # what reading a run's files may raise
 CHECKOUT = Path(__file__).resolve().parents[2] / RECORDS  # the records that come with the code
 
 
@@ -51,7 +57,7 @@ class Run:
             return float(self.summary["epoch"])
         try:
             return None if self.folder is None else retrain.cost(self.folder)
-        except (PomonaError, OSError, KeyError):
+        except DAMAGED:
             return None
 
     def before_finetune(self) -> Run:
@@ -73,8 +79,12 @@ class Store:
         self.runs: dict[str, Run] = {}  # by fingerprint
         self.longer: dict[str, Run] = {}  # complete ones with fine-tuning, by the fingerprint without it
         self.retrained: dict[tuple[str, str], Run] = {}  # by the run that found the mask, and how: "init-flops"
-        for file in [file for place in records for file in sorted(place.glob("*.json"))]:
-            self.enter(read_record(file))
+        places = dict.fromkeys(place.resolve() for place in records)
+        for file in [file for place in places for file in sorted(place.glob("*.json"))]:
+            try:
+                self.enter(read_record(file))
+            except PomonaError as error:
+                warnings.warn(f"the record '{file.name}' is left aside: {error}", stacklevel=2)
         for folder in [folder for place in folders for folder in run_folders(place)]:
             self.add(folder)
 
@@ -131,7 +141,7 @@ def without_finetune(recipe: Recipe) -> Recipe:
 def run_folders(place: Path) -> Iterator[Path]:
     """The folders of runs under a place, at any depth."""
     for folder, inner, files in os.walk(place):
-        if "recipe.toml" in files:
+        if RECIPE in files:
             inner.clear()
             yield Path(folder)
         else:
@@ -141,25 +151,46 @@ def run_folders(place: Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> Run | None:
     """The run in a folder, or None where it cannot be read (any more)."""
     try:
-        recipe = Recipe.load(folder / "recipe.toml")
-        done = folder / "summary.json"
-        return Run(recipe, folder, json.loads(done.read_bytes()) if done.is_file() else None)
-    except (PomonaError, OSError, ValueError):
+        recipe = Recipe.load(folder / RECIPE)
+    except PomonaError:
         return None
+    found = summary(folder)
+    return Run(recipe, folder, None if found is None or flaw(found, recipe) else found)
 
 
 def read_record(file: Path) -> Run | None:
     """The run that a record tells of, or None where it does not say by which recipe."""
     try:
         record = json.loads(file.read_bytes())
-        return Run(Recipe.load(record.pop("recipe")), None, record)
-    except (PomonaError, OSError, ValueError, KeyError, TypeError):
-        return None
+        if "recipe" not in record:
+            return None
+        recipe = Recipe.load(dict(record.pop("recipe")))
+    except PomonaError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise PomonaError("it cannot be read.") from error
+    why = flaw(record, recipe)
+    require(why is None, f"it {why}.")
+    return Run(recipe, None, record)
 
 
-def keep(run: Run, records: Path = RECORDS) -> Path | None:
+TOLD = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
+
+
+def flaw(found: Mapping[str, Any], recipe: Recipe) -> str | None:
+    """Why a summary cannot be that of a recipe's finished run, or None."""
+    mine = {"model": recipe.model["name"], "method": recipe.method["name"], "data": recipe.data.name}
+    for key, value in ({"seed": recipe.seed} | mine).items():
+        if found.get(key) != value:
+            return f"tells of {key} {found.get(key)}, and its recipe of {value}"
+    measure = "perplexity" if "perplexity" in found else "accuracy"
+    lost = [key for key in (measure, *TOLD) if found.get(key) in (None, [])]
+    return f"does not tell {', '.join(lost)}" if lost else None
+
+
+def keep(run: Run | None, records: Path | None = RECORDS) -> Path | None:
     """Write the record of a run, and say where; there is none of what is not complete, or itself from a record."""
-    if run.summary is None or run.folder is None:
+    if records is None or run is None or run.summary is None or run.folder is None or not here().first:
         return None
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
     with checkpoint.writing(records):

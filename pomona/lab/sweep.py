@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import os
 import re
 import time
@@ -25,15 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pomona.core.errors import PomonaError, require
 from pomona.core.registry import parse
 from pomona.methods import METHODS
 
 from . import checkpoint, env, pool, store, table
+from .folder import as_json, summary
 from .packed import run as pack
+from .packed import tidy
 from .recipe import DENSE, Recipe, literal, put, read
 from .run import Interrupted, Note, Progress
-from .team import pick
+from .team import here, pick
 
 Axes = Mapping[str, Sequence[Any]]
 
@@ -65,11 +68,8 @@ class Cell:
 
     def summary(self) -> dict[str, Any] | None:
         """Of the run, where it is complete and of these settings."""
-        done = self.folder / "summary.json"
-        if not done.is_file():
-            return None
-        summary = json.loads(done.read_bytes())
-        return summary if summary["fingerprint"] == self.recipe.fingerprint() else None
+        found = summary(self.folder)
+        return found if found is not None and found["fingerprint"] == self.recipe.fingerprint() else None
 
 
 Report = Callable[[int, int, Cell, Mapping[str, Any]], None]
@@ -100,19 +100,22 @@ def sweep(
     complete = {i: known.find(cell.recipe) for i, cell in enumerate(found)}
     outcomes: dict[int, dict[str, Any]] = {i: one.summary for i, one in complete.items() if one and one.summary}
     todo = [i for i in range(len(found)) if i not in outcomes]
+    for one in complete.values():
+        store.keep(one, records)
     try:
         with closing(run([found[i] for i in todo], **how)) as coming:
             for k, outcome in coming:
                 outcomes[todo[k]] = outcome
-                if records is not None and (done := store.read_folder(found[todo[k]].folder)):
-                    store.keep(done, records)
+                if "error" not in outcome:
+                    store.keep(store.Run(found[todo[k]].recipe, found[todo[k]].folder, outcome), records)
                 if report is not None:
                     report(len(outcomes), len(found), found[todo[k]], outcome)
     except (Interrupted, KeyboardInterrupt) as stopped:
         raise Stopped(out, sum("error" not in o for o in outcomes.values()), len(found)) from stopped
     result = result_of(found, [outcomes[i] for i in range(len(found))])
     result |= {"seconds": time.perf_counter() - started, "out": str(out), **env.facts()}
-    checkpoint.replace(out / "sweep.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    if here().first:
+        checkpoint.replace(out / "sweep.json", as_json(result))
     return result
 
 
@@ -133,6 +136,10 @@ def run(
     """
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(jobs is None or packed is None, "runs are packed on a GPU or spread over processes: give packed or jobs.")
+    require(
+        here().world == 1 or (packed is None and jobs in (None, 1)),
+        f"the {here().world} processes of torchrun train each run together: leave out jobs and packed.",
+    )
     work = [pool.Job(cell.recipe, cell.folder, data_dir) for cell in found]
     if packed is not None and work:
         yield from pack(work, packed, note)
@@ -141,6 +148,8 @@ def run(
     else:
         for index, job in enumerate(work):
             yield index, job.run(note=note, progress=None if progress is None else progress())
+            if torch.cuda.is_initialized():
+                tidy()
 
 
 def result_of(found: Sequence[Cell], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -166,8 +175,8 @@ def refuse_used(out: Path, found: Sequence[Cell], only_missing: bool) -> None:
 
 
 def processes(found: Sequence[Cell]) -> int:
-    """How many processes are worth while: one a core, or a single one that has the GPU."""
-    if any(pick(cell.recipe.train.device).type != "cpu" for cell in found):
+    """How many processes are worth while: one a core, or a single one that has the GPU; a team is one."""
+    if here().world > 1 or any(pick(cell.recipe.train.device).type != "cpu" for cell in found):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -199,12 +208,29 @@ def cells(
 def axis(text: str) -> tuple[str, list[Any]]:
     """An axis as it is written on the command line: "method.sparsity=0.8,0.9" or "method=dpf,oneshot(at=0.5)"."""
     key, equals, values = text.partition("=")
-    parts = re.split(r",(?![^([{]*[)\]}])", values)  # not at the commas within brackets
+    parts = split(values)
     require(
         bool(equals and key.strip()) and all(part.strip() for part in parts),
         f"'{text}' is not of the form key=value,value,… (seed=0,1,2).",
     )
     return key.strip(), [literal(part.strip()) for part in parts]
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas, but for those within brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'" and not parts[-1][-1:].isalnum():  # no apostrophe
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def cell(given: Mapping[str, Any], values: Mapping[str, Any], out: Path) -> Cell:

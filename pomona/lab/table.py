@@ -133,6 +133,8 @@ SHOW: dict[str, tuple[str, Callable[[float], str]]] = {
 def layout(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of a table: by rows and columns as the paper has it, or one line a cell."""
     cells = result["cells"]
+    if not cells:
+        return [], []
     if result.get("show") or not all("column" in cell for cell in cells):
         return lines(cells, result.get("show", ()))
     across = bool(result["across"])
@@ -197,6 +199,8 @@ def difference(cell: Mapping[str, Any]) -> str:
 
 def state(result: Mapping[str, Any]) -> str:
     """What of a table of runs is there."""
+    if not result["cells"]:
+        return "nothing was measured yet"
     if "missing" not in result:
         return "computed"
     done = f"{result['complete']} of {len(result['cells'])} cells complete"
@@ -209,6 +213,14 @@ LEGEND = "ours with the number of runs, below it the paper's and the difference;
 def paper(result: Mapping[str, Any]) -> Group:
     """A paper's table for a person."""
     heads, rows = layout(result)
+    notes = [escape(result["notes"])] if result.get("notes") else []
+    legend = [LEGEND] if rows and "ours" not in heads else []
+    grid = [framed(heads, rows)] if rows else []
+    return Group(escape(heading_of(result)), *grid, *legend, *notes, state(result))
+
+
+def framed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Rows in a frame, with a line between what has different labels."""
     grid = Table()
     for k, head in enumerate(heads):
         grid.add_column(escape(head), justify="left" if k < texts(heads) else "right", no_wrap=True)
@@ -218,8 +230,7 @@ def paper(result: Mapping[str, Any]) -> Group:
             grid.add_section()
         label = row[0] or label
         grid.add_row(*map(escape, row))
-    told = [escape(result["notes"])] if result.get("notes") else []
-    return Group(escape(heading_of(result)), grid, *[LEGEND] * ("ours" not in heads), *told, state(result))
+    return grid
 
 
 def heading_of(result: Mapping[str, Any]) -> str:
@@ -234,6 +245,8 @@ def texts(heads: Sequence[str]) -> int:
 def markdown(result: Mapping[str, Any]) -> str:
     """The rows of a paper's table, and its notes, for a page."""
     heads, rows = layout(result)
-    bars = [heads, ["---" if k < texts(heads) else "---:" for k in range(len(heads))], *rows]
-    grid = "\n".join("| " + " | ".join(cell.replace("\n", "<br>") for cell in bar) + " |" for bar in bars)
-    return grid + (f"\n\n{result['notes']}\n" if result.get("notes") else "\n")
+    rule = ["---" if k < texts(heads) else "---:" for k in range(len(heads))]
+    bars = [heads, rule, *rows] if rows else []
+    lines = ["| " + " | ".join(text.replace("|", "\\|").replace("\n", "<br>") for text in bar) + " |" for bar in bars]
+    notes = ["", result["notes"]] if result.get("notes") else []
+    return "\n".join([*lines, *notes]) + "\n"

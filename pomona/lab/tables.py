@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
+import warnings
 from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from typing import Any
 from pomona.core.errors import require, unknown
 
 from . import retrain, sweep, table
+from .folder import summary
 from .recipe import Recipe
 from .run import Interrupted
-from .store import RECORDS, RUNS, Run, Store, keep, without_finetune
+from .store import DAMAGED, RECORDS, RUNS, Run, Store, keep, without_finetune
 
 OUT = RUNS / "tables"  # one place for all, as they share runs
 
@@ -159,18 +161,30 @@ class Table:
 
     def only(self, picks: Sequence[str]) -> Table:
         """Of its cells those that are picked by "key=value,value"; by "seed" some runs of each."""
-        entries = list(self.entries)
-        for key, values in map(sweep.axis, picks):
+        entries, known = list(self.entries), self.picks()
+        for pick in picks:
+            key, values = sweep.axis(pick)
+            if key not in known:
+                raise unknown("pick of a table", key, known)
+            whole = pick.partition("=")[2].strip()
+            values = [whole] if whole in known[key] else values  # a column's name may have commas
+            for value in values:
+                if value not in known[key]:
+                    raise unknown(f"{key} of {self.name}", value, map(str, known[key]))
             if key == "seed":
-                fewer = [replace(e, tasks=tuple(t for t in e.tasks if t.recipe.seed in values)) for e in entries]
-                entries = [entry for entry in fewer if entry.tasks]
-            else:
-                known = dict.fromkeys(fact for entry in self.entries for fact in entry.facts)
-                if key not in known:
-                    raise unknown("pick of a table", key, [*known, "seed"])
-                entries = [entry for entry in entries if entry.facts.get(key) in values]
-            require(bool(entries), f"no cell of {self.name} is left by {key} = {', '.join(map(str, values))}.")
+                entries = [replace(e, tasks=tuple(t for t in e.tasks if t.recipe.seed in values)) for e in entries]
+            entries = [e for e in entries if e.tasks and (key == "seed" or e.facts.get(key) in values)]
+        require(bool(entries), f"no cell of {self.name} is left by {' and '.join(picks)}.")
         return replace(self, entries=tuple(entries))
+
+    def picks(self) -> dict[str, list[Any]]:
+        """By what its cells can be picked, and the values there are."""
+        found: dict[str, list[Any]] = {}
+        for entry in self.entries:
+            for key, value in [*entry.facts.items(), *(("seed", task.recipe.seed) for task in entry.tasks)]:
+                if value not in found.setdefault(key, []):
+                    found[key].append(value)
+        return found
 
     def tasks(self) -> list[Task]:
         """Every run, each once, in the order of the queue: all of the first seed, then all of the second."""
@@ -263,6 +277,7 @@ def fill(
         only_missing or not begun,
         f"{begun} of the {len(tasks)} runs of {asked.name} are there already: go on with --only-missing.",
     )
+    kept(asked, store, records)
     try:
         while wave := ready(tasks, store, out, tried):
             tried |= {task.key for task, _ in wave}
@@ -272,14 +287,15 @@ def fill(
                     if "error" in outcome:
                         failed.append({"name": cell.recipe.name, "folder": str(cell.folder), **outcome})
                     else:
-                        store.add(cell.folder)
-                        if records is not None:
-                            keep(store.runs[cell.recipe.fingerprint()], records)
+                        store.enter(run := Run(cell.recipe, cell.folder, outcome))
+                        keep(run, records)
                     if report is not None:
                         report(complete(tasks, store) + len(failed), len(tasks), cell, outcome)
     except (Interrupted, KeyboardInterrupt) as stopped:
         raise sweep.Stopped(out, complete(tasks, store), len(tasks)) from stopped
-    return asked.compare(store) | {"failed": failed}
+    for one in failed:
+        store.add(Path(one["folder"]))  # another sitting may have been at it, and is done
+    return asked.compare(store) | {"failed": [one for one in failed if summary(Path(one["folder"])) is None]}
 
 
 def complete(tasks: Sequence[Task], store: Store) -> int:
@@ -294,13 +310,21 @@ def ready(
     A run that begins with another needs it with its weights, whatever records there are. One that another only
     passes through, on its way to fine-tuning, is not trained by itself.
     """
+    found = []
     missing = [task for task in tasks if task.source(store) is None]
     needed = {parent.key for task in missing for parent in needs(task, store)}
     tuned = [task.recipe for task in missing if task.recipe.finetune.epochs and task.again is None]
     passed = {(without_finetune(recipe).fingerprint(),) for recipe in tuned} - needed
     wanted = {one.key: one for task in missing for one in [*needs(task, store), task]}
-    cells = [(task, task.cell(store, out)) for key, task in wanted.items() if key not in passed | tried]
-    return [(task, cell) for task, cell in cells if cell is not None]
+    for task in [task for key, task in wanted.items() if key not in passed | tried]:
+        try:
+            cell = task.cell(store, out)
+        except DAMAGED as error:
+            warnings.warn(f"{task.name} cannot begin with the run before it: {error}", stacklevel=2)
+            continue
+        if cell is not None:
+            found.append((task, cell))
+    return found
 
 
 def needs(task: Task, store: Store) -> list[Task]:
@@ -310,7 +334,7 @@ def needs(task: Task, store: Store) -> list[Task]:
     return [*needs(task.parent, store), task.parent]
 
 
-def kept(asked: Table, store: Store, records: Path = RECORDS) -> list[Path]:
+def kept(asked: Table, store: Store, records: Path | None = RECORDS) -> list[Path]:
     """Write the records of a table's finished runs."""
-    runs = [run for task in asked.tasks() if (run := task.source(store)) is not None]
-    return [file for run in runs if (file := keep(run, records)) is not None]
+    files = [keep(task.source(store), records) for task in asked.tasks()]
+    return [file for file in dict.fromkeys(files) if file is not None]

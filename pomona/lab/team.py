@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,21 +55,31 @@ class Team:
             distributed.barrier()
 
 
+def here() -> Team:
+    """This process's place, as torchrun tells it."""
+    return Team(*(int(os.environ.get(key, default)) for key, default in _VARIABLES))
+
+
 @contextmanager
 def assembled(device: str) -> Iterator[tuple[Team, torch.device]]:
-    """The team and this process's device; a process group that had to be opened is closed again."""
-    team = Team(*(int(os.environ.get(key, default)) for key, default in _VARIABLES))
+    """The team and this process's device.
+
+    A process group that had to be opened stays open to the end of the process: in a second one a rank that is ahead
+    would meet the addresses of the first.
+    """
+    team = here()
     place = pick(device, team.local)
-    opened = team.world > 1 and not distributed.is_initialized()
-    if opened:
+    if team.world > 1 and not distributed.is_initialized():
         if place.type == "cuda":
             torch.cuda.set_device(place)
         distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    try:
-        yield team, place
-    finally:
-        if opened:
-            distributed.destroy_process_group()
+        atexit.register(close)
+    yield team, place
+
+
+def close() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def pick(device: str, local: int = 0) -> torch.device:

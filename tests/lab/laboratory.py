@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -26,3 +31,44 @@ class After:
     def __call__(self) -> bool:
         self.left -= 1
         return self.left <= 0
+
+
+class Presser:
+    """Progress that presses Ctrl-C at a step."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def start(self, *told): ...
+    def epoch(self, row): ...
+    def close(self): ...
+    def step(self, loss=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+TEAM = """
+import os, sys, torch
+
+torch.set_num_threads(1)
+from pomona.lab import Recipe, train
+from pomona.lab.sweep import sweep
+
+other = os.fork()  # one import serves both
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
+{what}
+if other:
+    sys.exit(os.waitpid(other, 0)[1] != 0)
+"""
+
+
+def together(what: str) -> None:
+    """Have two processes do the same, as under torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    team = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", TEAM.format(what=what)]
+    done = subprocess.run(command, env={**os.environ, **team}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import json
+import queue
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +15,11 @@ from laboratory import After, rows
 from safetensors.torch import load_file
 
 from pomona.core.errors import PomonaError
-from pomona.lab import packed
+from pomona.lab import loops, packed
 from pomona.lab.pool import Job
 from pomona.lab.recipe import Recipe
 from pomona.lab.run import Interrupted, train
+from pomona.lab.team import Team
 
 gpu = pytest.mark.gpu
 METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",
@@ -55,6 +60,34 @@ def test_an_unknown_loop_is_refused():
 def test_packing_is_refused_without_a_gpu(tmp_path):
     with pytest.raises(PomonaError, match="runs are packed on a GPU, and 'test' is for 'cpu'"):
         list(packed.run([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
+
+
+def test_an_eager_loop_is_not_packed():
+    one = recipe(loop="eager")
+    run = SimpleNamespace(
+        recipe=one, options=one.train, device=torch.device("cuda"), team=Team(), model=torch.nn.Linear(1, 1), steps=1
+    )
+    assert loops.choose(run) == "eager"
+    packed_run = contextvars.copy_context()
+    packed_run.run(loops.PACKED.set, True)
+    with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot be packed"):
+        packed_run.run(loops.choose, run)
+
+
+def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
+    """Else whoever waits for its job would wait for ever."""
+    told: queue.SimpleQueue = queue.SimpleQueue()
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    waiting.put(0)
+    monkeypatch.setattr(packed, "pick", lambda name: torch.device("meta"))  # has no streams
+    thread = threading.Thread(
+        target=packed.serve, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
+    )
+    thread.start()
+    thread.join(10)
+    kind, (index, outcome) = told.get_nowait()
+    assert (kind, index) == ("done", 0)
+    assert "Error: " in outcome["error"]
 
 
 @gpu

@@ -8,7 +8,9 @@ import tomllib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pomona import models
 from pomona.core.errors import PomonaError
 from pomona.lab import recipe as recipes
 from pomona.lab.recipe import Recipe, TrainOptions
@@ -234,3 +236,24 @@ def test_unreadable_files_are_named(tmp_path):
     bad.write_bytes(b"\xff\xfe")
     with pytest.raises(PomonaError, match="is no valid TOML"):
         Recipe.load(bad)
+
+
+class Ops(TorchDispatchMode):
+    """Remembers what torch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_a_recipe_draws_no_weights_to_check_its_model(name):
+    """That takes seconds in a table of hundreds, most of them to load torch's compiler."""
+    with Ops() as ops:
+        recipes._try_model.__wrapped__(name, "{}")
+    assert "empty" in ops.seen
+    assert not {op for op in ops.seen if op in ("normal_", "uniform_", "bernoulli_", "random_")}

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import After, lasting, rows
+from laboratory import After, lasting, rows, together
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -25,6 +24,7 @@ from pomona.core.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, checkpoint, plan, train
 from pomona.lab import run as runs
 from pomona.lab.evaluate import accuracy
+from pomona.lab.folder import claimed
 from pomona.lab.run import Run
 from pomona.lab.team import Team, pick
 from pomona.methods import METHODS
@@ -425,6 +425,50 @@ def test_a_checkpoint_with_other_tensors_is_refused():
         runs.compare_models({"b": torch.tensor(1)}, {}, Path("run"))
 
 
+def test_two_processes_do_not_train_in_one_folder(tmp_path, whole):
+    made, folder = whole[1], tmp_path / "run"
+    stopped(folder, made)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with claimed(folder), pytest.raises(PomonaError, match="another process trains in '.*run': wait for it"):
+        train(made, folder, resume=True)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    train(made, folder, resume=True)
+    assert same_weights(whole[0], folder)
+
+
+def test_of_two_that_begin_one_is_quicker(tmp_path, monkeypatch):
+    made, folder = recipe("dense", epochs=1), tmp_path / "run"
+    begin = Run.begin
+
+    def slow(self, *args, **options):
+        begin(self, *args, **options)
+        if not folder.exists():
+            monkeypatch.setattr(Run, "begin", begin)
+            train(made, folder)
+
+    monkeypatch.setattr(Run, "begin", slow)
+    with pytest.raises(PomonaError, match="is not empty: go on with --resume"):
+        train(made, folder)
+    assert checkpoint.load(folder)["step"] == 6
+
+
+def test_a_kill_within_the_first_file_leaves_nothing_begun(tmp_path, whole):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.toml.part").write_text('name = "sma')
+    train(whole[1], folder)
+    assert same_weights(whole[0], folder)
+    assert not (folder / "recipe.toml.part").exists()
+
+
+def test_a_damaged_summary_is_made_anew(tmp_path, whole):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    (folder / "summary.json").write_bytes((whole[0] / "summary.json").read_bytes()[:50])
+    assert train(whole[1], folder, resume=True)["accuracy"] == whole[2]["accuracy"]
+    assert json.loads((folder / "summary.json").read_text())["fingerprint"] == whole[1].fingerprint()
+
+
 def test_a_recipe_edited_under_its_checkpoint_is_refused(tmp_path):
     folder = tmp_path / "run"
     stopped(folder, recipe("dense", epochs=2))
@@ -545,37 +589,11 @@ def test_a_full_disk_under_the_metrics_is_named_too(tmp_path, whole):
 
 # ---- data parallel
 
-TEAM = """
-import os, sys, torch
-from pomona.lab import Recipe, train
-
-torch.set_num_threads(1)
-other = os.fork()  # one import serves both
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
-train(Recipe.load(sys.argv[2]), sys.argv[1])
-if other:
-    sys.exit(os.waitpid(other, 0)[1] != 0)
-"""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
 
 def test_two_processes_train_what_one_does(tmp_path):
     made = recipe(epochs=2, model="mlp(hidden=[32])", drop_last=True)
     train(made, tmp_path / "one")
-    (tmp_path / "recipe.toml").write_text(made.to_toml())
-    done = subprocess.run(
-        [sys.executable, "-c", TEAM, str(tmp_path / "two"), str(tmp_path / "recipe.toml")],
-        env={**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    together(f"train(Recipe.load({made.to_dict()!r}), {str(tmp_path / 'two')!r})")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)

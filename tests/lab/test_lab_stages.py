@@ -333,4 +333,11 @@ def test_an_origin_that_is_gone_or_another_is_refused(tmp_path):
         train(recipe("dense", origin={"run": "gone", "fingerprint": "abc"}), tmp_path / "run")
     with pytest.raises(PomonaError, match="of another model: "):
         train(recipe("dense", origin=origin, model="mlp"), tmp_path / "run")
+    later = recipe("dense", origin=origin)
+    (tmp_path / "dense" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(PomonaError, match="the weights of the run '.*dense' cannot be read: train it again"):
+        train(later, tmp_path / "run")
+    (tmp_path / "dense" / "summary.json").write_text("")
+    with pytest.raises(PomonaError, match="is no finished run: it has no summary.json, or a damaged one"):
+        recipe("dense", origin=origin)
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laboratory import Presser, together
 from rich.console import Console
 
 from pomona.core.errors import PomonaError
@@ -89,6 +91,12 @@ def test_dense_is_one_cell_at_all_sparsities(tmp_path):
         ("method = dense, oneshot(sparsity=0.5, at=1),dpf", "method", ["dense", "oneshot(sparsity=0.5, at=1)", "dpf"]),
         ("model.hidden=[8, 8],[16]", "model.hidden", [[8, 8], [16]]),
         ("train.precision=bf16", "train.precision", ["bf16"]),
+        (
+            "method=dpf(every=4, schedule=cubic(until=0.5)),rigl",
+            "method",
+            ["dpf(every=4, schedule=cubic(until=0.5))", "rigl"],
+        ),
+        ("column='a, b',c's, d's", "column", ["a, b", "c's", "d's"]),
     ],
 )
 def test_axes_are_read_from_text(text, key, values):
@@ -206,6 +214,22 @@ def test_a_record_is_as_good_as_its_run(done, tmp_path, monkeypatch):
     assert (result["cells"][0]["runs"], result["cells"][0]["setting"]["seeds"]) == (3, [0, 1, 2])
 
 
+def test_records_are_kept_of_what_was_there_before(done, tmp_path):
+    sweep(BASE, AXES, done[0], only_missing=True, records=tmp_path)
+    assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-seed1"}
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_a_damaged_summary_is_made_anew(done, tmp_path, text):
+    shutil.copytree(done[0], tmp_path / "out")
+    (gone,) = (tmp_path / "out").glob("oneshot-seed1-*/summary.json")
+    gone.write_text(text)
+    told: list[tuple] = []
+    again = sweep(BASE, AXES, tmp_path / "out", only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    assert [t[2].folder for t in told] == [gone.parent]
+    assert [c["mean"] for c in again["cells"]] == [c["mean"] for c in done[1]["cells"]]
+
+
 def test_a_cell_that_fails_is_recorded_and_the_others_go_on(tmp_path):
     # Without a hidden layer there is nothing that dpf could prune.
     result = sweep(BASE | {"model": "mlp(hidden=[])"}, {"method": ["dpf", "dense"]}, tmp_path, jobs=1)
@@ -222,21 +246,6 @@ def test_an_unforeseen_error_is_recorded_by_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "train", broken)
     result = sweep(BASE, {"seed": [0]}, tmp_path, jobs=1)
     assert result["failed"][0]["error"] == "RuntimeError: a kernel is missing"
-
-
-class Presser:
-    """Progress that presses Ctrl-C at a step."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def start(self, *told): ...
-    def epoch(self, row): ...
-    def close(self): ...
-    def step(self, loss=None):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_ctrl_c_stops_a_sweep_and_only_missing_goes_on(tmp_path, done):
@@ -306,6 +315,21 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
         sweep(base, axes, tmp_path, jobs=2)
     assert [c.state() for c in found] == ["begun", "begun", "missing"]
     assert all((c.folder / "checkpoint" / "state.json").is_file() for c in found[:2])
+
+
+def test_a_team_trains_one_cell_after_another(tmp_path):
+    recipe = Recipe.load(BASE, ["train.drop_last=true", "train.batch_size=400"])
+    together(f"sweep({recipe.to_dict()!r}, {{'seed': [0, 1, 2]}}, {str(tmp_path / 'out')!r})")
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert (found["cells"][0]["runs"], found["failed"]) == (3, [])
+    assert {json.loads(f.read_text())["world"] for f in (tmp_path / "out").glob("*/summary.json")} == {2}
+
+
+@pytest.mark.parametrize("how", [{"jobs": 2}, {"packed": 2}])
+def test_a_team_is_not_spread_further(tmp_path, monkeypatch, how):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PomonaError, match="the 4 processes of torchrun train each run together: leave out jobs"):
+        sweep(BASE, {}, tmp_path, **how)
 
 
 # ---- the table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,58 @@ def test_an_option_that_came_later_has_its_default(place, tmp_path):
     assert Store((), (tmp_path,)).find(Recipe.load(BASE, ["method.settle=0"])) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"accuracy": 90.0}', '{"recipe": {"data": "nothing", "model": "mlp"}}'])
-def test_what_is_no_record_is_left_aside(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
+def test_a_record_that_does_not_tell_its_recipe_is_left_aside(tmp_path):
+    (tmp_path / "a.json").write_text('{"accuracy": 90.0}')
     assert read_record(tmp_path / "a.json") is None
     assert Store((), (tmp_path,)).runs == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: "", "it cannot be read"),
+        (lambda text: text[:-100], "it cannot be read"),
+        (lambda text: "[]", None),
+        (lambda text: "3", "it cannot be read"),
+        (lambda text: '{"recipe": 3}', "it cannot be read"),
+        (lambda text: text.replace('"digits"', '"digit"'), "unknown data set 'digit': did you mean 'digits'"),
+        (lambda text: text.replace('"seed": 0', '"seed": 1', 1), "it tells of seed 1, and its recipe of 0"),
+        (
+            lambda text: text.replace('"method": "dpf"', '"method": "set"'),
+            "it tells of method set, and its recipe of dpf",
+        ),
+        (lambda text: text.replace('"accuracy"', '"accurate"'), "it does not tell accuracy"),
+        (lambda text: text.replace('"macs_left"', '"mac"').replace('"params"', '"p"'), "not tell params, macs_left"),
+        (lambda text: json.dumps(json.loads(text) | {"stages": []}), "it does not tell stages"),
+    ],
+)
+def test_what_is_no_record_is_left_aside(place, tmp_path, change, says):
+    file = keep(Store((place,), ()).source(SHORT), tmp_path)
+    file.write_text(change(file.read_text()))
+    with (
+        pytest.warns(UserWarning, match=f"the record '{file.name}' is left aside: .*{says}") if says else nullcontext()
+    ):
+        assert Store((), (tmp_path,)).runs == {}
+
+
+@pytest.mark.parametrize("text", ["", '{"fingerp', "[]", "{}", '{"fingerprint": "a"}'])
+def test_a_damaged_summary_is_none(place, tmp_path, text):
+    shutil.copytree(place / "short", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text(text)
+    store = Store((tmp_path,), ())
+    assert store.find(SHORT) is None
+    assert store.folder(SHORT) == tmp_path / "run"
+
+
+def test_of_damaged_metrics_nobody_can_tell_the_cost(place, tmp_path):
+    shutil.copytree(place / "short", tmp_path / "run")
+    run = Store((tmp_path,), ()).find(SHORT)
+    assert run.cost() is not None
+    for name in ("metrics.jsonl", "model.safetensors", "masks.safetensors"):
+        whole = (tmp_path / "run" / name).read_bytes()
+        (tmp_path / "run" / name).write_bytes(whole[:-40])
+        assert run.cost() is None, name
+        (tmp_path / "run" / name).write_bytes(whole)
 
 
 def test_a_begun_run_has_a_folder_and_no_result(place, tmp_path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
 import os
 import shutil
-import signal
 import statistics
 import sys
 import types
@@ -17,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from laboratory import Presser
 from rich.console import Console
 
 from pomona.core.errors import PomonaError
-from pomona.lab import papers, shelf, table, tables
+from pomona.lab import papers, shelf, table, tables, train
+from pomona.lab.folder import claimed
 from pomona.lab.store import Store
 from pomona.lab.sweep import Stopped
 
@@ -157,8 +159,9 @@ def test_tables_share_their_runs():
 
 def test_table_5_prunes_filters():
     for entry in papers.find("dpf-table5").only(["column=SFP,DPF"]).entries:
-        assert entry.tasks[0].recipe.method["pattern"]["name"] == "filter"
-        assert entry.setting["pattern"] == "filter"
+        assert entry.tasks[0].recipe.method["pattern"] == {"name": "filter", "norm": 2, "of": "filters", "norms": False}
+        assert entry.setting["pattern"] == "filter(of='filters', norms=False)"
+    assert papers.find("dpf-table5").only(["column=dense"]).entries[0].setting == {}
 
 
 def test_a_table_without_any_run_shows_all_of_it_as_missing(here):
@@ -217,10 +220,38 @@ def test_some_of_a_table(tmp_path):
     assert {e.label for e in found.only(["model=mlp", "method=dpf"]).entries} == {"narrow", "wide"}
     with pytest.raises(PomonaError, match="unknown pick of a table 'colum': did you mean 'column'"):
         found.only(["colum=DPF"])
-    with pytest.raises(PomonaError, match="no cell of small is left by sparsity = 0.7"):
-        found.only(["sparsity=0.7"])
-    with pytest.raises(PomonaError, match="no cell of small is left by seed = 7"):
-        found.only(["seed=7"])
+    with pytest.raises(PomonaError, match="unknown column of small 'desne': did you mean 'dense'"):
+        found.only(["column=DPF,desne"])
+    with pytest.raises(PomonaError, match="unknown sparsity of small '70': choose one of 0.0, 0.5, 0.8"):
+        found.only(["sparsity=70"])
+    with pytest.raises(PomonaError, match="unknown seed of small '7': choose one of 0, 1"):
+        found.only(["seed=0,7"])
+    with pytest.raises(PomonaError, match="no cell of small is left by label=wide and sparsity=0.8"):
+        found.only(["label=wide", "sparsity=0.8"])
+
+
+def test_a_name_with_commas_can_be_picked():
+    found, name = papers.find("dpf-figure8"), "first weights, same epochs"
+    for text, columns in ((name, {name}), (f"'{name}'", {name}), (f'DPF,"{name}"', {"DPF", name})):
+        assert {entry.column for entry in found.only([f"column={text}"]).entries} == columns
+
+
+def test_how_a_run_is_watched_is_not_in_its_name(tmp_path):
+    plain, watched = (
+        load(tmp_path, SMALL, *more).tasks() for more in ([], ["train.eval_every=300", "train.device=cpu"])
+    )
+    assert [task.name for task in watched] == [task.name for task in plain]
+    assert {task.recipe.train.eval_every for task in watched} == {300}
+    clipped = load(tmp_path, SMALL, "train.clip=1.0")
+    assert all("clip1.0" in task.name for task in clipped.tasks())
+    assert {entry.setting["train.clip"] for entry in clipped.entries} == {1.0}
+    assert not any("train.eval_every" in e.setting for e in load(tmp_path, SMALL, "train.eval_every=9").entries)
+
+
+@pytest.mark.parametrize("key", ["seed", "method.sparsity"])
+def test_what_the_runs_of_a_table_differ_in_is_not_set(tmp_path, key):
+    with pytest.raises(PomonaError, match=f"{key} is what its runs differ in: pick some of them, with --only"):
+        load(tmp_path, SMALL, f"{key}=0.5")
 
 
 # ---- filling
@@ -281,6 +312,15 @@ def test_records_are_enough_for_the_table(done, here):
     assert json.loads(json.dumps(again)) == json.loads(json.dumps({k: v for k, v in result.items() if k != "failed"}))
 
 
+def test_records_are_kept_of_what_was_there_before(done, here):
+    there, _, _ = done
+    shutil.copytree(there / "runs", here / "runs")
+    told: list[tuple] = []
+    tables.fill(load(here), only_missing=True, records=here / "kept", report=lambda *t: told.append(t))
+    assert told == []
+    assert {f.name for f in (here / "kept").iterdir()} == {f.name for f in (there / "records").iterdir()}
+
+
 def test_kept_records_are_those_of_finished_runs(done, tmp_path):
     there, _, _ = done
     found, store = load(there), Store((there / "runs",), ())
@@ -323,19 +363,38 @@ def test_what_begins_with_a_failed_run_is_not_tried(here):
     assert result["missing"] == 4
 
 
-class Presser:
-    """Progress that presses Ctrl-C at a step."""
+def test_a_damaged_mask_stops_only_what_begins_with_it(done, here):
+    there, _, _ = done
+    shutil.copytree(there / "runs", here / "runs")
+    for seed in (0, 1):
+        (parent,) = (here / "runs" / "tables").glob(f"mlp-dpf-80-settle0-seed{seed}-????????????")
+        shutil.rmtree(next(parent.parent.glob(f"{parent.name}-retrain*")))
+    (parent / "masks.safetensors").write_bytes(b"no masks")
+    with pytest.warns(UserWarning, match="80-settle0-seed1-retrain-init-flops cannot begin with .*is damaged"):
+        result = tables.fill(load(here), only_missing=True, jobs=1)
+    assert (result["missing"], result["failed"]) == (1, [])
 
-    def __init__(self, at: int) -> None:
-        self.left = at
 
-    def start(self, *told): ...
-    def epoch(self, row): ...
-    def close(self): ...
-    def step(self, loss=None):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+def test_a_run_that_another_sitting_is_at_is_left_to_it(here):
+    found = load(here).only(["label=narrow", "column=DPF", "seed=0"])
+    first, second = (task.cell(Store((), ()), tables.OUT) for task in found.tasks())
+    with claimed(first.folder):
+        result = tables.fill(found, jobs=1)
+    assert [one["name"] for one in result["failed"]] == [first.recipe.name]
+    assert "another process trains in" in result["failed"][0]["error"]
+    assert not any(first.folder.iterdir())
+    assert result["missing"] == 1
+    # Of one that is done by the end nothing is told.
+    shutil.rmtree(second.folder)
+
+    def other(*told):
+        lock.close()
+        train(first.recipe, first.folder)
+
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(claimed(first.folder))
+        result = tables.fill(found, jobs=1, report=lambda *t: other() if t[2].folder == second.folder else None)
+    assert (result["missing"], result["failed"]) == (0, [])
 
 
 def test_a_sitting_may_be_cut_off(done, here):
@@ -471,6 +530,16 @@ def test_the_page_of_results_is_what_the_records_give():
     spec.loader.exec_module(module)
     written = (root / "docs" / "results.md").read_text(encoding="utf-8")
     assert module.page() == written, "write it anew with python benchmarks/results.py"
+
+
+def test_without_a_cell_there_is_no_grid():
+    nothing = {"title": "T", "paper": "", "notes": "Later.", "cells": []}
+    assert text(table.paper(nothing)) == "T\nLater.\nnothing was measured yet\n"
+    assert table.markdown(nothing) == "\nLater.\n"
+
+
+def test_bars_within_a_cell_are_escaped():
+    assert "| A\\|B | 80 % | 80.00 ×1 |" in table.markdown(RESULT | {"cells": [CELLS[3] | {"label": "A|B"}]})
 
 
 # ---- tables that are computed
