@@ -128,7 +128,6 @@ class Entry:
         cell |= {"setting": {"data": runs[0][0].data.name, **self.setting}, "mean": None, "std": None, "runs": 0}
         if done:
             cell |= table.cell([(recipe, self.setting, run.summary or {}) for recipe, run in done])
-            cell["method"] = facts["method"]
         if costs:
             known = [cost for _, run in done if (cost := run.cost()) is not None]
             cell["cost"] = statistics.mean(known) if known else None

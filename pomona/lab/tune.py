@@ -73,10 +73,17 @@ def plan(
     grid: Sequence[float] | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[str, list[float]]:
-    """The setting by its whole name, and the grid with which its search begins."""
+    """The setting by its whole name, and the grid with which its search begins; all of it can be trained."""
     given = prepared(source, overrides)
     key = setting(given, key)
-    return key, check(key, grid if grid is not None else steps(value_of(given, key)))
+    require(key != "data.validation", "data.validation is what judges, so it cannot be tuned: choose another setting.")
+    values = check(key, grid if grid is not None else steps(value_of(given, key)))
+    require(
+        len({recipe(given, key, value).fingerprint() for value in values}) == len(values),
+        f"{key} decides nothing in this recipe: "
+        + ("set finetune.epochs." if key.startswith("finetune.") else "choose another setting."),
+    )
+    return key, values
 
 
 def prepared(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -173,11 +180,6 @@ def evaluate(
 ) -> dict[float, Point]:
     """The points of the grid, by their values."""
     made = {(value, seed): recipe(given, key, value, seed) for value in values for seed in seeds}
-    require(
-        len({one.fingerprint() for one in made.values()}) == len(made),
-        f"{key} decides nothing in this recipe: "
-        + ("set finetune.epochs." if key.startswith("finetune.") else "choose another setting."),
-    )
     cells = [sweep.Cell(one, out / f"{one.name}-{one.fingerprint()}", {}) for one in made.values()]
     outcomes = {i: summary for i, cell in enumerate(cells) if (summary := cell.summary()) is not None}
     todo = [i for i in range(len(cells)) if i not in outcomes]

@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laboratory import Presser
+from laboratory import After, Presser
 from rich.console import Console
 
 from pomona.core.errors import PomonaError
-from pomona.lab import papers, shelf, table, tables, train
+from pomona.lab import Interrupted, papers, shelf, table, tables, train
 from pomona.lab.folder import claimed
 from pomona.lab.store import Store
 from pomona.lab.sweep import Stopped
@@ -204,6 +204,14 @@ def test_a_run_that_begins_with_another_waits_for_it(tmp_path):
     assert "mlp-dpf-50-hidden_16_-settle0-seed0" not in names
 
 
+def test_what_others_begin_with_is_trained_though_fine_tuning_passes_through_it(tmp_path):
+    text = SMALL.replace('"DPF", "again"]', '"DPF", "DPF + FT", "again"]')
+    cells = tables.ready(load(tmp_path, text).tasks(), Store((), ()), tmp_path)
+    names = [cell.recipe.name for _, cell in cells]
+    assert {"mlp-dpf-50-settle0-seed0", "mlp-dpf-50-settle0-epochs1-seed0"} <= set(names)
+    assert "mlp-dpf-50-hidden_16_-settle0-seed0" not in names
+
+
 def test_settings_are_changed_for_every_run(tmp_path):
     found = load(tmp_path, SMALL, "train.epochs=3", "optimizer.lr=0.5")
     assert {task.recipe.train.epochs for task in found.tasks()} == {3}
@@ -357,10 +365,38 @@ def test_a_parent_that_is_only_a_record_is_trained_again(done, here):
 def test_what_begins_with_a_failed_run_is_not_tried(here):
     text = SMALL.replace('model = "mlp(hidden=[8])"', 'model = "mlp(hidden=[])"')  # nothing to prune
     found = load(here, text).only(["label=narrow", "column=DPF,again", "seed=0"])
-    result = tables.fill(found, jobs=1)
+    told: list[tuple] = []
+    result = tables.fill(found, jobs=1, report=lambda *t: told.append(t[:2]))
+    assert told == [(1, 4), (2, 4)]
     assert [f["name"] for f in result["failed"]] == ["mlp-dpf-50-settle0-seed0", "mlp-dpf-80-settle0-seed0"]
     assert "nothing to prune" in result["failed"][0]["error"]
     assert result["missing"] == 4
+
+
+def test_what_another_version_trained_is_known_by_its_children(done, here):
+    """A fingerprint may be that of an older version; children name their parents by it."""
+    there, _, _ = done
+    shutil.copytree(there / "runs", here / "runs")
+    place = here / "runs" / "tables"
+    families = {"dense-seed0-????????????": "oneshot-*-seed0-*", "dpf-50-settle0-seed0-????????????": "*-50-*retrain*"}
+    for parent, children in families.items():
+        summary = next(place.glob(f"mlp-{parent}")) / "summary.json"
+        old = json.loads(summary.read_text())["fingerprint"]
+        for file in [summary, *(folder / "recipe.toml" for folder in place.glob(f"mlp-{children}"))]:
+            file.write_text(file.read_text().replace(f'"{old}"', '"before"'))
+    assert sum('"before"' in file.read_text() for file in place.glob("*/recipe.toml")) == 3
+    assert load(here).compare(Store((here / "runs",), ()))["missing"] == 0
+
+
+def test_a_run_goes_on_where_it_was_begun(here):
+    found = load(here).only(["label=narrow", "column=DPF", "sparsity=0.5", "seed=0"])
+    (task,) = found.tasks()
+    with pytest.raises(Interrupted):
+        train(task.recipe, here / "runs" / "elsewhere", stop=After(2))
+    told: list[tuple] = []
+    tables.fill(found, only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    assert [t[2].folder for t in told] == [Path("runs/elsewhere")]
+    assert not (here / tables.OUT).exists()
 
 
 def test_a_damaged_mask_stops_only_what_begins_with_it(done, here):

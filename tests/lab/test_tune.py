@@ -147,10 +147,16 @@ def test_any_number_can_be_tuned(monkeypatch, tmp_path):
         ("lr", [0.1], "a grid of optimizer.lr takes two numbers or more, got 0.1"),
         ("lr", ["a", "b"], "a grid of optimizer.lr takes two numbers or more, got a, b"),
         ("finetune.optimizer.lr", [0.1, 0.2], "finetune.optimizer.lr decides nothing in this recipe: set finetune"),
+        ("lr", [0, 0.1], "lr must be above 0 and finite, got 0"),
+        ("lr", [0.1, float("nan")], "lr must be above 0 and finite, got nan"),
+        ("data.validation", [0.1, 0.2], "data.validation is what judges"),
+        ("seeds", [1, 2], "unknown setting 'seeds'"),
         ("log_every", [1, 2], "train.log_every decides nothing in this recipe: choose another"),
     ],
 )
 def test_what_cannot_be_tuned(tmp_path, key, grid, says):
+    with pytest.raises(PomonaError, match=says):
+        tune.plan(BASE, key, grid)
     with pytest.raises(PomonaError, match=says):
         tune.tune(BASE, key, grid, tmp_path / "out")
     assert not (tmp_path / "out").exists()
