@@ -178,6 +178,8 @@ def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
     (tmp_path / "a-begun" / "summary.json").unlink()
     for order in ((tmp_path, place), (place, tmp_path)):
         assert Store(order, ()).folder(SHORT) == place / "short"
+    keep(Store((place,), ()).source(SHORT), tmp_path / "records")  # a record is complete too
+    assert Store((tmp_path,), (tmp_path / "records",)).find(SHORT).folder is None
 
 
 def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):

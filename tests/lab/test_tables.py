@@ -148,6 +148,11 @@ def test_all_methods_of_table_1_are_trained_alike_and_by_their_own_rules():
         assert recipe.seed == 2
 
 
+def test_table_3_divides_among_the_processes_of_torchrun():
+    for task in papers.find("dpf-table3").tasks():
+        assert (task.recipe.train.batch_size % 16, task.recipe.train.drop_last) == (0, True)
+
+
 def test_tables_share_their_runs():
     small, large = ({task.key for task in papers.find(name).tasks()} for name in ("dpf-table1", "dpf-table4"))
     assert small < large
