@@ -202,7 +202,7 @@ def cells(
             not all(key in one.dropped for one in made),
             f"none of the methods of this sweep has the option '{key.removeprefix('method.')}'.",
         )
-    return list({one.folder: one for one in reversed(made)}.values())[::-1]
+    return list({one.folder: one for one in made}.values())
 
 
 def axis(text: str) -> tuple[str, list[Any]]:

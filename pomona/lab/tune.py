@@ -89,7 +89,6 @@ def plan(
 def prepared(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The recipe, with a validation part."""
     given = read(source, overrides)
-    given.pop("sweep", None)
     if not Recipe.load(given).data.validation:
         put(given, "data.validation", SHARE)
     return given
@@ -150,7 +149,7 @@ def wider(values: Sequence[float], points: Mapping[float, Point], given: Mapping
         recipe(given, key, beyond)
     except PomonaError:  # the end of what the setting can be
         return []
-    return [beyond] if beyond > 0 and beyond not in values else []
+    return [beyond] if beyond > 0 else []
 
 
 def score(point: Point) -> float:

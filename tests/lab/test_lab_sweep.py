@@ -219,6 +219,14 @@ def test_records_are_kept_of_what_was_there_before(done, tmp_path):
     assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-seed1"}
 
 
+def test_a_summary_of_other_settings_is_no_result(done, tmp_path):
+    shutil.copytree(done[0], tmp_path / "out")
+    (first, *_) = cells(BASE, AXES, tmp_path / "out")
+    told = first.summary()
+    (first.folder / "summary.json").write_text(json.dumps(told | {"fingerprint": "another"}))
+    assert (first.summary(), first.state()) == (None, "begun")
+
+
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_a_damaged_summary_is_made_anew(done, tmp_path, text):
     shutil.copytree(done[0], tmp_path / "out")

@@ -86,6 +86,12 @@ def test_a_record_is_not_written_without_its_run(place, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_of_a_team_one_process_writes(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert keep(Store((place,), ()).source(SHORT), tmp_path / "a") is None
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_record_tells_no_place(place, tmp_path):
     recipe, folder = retrain.plan(place / "short", out=tmp_path / "again")
     train(recipe, folder)

@@ -156,6 +156,8 @@ def test_table_3_divides_among_the_processes_of_torchrun():
 def test_tables_share_their_runs():
     small, large = ({task.key for task in papers.find(name).tasks()} for name in ("dpf-table1", "dpf-table4"))
     assert small < large
+    assert papers.find("dpf-table1").queue == papers.find("dpf-table4").queue
+    assert papers.find("dpf-figure5").queue == ("DPF", "mask retrained", "dense")
     assert {t.key for t in papers.find("dpf-figure3").tasks()} < large
     # The dense networks, and what DPF reaches before it is fine-tuned.
     tuned = {t.key for t in papers.find("dpf-table2").only(["column=dense,DPF,DPF settled"]).tasks()}
@@ -215,6 +217,11 @@ def test_what_others_begin_with_is_trained_though_fine_tuning_passes_through_it(
     names = [cell.recipe.name for _, cell in cells]
     assert {"mlp-dpf-50-settle0-seed0", "mlp-dpf-50-settle0-epochs1-seed0"} <= set(names)
     assert "mlp-dpf-50-hidden_16_-settle0-seed0" not in names
+
+
+def test_a_part_may_have_seeds_of_its_own(tmp_path):
+    found = load(tmp_path, SMALL.replace('label = "wide"', 'label = "wide"\nseeds = [7]'))
+    assert {(e.label, *(t.recipe.seed for t in e.tasks)) for e in found.entries} == {("narrow", 0, 1), ("wide", 7)}
 
 
 def test_settings_are_changed_for_every_run(tmp_path):

@@ -124,6 +124,35 @@ def test_a_run_that_fails_is_the_worst(monkeypatch, tmp_path):
         search(monkeypatch, tmp_path, Curve(lambda recipe: 0.0, fail=lambda recipe: True))
 
 
+def test_of_perplexities_the_lowest_is_best(monkeypatch, tmp_path):
+    class Text(Curve):
+        def __call__(self, cells, **how):
+            for index, found in super().__call__(cells, **how):
+                yield index, {"valid_perplexity": -found["valid_accuracy"], "perplexity": found["valid_accuracy"]}
+
+    result = search(monkeypatch, tmp_path, Text(peak(0.16)))
+    assert (result["best"], result["points"][0]["measure"]) == (0.15, "valid_perplexity")
+
+
+def test_what_is_told_on_the_way_counts_all_runs(monkeypatch, tmp_path):
+    told: list[tuple] = []
+    search(monkeypatch, tmp_path, Curve(peak(0.21)), seeds=[0, 1], report=lambda *t: told.append(t[:2]))
+    assert told == [*((k, 8) for k in range(1, 9)), (9, 10), (10, 10)]
+
+
+def test_a_recipe_with_axes_is_tuned_without_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "run", Curve(peak(0.11)))
+    result = tune.tune(BASE | {"sweep": {"seed": [0, 1]}}, "lr", None, tmp_path)
+    assert (result["best"], result["seeds"]) == (0.1, [0])
+
+
+def test_nothing_is_tried_below_the_least_whole_number(monkeypatch, tmp_path):
+    """0 batches would be another thing: no re-estimation at all."""
+    curve = Curve(lambda recipe: -recipe.train.reestimate)
+    result = search(monkeypatch, tmp_path, curve, "reestimate", [2, 3])
+    assert ([point["value"] for point in result["points"]], result["inside"]) == ([1, 2, 3], False)
+
+
 def test_any_number_can_be_tuned(monkeypatch, tmp_path):
     every = search(monkeypatch, tmp_path, Curve(lambda r: -abs(r.method["every"] - 2)), "every", [4, 8])
     assert (every["key"], every["best"]) == ("method.every", 2)
