@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def recorded(step: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def recorded(step: Callable[[], Any], optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
     """Record a step after three rehearsals; what it uses lives as long as its replay, since a graph holds
     addresses only."""
     stream = torch.cuda.Stream()
@@ -18,7 +18,8 @@ def recorded(step: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Calla
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
         step()
 

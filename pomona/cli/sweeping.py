@@ -30,7 +30,8 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="KEY=VALUE,VALUE",
-        help="Some cells of a table, by label, column, model, method, sparsity or seed; may be repeated.",
+        help="Some cells of a table, by label, column, model, method, sparsity, seed or what its rows differ in, "
+        "as ρ=1; may be repeated.",
     ),
 ]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep a small record of each finished run in results/runs.")]

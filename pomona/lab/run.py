@@ -27,6 +27,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -543,10 +544,17 @@ class Run:
         return summary
 
 
+_loaded: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary()
+
+
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
-    """The recipe's data set, on the device."""
-    options = describe(recipe.data.source)
-    return data.load(options.pop("name"), root=data_dir, device=device, validation=recipe.data.validation, **options)
+    """The recipe's data set, on the device; runs that are packed read one copy of it."""
+    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
+    key = repr(options)
+    found = _loaded.get(key) if loops.PACKED.get() else None
+    if found is None:
+        found = _loaded[key] = data.load(options.pop("name"), **options)
+    return found
 
 
 def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:

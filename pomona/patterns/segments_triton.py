@@ -31,7 +31,9 @@ class Selection:
             first = len(rows)
             rows += [(segment, offset + at, offset + min(at + run, size), first) for at in range(0, size, run)]
             offset += size
-        self.programs = torch.tensor(rows, dtype=torch.int32).t().contiguous().to(device)
+        # It may be made between the replays of a training loop, so the host does not wait.
+        table = torch.tensor(rows, dtype=torch.int32).t().contiguous().pin_memory()
+        self.programs = table.to(device, non_blocking=True)
         self.count = len(rows)
         self.most = triton.next_power_of_2(max(triton.cdiv(size, run) for size in sizes))  # programs in a segment
         # A level's record: its counts, the prefix its first bin stands for, and how many are left to keep. Behind

@@ -18,7 +18,7 @@ from pomona.core.errors import PomonaError
 from pomona.lab import loops, packed
 from pomona.lab.pool import Job
 from pomona.lab.recipe import Recipe
-from pomona.lab.run import Interrupted, train
+from pomona.lab.run import Interrupted, load_data, train
 from pomona.lab.team import Team
 
 gpu = pytest.mark.gpu
@@ -72,6 +72,16 @@ def test_an_eager_loop_is_not_packed():
     packed_run.run(loops.PACKED.set, True)
     with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot be packed"):
         packed_run.run(loops.choose, run)
+
+
+def test_packed_runs_read_one_copy_of_the_data():
+    context, cpu = contextvars.copy_context(), torch.device("cpu")
+    context.run(loops.PACKED.set, True)
+    first, again = (context.run(load_data, recipe(), None, cpu) for _ in range(2))
+    other = dataclasses.replace(recipe(), data=dataclasses.replace(recipe().data, validation=100))
+    assert first is again
+    assert context.run(load_data, other, None, cpu).valid is not None
+    assert load_data(recipe(), None, cpu) is not first  # one that is alone reads its files
 
 
 def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
