@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import data, models, theory
-from .compressors import Binary, Quantize
+from .compressors import Binary, Quantize, Soft
 from .core.errors import PomonaError
 from .core.pruner import Pruner
 from .core.targets import prunable
@@ -70,6 +70,7 @@ __all__ = [
     "Quantize",
     "Random",
     "RigL",
+    "Soft",
     "SparseMomentum",
     "Unstructured",
     "__version__",

@@ -1,24 +1,53 @@
-"""How sparsity is shared between layers."""
+"""How sparsity is shared between layers.
+
+"global", with one threshold for all; "global(floor=0.01)", where every layer keeps at least that share of its
+weights; "uniform" and "erk", where each layer has a sparsity of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from .core.errors import unknown
+from .core.errors import require, unknown
+from .core.registry import parse
 from .patterns import Pattern
+from .patterns.base import zeros
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
     """Masks that keep the highest scores: under one threshold if `global`, else layer by layer."""
-    if allocation == "global":
-        masks = pattern.masks(list(scores.values()), sparsity)
+    name, floor = read(allocation)
+    tensors = list(scores.values())
+    if name == "global":
+        masks = pattern.masks(lift(tensors, sparsity, pattern, floor) if floor else tensors, sparsity)
     else:
-        shares = LAYERWISE[allocation]([s.shape for s in scores.values()], sparsity)
-        masks = [pattern.masks([s], share)[0] for s, share in zip(scores.values(), shares, strict=True)]
+        shares = LAYERWISE[name]([s.shape for s in tensors], sparsity)
+        masks = [pattern.masks([s], share)[0] for s, share in zip(tensors, shares, strict=True)]
     return dict(zip(scores, masks, strict=True))
+
+
+def lift(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: float) -> list[Tensor]:
+    """The scores, with +inf where a floor keeps the highest of a layer, so that they come before all others."""
+    counts = floors([s.shape for s in scores], sparsity, pattern, floor)
+    kept = [pattern.masks([s], 1 - count / s.numel())[0] for s, count in zip(scores, counts, strict=True)]
+    return [s.masked_fill(k, torch.inf) for s, k in zip(scores, kept, strict=True)]
+
+
+def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float) -> list[int]:
+    """How many weights of each layer are kept at least.
+
+    That share of them, rounded up to what comes and goes together; or down, where up is more than the sparsity leaves.
+    """
+    sizes, units = [shape.numel() for shape in shapes], [pattern.quantum(shape) for shape in shapes]
+    up = [min(math.ceil(floor * n / q - 1e-9) * q, n) for n, q in zip(sizes, units, strict=True)]
+    if sum(up) <= sum(sizes) - zeros(sparsity, sum(sizes)):
+        return up
+    return [math.floor(floor * n / q + 1e-9) * q for n, q in zip(sizes, units, strict=True)]
 
 
 def uniform(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
@@ -53,7 +82,30 @@ LAYERWISE: dict[str, Callable[[Sequence[Sequence[int]], float], list[float]]] = 
 ALLOCATIONS = ("global", *LAYERWISE)
 
 
-def check(allocation: str) -> None:
-    """Refuse a name that is no allocation."""
-    if allocation not in ALLOCATIONS:
-        raise unknown("allocation", allocation, ALLOCATIONS)
+@functools.cache
+def read(allocation: str) -> tuple[str, float]:
+    """An allocation's name, and its floor: 0 where it has none."""
+    name, bracket, rest = allocation.strip().partition("(")
+    options = parse(f"{name.capitalize()}{bracket}{rest}")[1]  # in small letters `global` is a word of Python's own
+    floor = options.pop("floor", 0)
+    if name not in ALLOCATIONS:
+        raise unknown("allocation", name, ALLOCATIONS)
+    for option in options:
+        raise unknown(f"option of allocation '{name}'", option, ["floor"])
+    require(
+        isinstance(floor, (int, float)) and 0 <= floor < 1,
+        f"floor is the share of its weights that a layer keeps at least, in [0, 1), got {floor!r}.",
+    )
+    require(not floor or name == "global", f"only global takes a floor, got '{allocation}': leave it out.")
+    return name, float(floor)
+
+
+def check(allocation: str, sparsity: float = 0.0) -> None:
+    """Refuse what is no allocation, and a floor above what the sparsity leaves."""
+    require(isinstance(allocation, str), f"allocation takes one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
+    floor = read(allocation)[1]
+    require(
+        floor <= 1 - sparsity + 1e-9,
+        f"every layer is to keep at least {floor:.2%} of its weights, and at a sparsity of {sparsity:g} only "
+        f"{1 - sparsity:.2%} of all are kept: lower floor or sparsity.",
+    )

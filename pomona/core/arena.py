@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..allocation import LAYERWISE
+from ..allocation import LAYERWISE, floors, read
 from ..patterns import Unstructured
 from ..patterns.base import zeros
 from . import guards
@@ -42,6 +42,7 @@ class Arena:
         self.seen = self.pool("seen")
         self.flipped = self.pool("flipped")
         self.selection: Any = None  # of the highest scores, where kernels do it
+        self.floor: Any = None  # the same of those that each layer keeps at least, where it has a floor
         self.score: Tensor | None = None  # |latent|, where they do it by that
         self.kernel = kernels() if self.fuses() else None
         self.addresses = self.locate()  # of the parameters when the table was made
@@ -125,13 +126,20 @@ class Arena:
             self.kernel.move(name, self.table, values, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
 
         if move == "pick":
-            self.selection.run(torch.abs(self.latent[: self.count], out=self.score), self.mask)
+            self.select(torch.abs(self.latent[: self.count], out=self.score))
             return
         if move == "follow":
             run("take", self.latent)
-            self.selection.run(self.latent, self.mask)
+            self.select(self.latent)
         scored = self.weight is not None and move in ("follow", "project")
         run("project" if scored else move, self.weight if scored else self.latent)
+
+    def select(self, scores: Tensor) -> None:
+        """mask ← the highest scores; what a floor keeps of a layer comes before all others."""
+        if self.floor is not None:
+            self.floor.run(scores, self.mask)
+            scores = scores.masked_fill(self.mask[: self.count], torch.inf)
+        self.selection.run(scores, self.mask)
 
     # ---- the three moves, for all slots or some of them
 
@@ -205,13 +213,17 @@ class Arena:
             or self.latent.dtype == torch.float64
         ):
             return False
-        layerwise = LAYERWISE.get(self.method.allocation)
+        name, floor = read(self.method.allocation)
+        layerwise = LAYERWISE.get(name)
         sizes = [self.count] if layerwise is None else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
         if self.selection is None:
             self.selection = self.kernel.Selection(sizes, self.mask.device)
+            self.floor = self.kernel.Selection(self.sizes, self.mask.device) if floor else None
         self.selection.aim([size - zeros(share, size) for size, share in zip(sizes, shares, strict=True)])
+        if floor:
+            self.floor.aim(floors(shapes, sparsity, self.method.pattern, floor))
         return True
 
     def redraw(self, number: int) -> None:

@@ -30,4 +30,6 @@ def agree(slots: Sequence[Slot]) -> None:
     for slot in slots:
         distributed.broadcast(slot.mask.view(torch.uint8), 0)
         distributed.broadcast(slot.source.detach(), 0)
+        if slot.gauge is not None:
+            distributed.broadcast(slot.gauge, 0)
         slot.hold()

@@ -33,6 +33,8 @@ def change_one(arena: Arena, masks: Mapping[str, Tensor] | None, time: Time) -> 
         arena.pick()
     else:
         arena.put(masks)
+    for slot in arena.targets:
+        slot.measure(slot.mask)
     if arena.seen is not None:
         arena.seen.copy_(mask)
     flips = before ^ mask

@@ -48,6 +48,7 @@ class Slot:
     weight: Tensor | None = None  # the random weights that scores choose from
     drawn: Tensor | None = None  # the number of each weight's last re-draw, where there are any
     seen: Tensor | None = None  # the mask of the last record, where the mask moves at every step
+    gauge: Tensor | None = None  # what the method measured when the mask was taken, where it does
     version: int = -1  # the parameter's version right after the last projection
 
     @classmethod
@@ -56,14 +57,16 @@ class Slot:
         if method.weights == "score":
             return cls.random(target, method, track, leader)
         weight = target.parameter.detach()
+        mask = torch.ones_like(weight, dtype=torch.bool)
         return cls(
             target,
             target.parameter,
             method,
-            mask=torch.ones_like(weight, dtype=torch.bool),
+            mask=mask,
             latent=weight.clone() if method.weights == "soft" else None,
             flipped=torch.zeros_like(weight, dtype=torch.int32) if track else None,
             leader=leader,
+            gauge=method.gauge(weight, mask, target.rows) if leader is None else None,
         )
 
     @classmethod
@@ -133,6 +136,7 @@ class Slot:
         self.mask = self.mask.to(self.parameter.device)
         self.latent = None if self.latent is None else self.latent.to(self.parameter)
         self.weight = None if self.weight is None else self.weight.to(self.parameter)
+        self.gauge = None if self.gauge is None else self.gauge.to(self.parameter)
         for field in ("flipped", "drawn", "seen"):
             if getattr(self, field) is not None:
                 setattr(self, field, getattr(self, field).to(self.parameter.device))
@@ -145,7 +149,26 @@ class Slot:
 
     def write(self, values: Tensor, out: Tensor) -> None:
         """The sparse value of `values`; what follows a filter is masked and nothing else."""
-        (self.method.project if self.leader is None else masked)(values, self.mask.to(out.device), out)
+        mask = self.mask.to(out.device)
+        if self.leader is None:
+            self.method.project(values, mask, out, self.gauge)
+        else:
+            masked(values, mask, out)
+
+    def measure(self, mask: Tensor) -> None:
+        """Note what the method is to know of a mask; in place, for a recording reads it there."""
+        if self.gauge is not None:
+            self.gauge.copy_(self.method.gauge(self.source, mask, self.target.rows))  # type: ignore[arg-type]
+
+    def ease(self) -> None:
+        """Mask the latent and do nothing else to it, until the next mask is taken."""
+        self.measure(torch.ones_like(self.mask))
+
+    def rest(self) -> None:
+        """The mask is at rest: what the model runs on is what the optimizer moves from here on."""
+        if self.gauge is not None:
+            self.source.copy_(torch.where(self.mask, self.sparse(), self.source))
+            self.ease()
 
     def park(self) -> None:
         """Keep the value until the first step, where there is no latent to keep it."""
@@ -187,6 +210,7 @@ class Slot:
         if edited and self.latent is not None and self.weight is None:
             self.latent.copy_(self.parameter)
             self.bound()
+            self.ease()
         return edited
 
 
@@ -488,6 +512,8 @@ class Engine:
             if slot.hard or last:
                 slot.heed()
                 slot.still()
+            if last:
+                slot.rest()
         for arena in self.arenas:
             if arena.method.weights == "free" and not last:
                 for slot in arena.targets:

@@ -101,11 +101,11 @@ class Method:
             object.__setattr__(self, key, value)
 
     def _check(self) -> None:
-        allocations.check(self.allocation)
         require(
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
+        allocations.check(self.allocation, self.target)
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
@@ -180,7 +180,14 @@ class Method:
         """The number of the re-draw of pruned weights that comes after that step; 0 is none."""
         return 0
 
-    def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
+    def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
+        """What `project` is to know of the moment a mask was taken; None: nothing.
+
+        `rows` is the dimension of the outputs. Under a mask that keeps everything, `project` changes nothing.
+        """
+        return None
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor, gauge: Tensor | None = None) -> None:
         """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""
         masked(latent, mask, out)
 

@@ -15,7 +15,7 @@ from . import dynamics, guards
 from .companions import companions, norms_behind
 from .engine import Engine, Slot
 from .errors import PomonaError, require
-from .method import Masks, Method, Targets, Time
+from .method import Masks, Method, Targets, Time, masked
 from .packing import pack, unpack
 from .registry import describe
 from .targets import unwrap
@@ -178,7 +178,10 @@ class Pruner:
         self._compare("apply", {s.name: s.mask.shape for s in self.slots}, {k: p.shape for k, p in parameters.items()})
         for slot in (*self.slots, *self.companions):
             parameter = parameters[slot.name]
-            slot.write(parameter.detach().clone(), parameter)
+            if slot.gauge is None:
+                slot.write(parameter.detach().clone(), parameter)
+            else:  # it is of weights that the model ran on: what the method does to them was done
+                masked(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
 
     # ---- what was reached
 
@@ -236,7 +239,8 @@ class Pruner:
         if self.scored:  # weights are not kept: the numbers of their last draws tell them
             state["seen"] = {slot.name: pack(slot.seen) for slot in self.slots if slot.seen is not None}
             state["drawn"] = {slot.name: slot.drawn for slot in self.slots if slot.drawn is not None}
-        return state
+        gauges = {slot.name: slot.gauge for slot in self.slots if slot.gauge is not None}
+        return state | ({"gauges": gauges} if gauges else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,6 +259,8 @@ class Pruner:
                 slot.latent.copy_(state["latents"][slot.name])
             if slot.weight is not None:
                 self._draw(slot, state)
+            if slot.gauge is not None:
+                slot.gauge.copy_(state["gauges"][slot.name])
             if slot.hard or state["at_rest"]:
                 slot.heed()
         for key in ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest"):

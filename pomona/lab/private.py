@@ -152,6 +152,7 @@ class PrivateRecipe:
             not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
             "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
         )
+        require(not recipe.train.average, "private training has a mean of its own: set private.average, not train's.")
         eager = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, loop="eager"))
         return cls(eager, PrivateOptions.load(section))
 

@@ -37,6 +37,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pomona import models
+from pomona.compressors import COMPRESSORS
 from pomona.core.errors import PomonaError, require, unknown
 from pomona.core.registry import check_type, describe, parse, plain
 from pomona.data import AUGMENTS, SOURCES, Source
@@ -59,6 +60,10 @@ PASSIVE = {"name", "origin.run"} | {
         "log_every",
     )
 }
+
+
+# Options that came later: at these values they decide nothing, and the names of earlier runs stand.
+LATER = [("train.average", 0)]
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class TrainOptions:
     eval_every: int = 1  # epochs between evaluations; the last epoch always has one
     eval_batch_size: int = 1000
     reestimate: int = 32  # training batches for fresh batch-norm statistics; 0 never re-estimates
+    average: float = 0.0  # the share of a stage's epochs, its last, over whose ends the weights are averaged
     checkpoint_every: int = 1  # epochs between checkpoints; 0 leaves only the one at the end
     checkpoint_steps: int = 0  # steps between further checkpoints within an epoch; 0 writes none
     log_every: int = 50  # steps between two looks at the loss
@@ -107,6 +113,7 @@ class TrainOptions:
             0 <= self.label_smoothing < 1,
             f"train.label_smoothing must be in [0, 1), got {self.label_smoothing}.",
         )
+        require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
         if self.precision not in ("float32", "bf16"):
             raise unknown("precision", self.precision, ("float32", "bf16"))
         if self.loop not in ("auto", "eager", "captured", "compiled"):
@@ -178,6 +185,11 @@ class Recipe:
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
         second = given.pop("finetune", {})
         first = cls(**{key: _MAKE[key](value) for key, value in given.items()})
+        method = first.method["name"]
+        require(
+            not first.train.average or method == DENSE or METHODS[method].weights != "score",
+            f"train.average is a mean of trained weights, and {method} chooses among random ones: leave it out.",
+        )
         return dataclasses.replace(first, finetune=_make_finetune(second, first))
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,10 +226,10 @@ class Recipe:
         return [f"{key}: {mine.get(key)!r}, not {theirs.get(key)!r}" for key in keys]
 
     def _settings(self) -> dict[str, Any]:
-        """Dotted key → value of all that decides the result: what is neither `PASSIVE` nor unused."""
+        """Dotted key → value of all that decides the result: what is neither `PASSIVE`, `LATER` nor unused."""
         idle = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
         used = {section: options for section, options in self.to_dict().items() if section not in idle}
-        return {k: _number(v) for k, v in _leaves(used) if k not in PASSIVE}
+        return {k: _number(v) for k, v in _leaves(used) if k not in PASSIVE and (k, v) not in LATER}
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -312,8 +324,9 @@ def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
         unnamed = isinstance(written, Mapping) and "name" not in written
         options[key] = choices.make(describe(default) | written if unnamed else written)
     made = FinetuneOptions(**options)
+    compressor = first.method.get("compressor")
     require(
-        not made.epochs or first.method.get("compressor") is None,
+        not made.epochs or compressor is None or not COMPRESSORS.make(compressor).lasts,
         "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
     )
     return made

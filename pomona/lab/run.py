@@ -12,8 +12,9 @@ A run is one stage or several (see `stages`). A line of an epoch has its `stage`
 (counted over all stages), `loss`, `lr`, `sparsity` (of what is pruned), `seconds` and
 `images_per_second`, and where it was evaluated `test_loss` and `accuracy` in per cent (for a text
 `perplexity`), these again with `valid_` before them where there is a validation part, and with
-`_reestimated` behind them where fresh batch-norm statistics were called for. A line of an update is
-one of `pruner.history`; its `layers` are in the order of the summary's. Masks that are held have none.
+`_reestimated` behind them where fresh batch-norm statistics were called for. Where weights are averaged,
+the summary has what the last ones reached with `_last` behind it. A line of an update is one of
+`pruner.history`; its `layers` are in the order of the summary's. Masks that are held have none.
 
 The order of the data, the rate and the model's first weights are pure functions of the recipe, so a
 resumed run is the uninterrupted one, bit for bit on a CPU. Under torchrun it is data parallel.
@@ -46,6 +47,7 @@ from pomona.data import Batches, Dataset
 from pomona.methods.lottery import Holder
 
 from . import checkpoint, env, loops, masks
+from .average import Mean
 from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
 from .folder import (
     MODEL,
@@ -239,6 +241,7 @@ class Run:
         self.optimizer = self.stage.optimizer.build(learning, captured=kind != "eager")
         self.loop = loops.make(self, kind)
         self.pruner = self.stage.pruner(self)
+        self.mean = Mean(self.model)
         self.updates = 0  # of the pruner's history that stand in metrics.jsonl
 
     @property
@@ -318,6 +321,7 @@ class Run:
             "metrics": self.metrics.sync() if self.metrics is not None else 0,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer_state(),
+            "mean": self.mean.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -345,6 +349,7 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, way in zip(self.optimizer.param_groups, ways, strict=True):
             group.update(way)  # that of this loop, which may not be the one the checkpoint is from
+        self.mean.load_state_dict(state.get("mean", self.mean.state_dict()))  # earlier checkpoints have none
         self.results, self.rewound = state["results"], state["rewind"]
         if isinstance(self.pruner, Holder) and state["rewind"]:
             self.pruner.snapshot = state["rewind"]
@@ -396,6 +401,7 @@ class Run:
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
                 if last:
                     self.end_lap()
+                    self.average()
                 if self.progress is not None:
                     self.progress.step(loss)
                 if last and self.step < self.end:
@@ -426,6 +432,25 @@ class Run:
                 )
             self.loss += loss
         return float(losses[-1])
+
+    def average(self) -> None:
+        """Take the weights into their mean, at the end of each of the stage's last epochs."""
+        epochs = round(self.options.average * self.stage.epochs)
+        if self.end - self.step < epochs * self.per_epoch:
+            self.mean.add()
+
+    def install(self) -> None:
+        """Give the model its mean, sparse as it was, and batch-norm statistics that belong to it."""
+        self.mean.install()
+        if self.pruner is not None:
+            self.pruner.apply(self.model)
+        if batchnorms(self.model) and self.options.reestimate:
+            self.model.load_state_dict(self.refreshed().state_dict())
+
+    def refreshed(self) -> nn.Module:
+        """A copy of the model with batch-norm statistics from training batches."""
+        batches = self.training().epoch(max(self.step - 1, 0) // self.per_epoch)
+        return reestimate_batchnorm(self.model, batches, self.options.reestimate, self.options.precision)
 
     def agree(self, stop: bool) -> bool:
         """Whether any rank was asked to stop; asked of all of them at the steps where losses are read."""
@@ -474,9 +499,7 @@ class Run:
         if self.data.valid is not None:
             scores |= {f"valid_{key}": value for key, value in self.score(self.model, "valid").items()}
         if self.stale():
-            batches = self.training().epoch(max(self.step - 1, 0) // self.per_epoch)
-            fresh = reestimate_batchnorm(self.model, batches, self.options.reestimate, self.options.precision)
-            scores |= {f"{key}_reestimated": value for key, value in self.score(fresh, "test").items()}
+            scores |= {f"{key}_reestimated": value for key, value in self.score(self.refreshed(), "test").items()}
         return scores
 
     def score(self, model: nn.Module, part: str) -> dict[str, float]:
@@ -505,7 +528,12 @@ class Run:
             for warning in caught:
                 self.note(str(warning.message))
             self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}
-        self.results.append(self.end_epoch() | self.stage.outcome(self))
+        last: dict[str, float] = {}
+        if self.mean.count:
+            with SETUP:
+                last = {f"{key}_last": value for key, value in self.evaluate().items()}
+                self.install()
+        self.results.append(self.end_epoch() | last | self.stage.outcome(self))
 
     def finish(self) -> dict[str, Any]:
         """Write the model, its masks and the summary."""

@@ -27,12 +27,13 @@ class DPF(Periodic):
 
     every: int = 16  # p: steps between mask updates
     settle: float = 0.1  # share of training, at its end, with the mask at rest; the paper has 0
-    compressor: Compressor | None = None  # what is done to m ⊙ w besides: Quantize(bits), Binary()
+    compressor: Compressor | None = None  # what is done to m ⊙ w besides: Soft(), Quantize(bits), Binary()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compressor is not None:
             self._set(compressor=COMPRESSORS.make(self.compressor))
+            self.compressor.check(self.pattern)
         require(0 <= self.settle < 1, f"settle is a share of training in [0, 1), got {self.settle}.")
         require(
             self.schedule.until <= self.rest + 1e-9,
@@ -47,10 +48,13 @@ class DPF(Periodic):
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)
 
-    def project(self, latent: Tensor, mask: Tensor, out: Tensor) -> None:
+    def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
+        return None if self.compressor is None else self.compressor.gauge(latent, mask, rows)
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor, gauge: Tensor | None = None) -> None:
         super().project(latent, mask, out)  # line 5: w̃ ← m ⊙ w, or any compressor C(w) (section 4)
         if self.compressor is not None:
-            self.compressor.compress(out, mask)
+            self.compressor.compress(out, mask, gauge)
 
     def bound(self, latent: Tensor) -> None:
         if self.compressor is not None:

@@ -28,7 +28,7 @@ def train(allocation: str, layout: torch.memory_format, sparsity: float) -> tupl
     return pruner, {name: mask.clone() for name, mask in pruner.masks().items()}
 
 
-@pytest.mark.parametrize("allocation", ["global", "uniform", "erk"])
+@pytest.mark.parametrize("allocation", ["global", "global(floor=0.04)", "uniform", "erk"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.95])
 def test_picked_is_selected(monkeypatch, allocation, layout, sparsity):

@@ -1,0 +1,186 @@
+"""The mean of the weights over the last epochs of a stage."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from laboratory import After, lasting, rows
+from safetensors.torch import load_file
+from torch import nn
+
+from pomona.core.errors import PomonaError
+from pomona.lab import Interrupted, Recipe, checkpoint, train
+from pomona.lab import run as runs
+from pomona.lab.average import Mean
+from pomona.lab.evaluate import reestimate_batchnorm
+from pomona.lab.run import Run
+
+DPF = "dpf(sparsity=0.9, every=4, settle=0.5, schedule='cubic(until=0.25)')"
+RECORDS = Path(__file__).parents[2] / "results" / "runs"
+
+
+def recipe(method=DPF, device="cpu", finetune=0, **options) -> Recipe:
+    options = {"epochs": 4, "batch_size": 512, "device": device, "average": 0.5, **options}
+    given = {"name": "test", "data": "digits", "model": "digits_cnn(rho=0.5)", "method": method}
+    return Recipe.load({**given, "train": options, "finetune": {"epochs": finetune}})
+
+
+class Watcher(Run):
+    """Remembers the weights at the end of every epoch, and what is left in the end."""
+
+    seen: list[dict[str, torch.Tensor]]
+
+    def average(self) -> None:
+        self.seen.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
+        super().average()
+
+    def finish(self):
+        type(self).last = self
+        return super().finish()
+
+
+@pytest.fixture
+def watched(monkeypatch) -> type[Watcher]:
+    monkeypatch.setattr(runs, "Run", Watcher)
+    monkeypatch.setattr(Watcher, "seen", [], raising=False)
+    return Watcher
+
+
+def test_by_hand() -> None:
+    layer = nn.Linear(2, 1)
+    mean = Mean(layer)
+    for weight in ([1.0, 2.0], [2.0, 4.0], [6.0, 0.0]):
+        layer.weight.data.copy_(torch.tensor([weight]))
+        mean.add()
+    copied = Mean(layer)
+    copied.load_state_dict(mean.state_dict())
+    copied.install()
+    assert layer.weight.tolist() == [[3.0, 2.0]]
+    assert mean.count == copied.count == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "loop"),
+    [("cpu", "eager"), *(pytest.param("cuda", loop, marks=pytest.mark.gpu) for loop in ("eager", "captured"))],
+)
+def test_a_run_ends_with_the_mean_of_its_last_epochs(watched, tmp_path, device, loop) -> None:
+    summary = train(recipe(device=device, loop=loop), tmp_path / "run")
+    run, third, fourth = watched.last, *watched.seen[2:]
+    masks = run.masks
+    for name, value in run.model.named_parameters():
+        expected = (third[name] + fourth[name]) / 2
+        assert not torch.equal(value, fourth[name])
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-8)
+        if name in masks:
+            assert torch.equal(value != 0, masks[name])
+    fresh = reestimate_batchnorm(run.model, run.training().epoch(3), 32)
+    for ours, theirs in zip(run.model.buffers(), fresh.buffers(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    stored = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(stored[name], value.cpu()) for name, value in run.model.state_dict().items())
+    assert summary["accuracy"] == run.score(run.model, "test")["accuracy"]
+    assert summary["sparsity"] == pytest.approx(0.9, abs=1e-3)
+
+
+def test_training_itself_is_untouched(watched, tmp_path) -> None:
+    train(recipe(), tmp_path / "on")
+    on = list(watched.seen)
+    watched.seen.clear()
+    train(recipe(average=0.0), tmp_path / "off")
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(on, watched.seen, strict=True) for name in a)
+    final = dict(watched.last.model.named_parameters())
+    assert all(torch.equal(final[name], value) for name, value in watched.seen[-1].items())
+    ends = [json.loads((tmp_path / run / "summary.json").read_bytes()) for run in ("on", "off")]
+    assert (ends[0]["accuracy_last"], ends[0]["test_loss_last"]) == (ends[1]["accuracy"], ends[1]["test_loss"])
+    assert ends[0]["test_loss"] != ends[1]["test_loss"]
+    both = [[lasting(row) for row in rows(tmp_path / run, "epoch")][:-1] for run in ("on", "off")]
+    assert both[0] == both[1]
+    assert checkpoint.load(tmp_path / "off")["mean"] == {"count": 0, "values": {}}
+
+
+def test_masks_that_change_meanwhile_are_obeyed_in_the_end(watched, tmp_path) -> None:
+    method = "dpf(sparsity=0.5, every=4, settle=0, schedule='cubic(until=0.9)', pattern='filter')"
+    train(recipe(method, average=1.0), tmp_path / "run")
+    modules, removed = list(watched.last.model.features), 0
+    for layer, norm in pairwise(modules):
+        if isinstance(layer, nn.Conv2d):
+            gone = ~layer.weight.flatten(1).any(1)
+            removed += int(gone.sum())
+            assert not norm.weight[gone].any()
+            assert not norm.bias[gone].any()
+    assert removed > 0
+    for name, mask in watched.last.masks.items():
+        assert not watched.last.model.get_parameter(name)[~mask].any()
+
+
+@pytest.mark.parametrize("at", [4, 8, 9, 11])  # before, within, at an epoch's end, one step before the last
+def test_resumed_to_the_last_bit(tmp_path, at) -> None:
+    whole = train(recipe(), tmp_path / "whole")
+    assert whole["step"] == 12  # four epochs of three steps
+    with pytest.raises(Interrupted):
+        train(recipe(), tmp_path / "parts", stop=After(at))
+    parts = train(recipe(), tmp_path / "parts", resume=True)
+    assert parts["accuracy"] == whole["accuracy"]
+    one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_killed_between_the_last_step_and_the_mean(tmp_path, monkeypatch) -> None:
+    train(recipe(), tmp_path / "whole")
+
+    def killed(self) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "install", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(), tmp_path / "parts")
+    train(recipe(), tmp_path / "parts", resume=True)
+    one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_from_before_there_were_means(tmp_path) -> None:
+    with pytest.raises(Interrupted):
+        train(recipe(average=0.0), tmp_path / "run", stop=After(5))
+    state = checkpoint.load(tmp_path / "run")
+    del state["mean"], state["recipe"]["train"]["average"]
+    checkpoint.save(tmp_path / "run", state)
+    assert train(recipe(average=0.0), tmp_path / "run", resume=True)["step"] == 12
+
+
+def test_every_stage_has_a_mean_of_its_own(watched, tmp_path) -> None:
+    train(recipe(finetune=2), tmp_path / "run")
+    (last,) = watched.seen[5:]  # half of two epochs is one
+    assert all(torch.equal(value, last[name]) for name, value in watched.last.model.named_parameters())
+
+
+def test_the_names_of_earlier_runs_stand() -> None:
+    plain = recipe(average=0.0).to_dict()
+    assert plain["train"].pop("average") == 0.0
+    before = Recipe.load(plain)
+    assert before.fingerprint() == recipe(average=0).fingerprint() == recipe(average=0.0).fingerprint()
+    assert recipe(average=0.25).fingerprint() != before.fingerprint()
+    assert recipe(average=0.25).differences(before) == ["train.average: 0.25, not None"]
+    records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
+    told = {r["fingerprint"]: Recipe.load(r["recipe"]).fingerprint() for r in records if "recipe" in r}
+    assert told
+    assert all(name == now for name, now in told.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"average": 1.5}, r"share of the epochs in \[0, 1\], got 1.5"),
+        ({"average": -0.1}, "got -0.1"),
+        ({"average": "half"}, "train.average takes float, got 'half'"),
+        ({"method": "edge_popup"}, "edge_popup chooses among random ones"),
+    ],
+)
+def test_refused(change, message) -> None:
+    with pytest.raises(PomonaError, match=message):
+        recipe(**change)
