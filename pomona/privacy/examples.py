@@ -78,8 +78,25 @@ class Convolution(torch.autograd.Function):
         back = None
         if ctx.needs_input_grad[0]:
             back = conv2d_input(inputs.shape, weight, gradient, stride, padding, dilation)
-        patches = F.unfold(inputs, weight.shape[2:], dilation, padding, stride)
-        return back, torch.einsum("nol,nkl->ok", gradient.flatten(2), patches).view(weight.shape), None, None, None
+        patches = taps(inputs, weight.shape[2:], gradient.shape[2:], stride, padding, dilation)
+        product = torch.einsum("nol,nkl->ok", gradient.flatten(2), patches.flatten(3).flatten(1, 2))
+        return back, product.view(weight.shape), None, None, None
+
+
+def taps(inputs: Tensor, kernel: Any, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """(rows, channels, taps, height, width): what each tap of a convolution sees.
+
+    `unfold` gives the same, and on a GPU launches a kernel for each row.
+    """
+    padded = F.pad(inputs, (padding[1], padding[1], padding[0], padding[0]))
+
+    def seen(tap: int, way: int) -> slice:
+        start = tap * dilation[way]
+        return slice(start, start + stride[way] * (size[way] - 1) + 1, stride[way])
+
+    return torch.stack(
+        [padded[:, :, seen(i, 0), seen(j, 1)] for i in range(kernel[0]) for j in range(kernel[1])], dim=2
+    )
 
 
 def lstm(
