@@ -1,9 +1,12 @@
-// Runs the CUDA kernel on a CPU: every thread is a fiber, and a warp's votes and shuffles wait for all its lanes.
+// Runs a CUDA kernel on a CPU: every thread is a fiber, and what a warp, a thread block or a cluster does together
+// waits for all of it. Copies that are under way arrive when they are waited for, no sooner.
+#include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <functional>
+#include <tuple>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 #define EMULATED
@@ -11,79 +14,156 @@
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __cluster_dims__(x, y, z)
+#ifndef SPLIT
+#define SPLIT 1 // thread blocks of a cluster, which are run together
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
 
-struct Index { int x; };
-static thread_local Index threadIdx, blockIdx;
+struct Index { int x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+static Index threadIdx, blockIdx;
+
+// ---- fibers
 
 static const int STACK = 1 << 16;
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(STACK);
+  bool done;
+  int turns, barriers, meetings; // how often it has met its warp, its thread block, its cluster
+  std::vector<std::vector<std::function<void()>>> copies; // groups that are under way; the last one is still open
+};
+static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
-static std::vector<ucontext_t> fibers;
-static std::vector<char> stacks, finished;
 static int current;
-static unsigned exchange[2][64][32];
-static std::vector<int> turns;
+static std::function<void()> body;
 
-static void yield() { swapcontext(&fibers[current], &scheduler); }
+static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
-// All lanes write their value; once every lane of the warp has passed the same point, each may read.
-static std::vector<int> arrived;
-static const unsigned *meet(unsigned value) {
-  int me = current, warp = me / 32, turn = turns[me]++;
-  exchange[turn % 2][warp][me % 32] = value;
-  arrived[me] = turn + 1;
-  for (int lane = warp * 32; lane < warp * 32 + 32; lane++)
-    while (arrived[lane] < turn + 1) yield();
-  return exchange[turn % 2][warp];
+// The shared memory of a thread block, which nothing may be read from before it is written, nor when it has gone.
+static const int threads = WARPS * 32, DIRT = 0xA5;
+struct Memory {
+  uint4 shared[SHARED / 16], guard[64];
+  void spoil() { memset(shared, DIRT, sizeof shared); }
+  bool sound() const { return std::all_of((const uint8_t *)guard, (const uint8_t *)(guard + 64), [](int b) { return b == DIRT; }); }
+};
+static Memory memories[SPLIT];
+#define memory (memories[current / threads].shared)
+
+static void enter() {
+  body();
+  fibers[current].done = true;
+  const auto first = fibers.begin() + current / threads * threads;
+  if (std::all_of(first, first + threads, [](Fiber &fiber) { return fiber.done; })) memories[current / threads].spoil();
+  yield();
 }
-static unsigned __shfl_sync(unsigned, unsigned value, int lane) { return meet(value)[lane & 31]; }
+
+// Waits until all fibers from one on have come here as often as this one.
+static void gather(int Fiber::*count, int from, int many) {
+  const int target = ++(fibers[current].*count);
+  for (int i = from; i < from + many; i++)
+    while (fibers[i].*count < target && !fibers[i].done) yield();
+}
+
+// ---- warps
+
+static unsigned exchange[2][128][32][6];
+static unsigned (*share(std::initializer_list<unsigned> mine))[6] {
+  const int warp = current / 32;
+  auto *all = exchange[fibers[current].turns % 2][warp];
+  std::copy(mine.begin(), mine.end(), all[current % 32]);
+  gather(&Fiber::turns, warp * 32, 32);
+  return all;
+}
+static unsigned __shfl_sync(unsigned, unsigned value, int lane) { return share({value})[lane & 31][0]; }
 static unsigned __ballot_sync(unsigned, bool value) {
-  const unsigned *all = meet(value);
+  const auto *all = share({value});
   unsigned bits = 0;
-  for (int lane = 0; lane < 32; lane++) bits |= (all[lane] != 0) << lane;
+  for (int lane = 0; lane < 32; lane++) bits |= all[lane][0] << lane;
   return bits;
 }
 static bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
-static std::vector<int> barriers;
-static void __syncthreads() {
-  int target = ++barriers[current];
-  for (size_t other = 0; other < barriers.size(); other++)
-    while (barriers[other] < target && !finished[other]) yield();
-}
+// ---- thread blocks
+
+static void __syncthreads() { gather(&Fiber::barriers, current / threads * threads, threads); }
 
 static float from_bits(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 static unsigned to_bits(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
 static float from_half(unsigned bits) { _Float16 half; uint16_t low = bits; memcpy(&half, &low, 2); return half; }
 static uint16_t to_half(float value) { _Float16 half = value; uint16_t bits; memcpy(&bits, &half, 2); return bits; }
 
+// ---- what the tensor cores and clusters of a newer GPU do
+
+using std::min;
+static uint4 stream(const uint4 *from) { return *from; }
+static void copy(uint4 *to, const void *from, bool there) {
+  fibers[current].copies.back().push_back([=] { there ? memcpy(to, from, 16) : memset(to, 0, 16); });
+}
+static void commit() { fibers[current].copies.emplace_back(); }
+static void wait() {
+  auto &groups = fibers[current].copies;
+  for (; groups.size() > STAGES - 2 + 1; groups.erase(groups.begin()))
+    for (auto &go : groups[0]) go();
+}
+static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
+  unsigned got = 0;
+  for (int i = 0; i < 4; i++) got |= (unsigned)(((uint64_t)high << 32 | low) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return got;
+}
+static void meet() { gather(&Fiber::meetings, 0, threads * SPLIT); }
+static float4 across(const float4 *here, int rank) {
+  return *(const float4 *)((const char *)here + ((const char *)memories[rank].shared - (const char *)memory));
+}
+static float widen(unsigned bits);
+static void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
+  const auto *all = share({a[0], a[1], a[2], a[3], b0, b1});
+  const int g = current % 32 / 4, t = current % 4;
+  for (int i = 0; i < 4; i++) // row g or g + 8, vector 2t or 2t + 1
+    for (int k = 0; k < 16; k++) {
+      const unsigned left = all[g * 4 + k % 8 / 2][i / 2 + k / 8 * 2], right = all[(2 * t + i % 2) * 4 + k % 8 / 2][4 + k / 8];
+      sums[i] += widen(left >> k % 2 * 16 & 0xFFFF) * widen(right >> k % 2 * 16 & 0xFFFF);
+    }
+}
+
+#include "kinds.cuh"
 #include SOURCE
 
-static std::function<void()> body;
-static void enter() { body(); finished[current] = 1; swapcontext(&fibers[current], &scheduler); }
+// ---- launch, with pointers to the arguments as CUDA has it; false where the kernel did what it must not
 
-extern "C" void launch(int grid, const Value *values, const Word *indices, const Value *x, const float *bias, Value *y,
-                       int rows, int columns, int block, int blocks, int n, int relu) {
-  const int threads = WARPS * LANES;
-  fibers.resize(threads), stacks.resize((size_t)threads * STACK);
-  for (int cta = 0; cta < grid; cta++) {
-    finished.assign(threads, 0), turns.assign(threads, 0), arrived.assign(threads, 0), barriers.assign(threads, 0);
-    body = [&] { few(values, indices, x, bias, y, rows, columns, block, blocks, n, relu); };
-    for (int i = 0; i < threads; i++) {
-      getcontext(&fibers[i]);
-      fibers[i].uc_stack = {&stacks[(size_t)i * STACK], 0, (size_t)STACK};
-      fibers[i].uc_link = nullptr;
-      makecontext(&fibers[i], enter, 0);
+template <class... Given, size_t... I>
+static void call(void (*kernel)(Given...), void **given, std::index_sequence<I...>) { kernel(*(Given *)given[I]...); }
+template <class... Given> static void call(void (*kernel)(Given...), void **given) {
+  call(kernel, given, std::index_sequence_for<Given...>());
+}
+
+extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
+  fibers.resize(threads * SPLIT);
+  body = [=] { call(KERNEL, given); };
+  memset(memories, DIRT, sizeof memories);
+  for (int cluster = 0; cluster < grid_x * grid_z; cluster++) {
+    for (Fiber &fiber : fibers) {
+      fiber.done = false, fiber.turns = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {});
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, enter, 0);
     }
     for (bool left = true; left;) {
       left = false;
-      for (current = 0; current < threads; current++)
-        if (!finished[current]) {
+      for (current = 0; current < threads * SPLIT; current++)
+        if (!fibers[current].done) {
           left = true;
-          threadIdx.x = current, blockIdx.x = cta;
-          swapcontext(&scheduler, &fibers[current]);
+          threadIdx = {current % threads, 0, 0}, blockIdx = {cluster % grid_x, current / threads, cluster / grid_x};
+          swapcontext(&scheduler, &fibers[current].context);
         }
     }
   }
+  return grid_y == SPLIT && std::all_of(memories, memories + SPLIT, [](Memory &one) { return one.sound(); });
 }

@@ -8,16 +8,25 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from packing import balanced_weight, close
 from torch import Tensor
 
-from pomona.sparse import BalancedTensor, gpu
-from pomona.sparse.balanced import DTYPES
+from pomona.sparse import BalancedTensor
+from pomona.sparse.balanced import DTYPES, LANES
+from pomona.sparse.gpu import few, some
+from pomona.sparse.gpu.compiled import FOLDER
 from pomona.sparse.ops import balanced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,86 +34,215 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # ---- CUDA C++, emulated
 
-CASES = [  # rows, columns, block, kept, n
-    (32, 64, 32, 3, 1),
-    (70, 300, 32, 3, 1),
-    (40, 130, 25, 4, 2),
-    (33, 95, 32, 1, 3),
-    (64, 64, 16, 7, 5),
-    (100, 200, 32, 6, 8),
-    (40, 70, 32, 32, 1),
-    (96, 33, 32, 2, 16),
-]
+
+@cache
+def emulator(name: str, **macros: int) -> ctypes.CDLL:
+    """A kernel compiled for this processor, every thread a fiber."""
+    folder = Path(tempfile.mkdtemp())
+    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-msse2", f"-I{FOLDER}", f'-DSOURCE="{name}.cu"']
+    flags += [f"-D{macro}={value}" for macro, value in {"KERNEL": name, **macros}.items()]
+    command = ["g++", *flags, "-o", str(folder / "kernel.so"), str(Path(__file__).with_name("emulate.cpp"))]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    shutil.rmtree(folder)
+    return library
 
 
-def emulator(folder: Path, dtype: torch.dtype, kept: int, plan: tuple[int, int, int, int]) -> ctypes.CDLL:
-    """The kernel compiled for this processor, every thread a fiber."""
-    names = ("KIND", "KEPT", "BATCH", "GROUPS", "WARPS", "UNROLL")
-    macros = dict(zip(names, (gpu.KINDS[dtype], kept, *plan), strict=True))
-    made = folder / f"few-{'-'.join(map(str, macros.values()))}.so"
-    command = [
-        "g++",
-        "-O1",
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        "-w",
-        "-msse2",
-        f'-DSOURCE="{gpu.SOURCE}"',
-        "-o",
-        str(made),
-    ]
-    command += [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run([*command, str(Path(__file__).with_name("emulate.cpp"))], check=True)
-    return ctypes.CDLL(str(made))
+@dataclass
+class Emulated:
+    """What stands for a compiled kernel: the same source, run on this processor."""
+
+    library: ctypes.CDLL
+
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
+        boxes = [*(ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in tensors), *map(ctypes.c_int, sizes)]
+        within = self.library.launch(*grid, (ctypes.c_void_p * len(boxes))(*map(ctypes.addressof, boxes)))
+        assert within, "a store went past the end of shared memory, or the grid does not fit the cluster"
 
 
-def emulate(
-    folder: Path, x: Tensor, packed: BalancedTensor, bias: Tensor | None, relu: bool, plan: tuple[int, int, int, int]
+def emulated(name: str, device: int, threads: int, shared: int = 0, **macros: int) -> Emulated:
+    """In place of `compiled.kernel`."""
+    assert threads == macros["WARPS"] * LANES
+    return Emulated(emulator(name, SHARED=shared, **macros))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A small GPU that is not there."""
+    properties = SimpleNamespace(multi_processor_count=4, major=9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for module in (few, some):
+        monkeypatch.setattr(module, "kernel", emulated)
+        module.plan.cache_clear()
+    yield properties
+    few.plan.cache_clear(), some.plan.cache_clear()
+
+
+def multiply(
+    kernel: ModuleType, x: Tensor, weight: Tensor, block: int, bias: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """What `multiply_few` does with the device's kernel."""
-    (rows, columns), n, batch = packed.matrix, len(x), plan[0]
-    turned = torch.nn.functional.pad(x.T, (0, batch - n)).contiguous()
-    y = torch.full((n, rows), torch.nan, dtype=x.dtype)
-    groups, blocks = packed.values.shape[:2]
-    pointers = [
-        None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (packed.values, packed.indices, turned, bias, y)
-    ]
-    emulator(folder, x.dtype, packed.kept, plan).launch(
-        -(-groups // plan[1]), *pointers, rows, columns, packed.block, blocks, n, int(relu)
-    )
+    """x Wᵀ + bias by one of the kernels."""
+    packed = BalancedTensor.from_dense(weight, block)
+    y = x.new_full((len(x), len(weight)), torch.nan)
+    assert kernel.multiply(x, packed.values, packed.indices, bias, y, x.shape[1], block, relu)
     return y
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.usefixtures("device")
 class TestEmulated:
-    @pytest.mark.parametrize(("case", "dtype"), [(case, DTYPES[i % 3]) for i, case in enumerate(CASES)])
-    def test_a_few_vectors(self, case: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
-        rows, columns, block, kept, n = case
+    @pytest.mark.parametrize(
+        ("dtype", "rows", "columns", "block", "kept", "n"),
+        [
+            (torch.float32, 32, 64, 32, 3, 1),
+            (torch.float16, 70, 300, 32, 3, 1),
+            (torch.bfloat16, 40, 130, 25, 4, 2),
+            (torch.float32, 33, 95, 32, 1, 3),
+            (torch.float16, 64, 64, 16, 7, 5),
+            (torch.bfloat16, 100, 200, 32, 6, 8),
+            (torch.float32, 40, 70, 32, 32, 1),
+            (torch.float16, 96, 33, 32, 2, 16),
+            (torch.float16, 33, 9000, 32, 2, 1),  # several turns of all warps
+        ],
+    )
+    def test_a_few_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
         weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
-        packed = BalancedTensor.from_dense(weight, block)
         x, bias = torch.randn(n, columns).to(dtype), torch.randn(rows)
-        plan = gpu.shape(n, packed.kept, *packed.values.shape[:2])
-        y = emulate(tmp_path, x, packed, bias, True, plan)
+        y = multiply(few, x, weight, block, bias, relu=True)
         assert close(y, (x.double() @ weight.double().T + bias).relu())
 
-    def test_several_groups_and_more_warps_than_blocks(self, tmp_path: Path) -> None:
+    def test_several_groups_and_more_warps_than_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(few, "shape", lambda *sizes: (3, 4, 2))
         weight = balanced_weight(100, 96, block=32, kept=4).half()
-        packed = BalancedTensor.from_dense(weight, 32)
         x = torch.randn(7, 96).half()
-        y = emulate(tmp_path, x, packed, None, False, (8, 3, 4, 2))
-        assert close(y, x.double() @ weight.double().T)
+        assert close(multiply(few, x, weight, 32), x.double() @ weight.double().T)
 
-    @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-    def test_infinities_and_nans_go_where_the_dense_product_has_them(self, value: float, tmp_path: Path) -> None:
-        weight = balanced_weight(40, 64, block=32, kept=20)
-        weight[3, int(weight[3].nonzero()[0])] = value
-        x = torch.randn(2, 64)
-        x[1, 5] = x[1, 50] = value
-        y = emulate(tmp_path, x, BalancedTensor.from_dense(weight, 32), None, False, (2, 1, 2, 1))
+    @pytest.mark.parametrize(
+        ("dtype", "rows", "columns", "block", "kept", "n"),
+        [
+            (torch.float16, 64, 128, 32, 3, 8),
+            (torch.bfloat16, 70, 296, 32, 3, 5),  # not all of the last rows, columns and vectors
+            (torch.float16, 300, 1100, 32, 4, 20),  # several thread blocks, clusters, and steps
+            (torch.bfloat16, 40, 130, 25, 6, 17),
+            (torch.float16, 33, 200, 10, 1, 9),
+            (torch.float16, 65, 333, 16, 9, 1),
+            (torch.bfloat16, 20, 31, 32, 2, 70),  # fewer columns than a block
+        ],
+    )
+    def test_some_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
+        weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
+        x, bias = torch.randn(n, columns).to(dtype), torch.randn(rows, dtype=dtype)
+        y = multiply(some, x, weight, block, bias, relu=True)
+        assert close(y, (x.double() @ weight.double().T + bias.double()).relu())
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"tiles": 1, "stages": 2},
+            {"tiles": 2, "stages": 4},
+            {"warps": 4, "team": 2, "split": 4, "span": 4},
+            {"warps": 16, "team": 8, "split": 1, "span": 8},
+        ],
+        ids=str,
+    )
+    def test_every_way_to_cut_the_work(self, other: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        usual = some.cut(11, 3, 32, 5, 20, 4, True)
+        assert usual is not None
+        monkeypatch.setattr(some, "cut", lambda *sizes: replace(usual, **other))
+        weight = balanced_weight(140, 640, block=32, kept=3).half()
+        x = torch.randn(11, 640).half()
+        assert close(multiply(some, x, weight, 32), x.double() @ weight.double().T)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(rows=st.integers(1, 300), columns=st.integers(32, 400), n=st.integers(1, 20), biased=st.booleans())
+    def test_any_matrix_and_any_number_of_vectors(
+        self, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, n: int, biased: bool
+    ) -> None:
+        monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 1, 4, 2, 2, 4, 2, 3))
+        weight = balanced_weight(rows, columns, block=32, kept=3).half()
+        x, bias = torch.randn(n, columns).half(), torch.randn(rows) if biased else None
         exact = x.double() @ weight.double().T
-        assert close(y, exact)
-        assert exact[1].isnan().any()
+        assert close(multiply(some, x, weight, 32, bias), exact if bias is None else exact + bias)
+
+    def test_inputs_and_outputs_of_any_strides(self) -> None:
+        weight = balanced_weight(70, 96, block=32, kept=3).half()
+        packed = BalancedTensor.from_dense(weight, 32)
+        exact = torch.randn(96, 9).half()
+        for x in (exact.T, exact.T.contiguous(), torch.cat([exact, exact]).T.contiguous()[:, 96:]):
+            for kernel in (few, some):
+                y = torch.full((70, 9), torch.nan).half()
+                assert kernel.multiply(x, packed.values, packed.indices, None, y.T, 96, 32, False)
+                assert close(y, weight.double() @ exact.double())
+
+    @pytest.mark.parametrize("block", [32, 20])
+    @pytest.mark.parametrize(("kernel", "dtype"), [(few, torch.float32), (few, torch.float16), (some, torch.bfloat16)])
+    def test_infinities_and_nans_go_where_the_dense_product_has_them(
+        self, kernel: ModuleType, dtype: torch.dtype, block: int
+    ) -> None:
+        for value in (torch.inf, -torch.inf, torch.nan):
+            weight = balanced_weight(40, 80, block=block, kept=10, dtype=dtype)
+            weight[3, int(weight[3].nonzero()[0])] = value
+            x = torch.randn(4, 80).to(dtype)
+            x[1, 5] = x[1, 50] = x[2, 79] = value
+            exact = x.double() @ weight.double().T
+            assert close(multiply(kernel, x, weight, block, relu=True), exact.relu())
+            assert exact[1].isnan().any()
+
+    def test_what_a_kernel_is_not_for(self, device: SimpleNamespace) -> None:
+        def takes(kernel: ModuleType, n: int, block: int, kept: int, dtype: torch.dtype) -> bool:
+            packed = BalancedTensor.from_dense(balanced_weight(40, 64, block=block, kept=kept, dtype=dtype), block)
+            x, y = torch.randn(n, 64).half(), torch.empty(n, 40).half()
+            return kernel.multiply(x, packed.values, packed.indices, None, y, 64, block, False)
+
+        assert not takes(few, 17, 32, 3, torch.float16)
+        for kernel in (few, some):
+            assert not takes(kernel, 8, 64, 3, torch.float16)
+            assert not takes(kernel, 8, 32, 3, torch.bfloat16)
+        assert not takes(some, 8, 32, 30, torch.float16)
+        device.major = 7
+        assert not takes(some, 8, 32, 4, torch.float16)
+
+
+class TestCut:
+    @pytest.mark.parametrize(
+        ("groups", "n", "warps", "team", "split"),
+        [(512, 16, 16, 4, 2), (512, 64, 8, 2, 2), (256, 16, 16, 8, 2), (128, 16, 8, 8, 2), (8192, 16, 16, 1, 1)],
+    )
+    def test_all_processors_have_work(self, groups: int, n: int, warps: int, team: int, split: int) -> None:
+        shape = some.cut(n, 3, 32, groups, groups, 132, True)
+        assert shape is not None
+        assert shape == replace(shape, eights=n // 8, warps=warps, team=team, split=split)
+
+    def test_many_vectors_are_cut_evenly(self) -> None:
+        shapes = [some.cut(n, 3, 32, 512, 512, 132, True) for n in (64, 72, 128, 136)]
+        assert [shape.eights for shape in shapes if shape] == [8, 5, 8, 6]
+
+    def test_without_clusters_nothing_is_split(self) -> None:
+        shape = some.cut(8, 3, 32, 8, 512, 132, False)
+        assert shape is not None
+        assert shape == replace(shape, split=1)
+
+    @given(
+        n=st.integers(1, 300),
+        kept=st.integers(1, 32),
+        block=st.integers(1, 32),
+        groups=st.integers(1, 2000),
+        blocks=st.integers(1, 2000),
+        processors=st.integers(1, 200),
+        clusters=st.booleans(),
+    )
+    def test_every_cut_can_be_done(
+        self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
+    ) -> None:
+        shape = some.cut(n, kept, block, groups, blocks, processors, clusters)
+        if shape is None:
+            assert kept > 12
+            return
+        pieces = shape.span * some.SIDE * shape.width // 8
+        assert shape.shared(kept) <= some.LIMIT
+        assert shape.warps * LANES % pieces == shape.warps % shape.team == shape.span % shape.team == 0
+        assert shape.rows // 4 % shape.split == 0
 
 
 # ---- Triton
@@ -121,7 +259,8 @@ kernels = [
 class TestTriton:
     pytestmark = kernels
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    # The interpreter takes the bits of a bfloat16 for an integer where it multiplies matrices.
+    @pytest.mark.parametrize("dtype", DTYPES[:2] if INTERPRETED else DTYPES)
     @pytest.mark.parametrize(
         ("rows", "columns", "block", "kept", "n"),
         [(40, 70, 32, 3, 5), (64, 64, 32, 1, 17), (33, 100, 25, 4, 1), (70, 130, 64, 9, 20), (40, 150, 100, 7, 3)],
@@ -133,11 +272,13 @@ class TestTriton:
         packed = BalancedTensor.from_dense(weight, block).to(DEVICE)
         x, bias = torch.randn(n, columns).to(dtype), torch.randn(rows)
         for inputs in (x, x.T.contiguous().T):
-            y = many.product(
-                inputs.to(DEVICE), packed.values, packed.indices, bias.to(DEVICE), rows, columns, block, True
-            )
-            assert close(y.cpu(), (x.double() @ weight.double().T + bias).relu())
+            y = torch.full((rows, n), torch.nan, dtype=dtype, device=DEVICE)
+            for out in (y.T, y.view(n, rows)):
+                given = inputs.to(DEVICE), packed.values, packed.indices, bias.to(DEVICE)
+                assert many.multiply(*given, out, columns, block, True)
+                assert close(out.cpu(), (x.double() @ weight.double().T + bias).relu())
 
+    @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
     def test_infinities_and_nans_go_where_the_dense_product_has_them(self) -> None:
         from pomona.sparse.gpu import many
 
@@ -146,7 +287,8 @@ class TestTriton:
         packed = BalancedTensor.from_dense(weight, 32).to(DEVICE)
         x = torch.randn(3, 64)
         x[1, 5] = torch.nan
-        y = many.product(x.to(DEVICE), packed.values, packed.indices, None, 40, 64, 32, False)
+        y = torch.empty(3, 40, device=DEVICE)
+        assert many.multiply(x.to(DEVICE), packed.values, packed.indices, None, y, 64, 32, False)
         assert close(y.cpu(), x.double() @ weight.double().T)
 
 
@@ -183,10 +325,11 @@ def test_the_operator_on_a_device(
 
 
 @pytest.mark.gpu
-def test_a_few_vectors_are_done_by_the_compiled_kernel() -> None:
+@pytest.mark.parametrize("kernel", [few, some])
+def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None:
     packed = BalancedTensor.from_dense(balanced_weight(64, 64, block=32, kept=3).half(), 32).to("cuda")
-    x = torch.randn(1, 64, device="cuda").half()
-    assert gpu.multiply_few(x, packed.values, packed.indices, None, 64, 64, 32, False) is not None
+    x, y = torch.randn(8, 64, device="cuda").half(), torch.empty(8, 64, device="cuda").half()
+    assert kernel.multiply(x, packed.values, packed.indices, None, y, 64, 32, False)
 
 
 @pytest.mark.gpu

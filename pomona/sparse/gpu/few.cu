@@ -4,70 +4,24 @@
  * column its survivor asks for: no shared memory, no bank conflicts, and only the matrix comes from far away. The
  * warps of a thread block share the blocks of GROUPS × 32 rows and add their sums up at the end: no atomics.
  *
- * Given as macros: KIND of values and x (0 float, 1 half, 2 bfloat16), KEPT of a block, BATCH vectors at a time,
- * GROUPS, WARPS, and UNROLL, the blocks that are on their way at a time. x is columns × BATCH.
+ * Given as macros: KIND of values and x (0 float, 1 half, 2 bfloat16), KEPT of a BLOCK, BATCH vectors, GROUPS, WARPS,
+ * and UNROLL, the blocks that are on their way at a time. x is BATCH × pitch, of which `columns` are there.
  */
 
 #if KIND == 0
-typedef float Value;
-#else
-typedef unsigned short Value;
-#endif
-typedef unsigned short Word;
-
-#define LANES 32
-#define ALL 0xFFFFFFFFu
-#define WORDS ((KEPT + 2) / 3)
-#if KIND == 0
 #define PAIRS BATCH /* registers that hold one column of x: a float each, or two halves */
+#define EXPONENT 0x7F800000u
+#define LOWEST 0x00800000u /* the last bit of the exponent, for every number in a register */
+#define SIGN 0x80000000u
 #else
 #define PAIRS ((BATCH + 1) / 2)
+#define EXPONENT (KIND == 1 ? 0x7C007C00u : 0x7F807F80u)
+#define LOWEST (KIND == 1 ? 0x04000400u : 0x00800080u)
+#define SIGN 0x80008000u
 #endif
 
-#ifndef EMULATED
-__device__ __forceinline__ float from_bits(unsigned bits) { return __uint_as_float(bits); }
-__device__ __forceinline__ unsigned to_bits(float value) { return __float_as_uint(value); }
-__device__ __forceinline__ float from_half(unsigned bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-  return value;
-}
-__device__ __forceinline__ unsigned short to_half(float value) {
-  unsigned short bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-#endif
-
-__device__ __forceinline__ float widen(unsigned bits) {
-#if KIND == 0
-  return from_bits(bits);
-#elif KIND == 1
-  return from_half(bits & 0xFFFF);
-#else
-  return from_bits(bits << 16);
-#endif
-}
-
-__device__ __forceinline__ float widen_value(Value value) {
-#if KIND == 0
-  return value;
-#else
-  return widen(value);
-#endif
-}
-
-__device__ __forceinline__ Value narrow(float value) {
-#if KIND == 0
-  return value;
-#elif KIND == 1
-  return to_half(value);
-#else
-  unsigned bits = to_bits(value);
-  if (value != value) return 0x7FC0;
-  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; /* to the nearest, ties to even */
-#endif
-}
+/* The signs of those numbers that are infinite or NaN: their exponents are all ones and run over. */
+__device__ __forceinline__ unsigned wild(unsigned numbers) { return (numbers & EXPONENT) + LOWEST & SIGN; }
 
 /* One of the vectors' numbers in the registers of a column. */
 __device__ __forceinline__ float number(const unsigned *column, int i) {
@@ -78,70 +32,52 @@ __device__ __forceinline__ float number(const unsigned *column, int i) {
 #endif
 }
 
-__device__ __forceinline__ bool wild(float value) { return (to_bits(value) & 0x7F800000u) == 0x7F800000u; }
+/* Where a lane reads: its row of each group, and its column of each vector. */
+struct Place {
+  const Value *values[GROUPS], *x[BATCH];
+  const Word *indices[GROUPS];
+  int left; /* columns from its own first one to the last */
 
-/* Column `lane` of a block; zeros behind the end of the block and of x. */
-__device__ __forceinline__ void load_column(const Value *x, int column, bool there, unsigned *to) {
+  __device__ __forceinline__ void load_column(int at, bool there, unsigned *to) const {
 #pragma unroll
-  for (int i = 0; i < PAIRS; i++) to[i] = 0;
-  if (!there) return;
+    for (int i = 0; i < PAIRS; i++) to[i] = 0;
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const Value one = there ? x[i][at * BLOCK] : 0;
 #if KIND == 0
-#pragma unroll
-  for (int i = 0; i < BATCH; i++) to[i] = to_bits(x[(long long)column * BATCH + i]);
-#elif BATCH == 1
-  to[0] = x[column];
+      to[i] = to_bits(one);
 #else
-  const unsigned *pairs = (const unsigned *)x + (long long)column * PAIRS;
-#pragma unroll
-  for (int i = 0; i < PAIRS; i++) to[i] = pairs[i];
+      to[i / 2] |= one << 16 * (i % 2);
 #endif
-}
-
-/* A pruned weight times inf or NaN is NaN in the dense product: so it is here, where a block of x has one. */
-__device__ __forceinline__ void poison(const unsigned *column, const Word (*word)[WORDS], float (*sums)[BATCH]) {
-#pragma unroll
-  for (int i = 0; i < BATCH; i++) {
-    const unsigned mine = wild(number(column, i));
-    const int all = __popc(__ballot_sync(ALL, mine));
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      int kept = 0;
-#pragma unroll
-      for (int s = 0; s < KEPT; s++) kept += __shfl_sync(ALL, mine, word[g][s / 3] >> 5 * (s % 3) & 31);
-      if (kept != all) sums[g][i] = from_bits(0x7FC00000u);
     }
   }
-}
+};
 
-extern "C" __global__ void __launch_bounds__(WARPS * LANES)
-few(const Value *values, const Word *indices, const Value *x, const float *bias, Value *y, int rows, int columns,
-    int block, int blocks, int n, int relu) {
-  __shared__ float parts[WARPS][GROUPS * BATCH][LANES];
-  const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, first = blockIdx.x * GROUPS;
-  const int groups = (rows + LANES - 1) / LANES;
-  float sums[GROUPS][BATCH] = {};
+/* What a lane reads of COUNT blocks in a row, all at once, so that it is on its way together. */
+template <int COUNT> struct Run {
+  Word word[COUNT][GROUPS][WORDS];
+  Value value[COUNT][GROUPS][KEPT];
+  unsigned column[COUNT][PAIRS]; /* zeros behind the end of a block and of x; several blocks are all there */
 
-  for (int begin = warp; begin < blocks; begin += WARPS * UNROLL) {
-    Word word[UNROLL][GROUPS][WORDS];
-    Value value[UNROLL][GROUPS][KEPT];
-    unsigned column[UNROLL][PAIRS];
+  __device__ __forceinline__ Run(const Place &place, int at) {
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) { /* all loads first, so that they are on their way together */
-      const int at = begin + u * WARPS;
+    for (int u = 0; u < COUNT; u++) {
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) {
-        const bool there = at < blocks && first + g < groups;
-        const long long here = there ? (long long)(first + g) * blocks + at : 0;
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) word[u][g][w] = there ? indices[(here * WORDS + w) * LANES + lane] : 0;
+        for (int w = 0; w < WORDS; w++) word[u][g][w] = place.indices[g][((at + u) * WORDS + w) * LANES];
 #pragma unroll
-        for (int s = 0; s < KEPT; s++) value[u][g][s] = there ? values[(here * KEPT + s) * LANES + lane] : 0;
+        for (int s = 0; s < KEPT; s++) value[u][g][s] = place.values[g][((at + u) * KEPT + s) * LANES];
       }
-      const int mine = at * block + lane;
-      load_column(x, mine, at < blocks && lane < block && mine < columns, column[u]);
+      place.load_column(at + u, (COUNT > 1 && BLOCK == LANES) || (at + u) * BLOCK < place.left, column[u]);
     }
+  }
+
+  __device__ __forceinline__ void multiply(float (*sums)[BATCH], unsigned &strange) const {
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
+    for (int u = 0; u < COUNT; u++) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) strange |= wild(column[u][i]);
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
 #pragma unroll
@@ -150,30 +86,64 @@ few(const Value *values, const Word *indices, const Value *x, const float *bias,
           unsigned picked[PAIRS];
 #pragma unroll
           for (int i = 0; i < PAIRS; i++)
-            picked[i] = __shfl_sync(ALL, column[u][i], word[u][g][s / 3] >> 5 * (s % 3) & 31);
+            picked[i] = __shfl_sync(ALL, column[u][i], word[u][g][s / 3] >> 5 * (s % 3));
 #pragma unroll
           for (int i = 0; i < BATCH; i++) sums[g][i] += weight * number(picked, i);
         }
-      bool any = false;
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) any |= wild(number(column[u], i));
-      if (__any_sync(ALL, any)) poison(column[u], word[u], sums);
     }
   }
 
+  /* A pruned weight times inf or NaN is NaN in the dense product: so it is here. */
+  __device__ __forceinline__ void poison(float (*sums)[BATCH]) const {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
+    for (int i = 0; i < BATCH; i++) {
+      const float it = number(column[0], i);
+      const unsigned mine = it - it != 0;
+      const int all = __popc(__ballot_sync(ALL, mine));
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) parts[warp][g * BATCH + i][lane] = sums[g][i];
+      for (int g = 0; g < GROUPS; g++) {
+        int kept = 0;
+#pragma unroll
+        for (int s = 0; s < KEPT; s++) kept += __shfl_sync(ALL, mine, word[0][g][s / 3] >> 5 * (s % 3));
+        if (kept != all) sums[g][i] = from_bits(0x7FC00000u);
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+few(const Value *values, const Word *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
+    int pitch, int blocks, int y_row, int y_vector, int wide, int relu) {
+  __shared__ float parts[WARPS][GROUPS * BATCH][LANES];
+  const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, first = blockIdx.x * GROUPS;
+  Place place;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) { /* a group that is not there is read as the first one */
+    const long long group = (first + g) * LANES < rows ? first + g : 0;
+    place.values[g] = values + group * blocks * KEPT * LANES + lane;
+    place.indices[g] = indices + group * blocks * WORDS * LANES + lane;
+  }
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) place.x[i] = x + (long long)i * pitch + lane;
+  place.left = lane < BLOCK ? columns - lane : 0;
+
+  float sums[GROUPS][BATCH] = {};
+  unsigned strange = 0;
+  const int runs = columns / (BLOCK * UNROLL);
+  for (int run = warp; run < runs; run += WARPS) Run<UNROLL>(place, run * UNROLL).multiply(sums, strange);
+  for (int at = runs * UNROLL + warp; at < blocks; at += WARPS) Run<1>(place, at).multiply(sums, strange);
+  if (__any_sync(ALL, strange))
+    for (int at = 0; at < blocks; at++) Run<1>(place, at).poison(sums);
+
+#pragma unroll
+  for (int i = 0; i < GROUPS * BATCH; i++) parts[warp][i][lane] = sums[i / BATCH][i % BATCH];
   __syncthreads();
   for (int part = warp; part < GROUPS * BATCH; part += WARPS) {
-    const int row = (first + part / BATCH) * LANES + lane, i = part % BATCH;
+    const int row = (first + part / BATCH) * LANES + lane;
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += parts[w][part][lane];
-    if (row < rows && i < n) {
-      sum += bias ? bias[row] : 0;
-      y[(long long)i * rows + row] = narrow(relu && sum < 0 ? 0.0f : sum);
-    }
+    if (row < rows)
+      y[(long long)row * y_row + (long long)(part % BATCH) * y_vector] = finish(sum, bias, wide, row, relu);
   }
 }

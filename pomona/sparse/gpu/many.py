@@ -13,12 +13,13 @@ WIDEST = 256  # columns of a block that are spread out at a time
 KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def product(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, columns: int, block: int, relu: bool
-) -> Tensor:
-    """x (n × columns, any strides) times the transposed matrix."""
-    n, (groups, blocks, kept, _) = x.shape[0], values.shape
-    y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
+def multiply(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, columns: int, block: int, relu: bool
+) -> bool:
+    """y = x Wᵀ + bias, all of any strides; False where this is not for this kernel."""
+    (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
+    if block > WIDEST or x.dtype not in KINDS:
+        return False
     width = max(16, triton.next_power_of_2(block))
     tile = min(128, max(16, triton.next_power_of_2(n)))
     height = LANES if groups < 4 * 132 else 2 * LANES
@@ -34,6 +35,8 @@ def product(
         blocks,
         x.stride(0),
         x.stride(1),
+        y.stride(0),
+        y.stride(1),
         KEPT=kept,
         BITS=index_bits(block),
         BLOCK=block,
@@ -44,7 +47,7 @@ def product(
         RELU=relu,
         num_warps=4 if height * tile <= 4096 else 8,
     )
-    return y
+    return True
 
 
 @triton.jit
@@ -60,6 +63,8 @@ def _spread(
     blocks,
     x_row,
     x_column,
+    y_row,
+    y_column,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,5 +106,5 @@ def _spread(
         sums += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)[:, None]
     if RELU:
         sums = tl.where(sums < 0, 0.0, sums)  # a NaN stays
-    out = y + vector[None, :].to(tl.int64) * rows + row[:, None]
+    out = y + vector[None, :].to(tl.int64) * y_row + row[:, None].to(tl.int64) * y_column
     tl.store(out, sums.to(y.dtype.element_ty), mask=there[:, None] & (vector < n)[None, :])

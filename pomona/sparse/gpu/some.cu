@@ -1,0 +1,296 @@
+/* The product of a packed balanced matrix with some vectors, on the tensor cores of an NVIDIA GPU; compiled at run time.
+ *
+ * Load sparse, compute dense. A warp takes 64 rows and four blocks at a time. Lane 4g + t loads the survivors of rows
+ * 8g to 8g + 7 in block t, eight rows with one load, and spreads them out over shared memory that is its own and all in
+ * its own bank: wherever the survivors lie, no lane is in another's way, and none waits for one. What it reads back is
+ * its part of a matrix for mma.m16n8k16: the sum over columns has no order, so the four lanes that share a row there
+ * may as well bring a block each. Then it clears the few places it has written.
+ *
+ * Up to three survivors stay in registers; a place in memory is a byte that says which of them belongs there, as a
+ * selector for the instruction that picks bytes from two registers. More of them are written out in full.
+ *
+ * TEAM warps take turns at the steps of the same rows. All warps of a thread block share x, which comes through shared
+ * memory, SPAN steps at a time, cut in the same way. SPLIT thread blocks, a cluster, share the columns. All add their
+ * sums up at the end, in a fixed order: no atomics.
+ *
+ * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
+ * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, TILES of 16 rows spread out at a time (1, 2 or 4), SPAN,
+ * and STAGES of x in shared memory. x is n × pitch, of which `columns` are there, a multiple of 8.
+ */
+
+#define ROWS 64                            /* of a warp */
+#define SIDE 4                             /* blocks side by side */
+#define LINE (4 * LANES)                   /* bytes of a word of every lane */
+#define PICK (KEPT <= 3)                   /* bytes that pick, or values */
+#define SIZE (PICK ? 1 : 2)                /* bytes of a place */
+#define DEEP (WIDTH * SIZE / 4)            /* words of a row in a block */
+#define OWN (2 * TILES * DEEP)             /* words of a lane */
+#define PARTS (WIDTH / 8)                  /* pieces, of 16 bytes, of a vector in a block */
+#define RUN (SPAN * SIDE * PARTS)          /* pieces of a vector in a stage */
+#define STAGE (EIGHTS * 8 * RUN)           /* pieces of x in a stage */
+#define THREADS (WARPS * LANES)
+#define EVERY (THREADS / RUN)              /* vectors that all threads copy at a time */
+#define SLABS (WARPS / TEAM)               /* of ROWS rows, in a thread block */
+#define TURN(part) ((part) * (8 / PARTS))  /* of a stage's pieces */
+#define RESIDENT ((EIGHTS <= 2 ? 16 : 8) / WARPS ? (EIGHTS <= 2 ? 16 : 8) / WARPS : 1) /* thread blocks at a time */
+#define PITCH (SLABS * ROWS + 4)           /* sums of a vector, and some against bank conflicts */
+
+#ifndef EMULATED
+extern __shared__ uint4 memory[];
+
+/* 16 bytes that are read once. */
+__device__ __forceinline__ uint4 stream(const uint4 *from) {
+  uint4 got;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
+               : "l"(from));
+  return got;
+}
+
+/* 16 bytes on their way to shared memory, zeros where there is nothing to copy. */
+__device__ __forceinline__ void copy(uint4 *to, const void *from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
+               "r"(there ? 16 : 0));
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
+
+__device__ __forceinline__ void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
+#if KIND == 1
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Four of the eight bytes of two registers: unlike __byte_perm, it trusts the selector. */
+__device__ __forceinline__ unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
+  unsigned got;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(got) : "r"(low), "r"(high), "r"(selector));
+  return got;
+}
+
+/* All threads of the cluster. */
+__device__ __forceinline__ void meet() {
+#if SPLIT == 1
+  __syncthreads();
+#else
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+/* What lies at the same place in the shared memory of another thread block. */
+__device__ __forceinline__ float4 across(const float4 *here, int rank) {
+#if SPLIT == 1
+  return *here;
+#else
+  unsigned there;
+  float4 got;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"((unsigned)__cvta_generic_to_shared(here)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(got.x), "=f"(got.y), "=f"(got.z), "=f"(got.w)
+               : "r"(there)
+               : "memory");
+  return got;
+#endif
+}
+#endif
+
+#if SPLIT == 1
+#define CLUSTER
+#else
+#define CLUSTER __cluster_dims__(1, SPLIT, 1)
+#endif
+
+/* The survivors of eight rows in one block, two rows a register. */
+struct Survivors {
+  unsigned word[WORDS][4], value[KEPT][4];
+};
+
+/* One lane's place in the packed matrix. */
+struct Source {
+  const uint4 *values, *indices;
+  int left; /* blocks from its own first one to the last */
+
+  __device__ __forceinline__ const uint4 *word(int step, int i) const { return indices + (step * SIDE * WORDS + i) * 4; }
+  __device__ __forceinline__ const uint4 *value(int step, int i) const { return values + (step * SIDE * KEPT + i) * 4; }
+  __device__ __forceinline__ bool has(int step) const { return step * SIDE < left; }
+
+  __device__ __forceinline__ void load(int step, Survivors &to) const {
+    const bool there = has(step);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) unpack(word(step, i), there, to.word[i]);
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) unpack(value(step, i), there, to.value[i]);
+  }
+
+  static __device__ __forceinline__ void unpack(const uint4 *from, bool there, unsigned *to) {
+    const uint4 got = there ? stream(from) : uint4{0, 0, 0, 0};
+    to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
+  }
+};
+
+/* One thread's place in x, and in a stage of it: the same piece of every EVERYth vector. */
+struct Feed {
+  const Value *x;
+  int pitch, columns, vectors, piece, vector; /* columns and vectors from its own first one to the last */
+
+  __device__ __forceinline__ Feed(const Value *all, int wide, int pitch, int n) : pitch(pitch) {
+    piece = threadIdx.x % RUN, vector = threadIdx.x / RUN;
+    x = all + (long long)(blockIdx.z * EIGHTS * 8 + vector) * pitch + piece * 8;
+    columns = wide - piece * 8, vectors = n - blockIdx.z * EIGHTS * 8 - vector;
+  }
+
+  /* As lanes will read it; turned so that pieces side by side in x lie in banks of their own. */
+  __device__ __forceinline__ int place(int vector) const {
+    const int step = piece / (SIDE * PARTS), part = piece % PARTS, side = piece / PARTS % SIDE;
+    return ((step * EIGHTS + vector / 8) * PARTS + part) * LANES + ((vector % 8 * SIDE + side) ^ TURN(part));
+  }
+
+  __device__ __forceinline__ void fetch(int step, int end, uint4 *stage) const {
+    const int column = step * SIDE * WIDTH;
+    if (step < end)
+#pragma unroll
+      for (int i = 0; i < EIGHTS * 8; i += EVERY)
+        if (EIGHTS * 8 % EVERY == 0 || vector + i < EIGHTS * 8)
+          copy(stage + place(vector + i), x + (long long)i * pitch + column, column < columns && i < vectors);
+    commit();
+  }
+};
+
+/* Write the survivors of TILES tiles of 16 rows to where they are wanted, or clear those places. */
+__device__ __forceinline__ void spread(const Survivors &from, int tile, unsigned own, bool clear) {
+#pragma unroll
+  for (int row = 0; row < 2 * TILES; row++) {
+    const int pair = tile + row / 2, shift = 16 * (row % 2);
+    char *const to = (char *)memory + row * DEEP * LINE;
+#pragma unroll
+    for (int s = 0; s < KEPT; s++) {
+      const unsigned column = from.word[s / 3][pair] >> (shift + 5 * (s % 3)) & (WIDTH - 1);
+      /* a word holds 4 / SIZE columns, and the next is a LINE on: one product puts both parts of the number in place */
+      const unsigned place = column * (SIZE + LINE * SIZE / 4) & ((DEEP - 1) * LINE + 4 - SIZE);
+#if PICK
+      *(unsigned char *)(to + (place | own)) = clear ? 0 : 0x32 + 0x22 * s; /* bytes 3 and 2, 5 and 4, 7 and 6; 0 and 1 are zeros */
+#else
+      *(Value *)(to + (place | own)) = clear ? 0 : from.value[s][pair] >> shift;
+#endif
+    }
+  }
+}
+
+/* TILES tiles of 16 rows times all vectors. */
+__device__ __forceinline__ void multiply(const unsigned *own, const Survivors &from, int first, const uint4 *stage,
+                                         float (*sums)[EIGHTS][4]) {
+#if PICK
+  unsigned low[2 * TILES], high[2 * TILES]; /* of each row: nothing and the first survivor, the second and the third */
+#pragma unroll
+  for (int row = 0; row < 2 * TILES; row++) {
+    const int pair = first + row / 2;
+    low[row] = pick_bytes(from.value[0][pair], 0, row % 2 ? 0x3244 : 0x1044);
+    high[row] = pick_bytes(from.value[KEPT > 1 ? 1 : 0][pair], from.value[KEPT - 1][pair], row % 2 ? 0x7632 : 0x5410);
+  }
+#endif
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    uint4 b[EIGHTS];
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++)
+      b[eight] = stage[(eight * PARTS + part) * LANES + (threadIdx.x % LANES ^ TURN(part))];
+    unsigned a[TILES][2][4]; /* of columns 8 · part and on, four of both rows at a time */
+#if PICK
+    unsigned pick[TILES][2][2];
+#pragma unroll
+    for (int i = 0; i < TILES * 4; i++)
+      pick[i / 4][i / 2 % 2][i % 2] = own[((i / 4 * 2 + i % 2) * DEEP + part * 2 + i / 2 % 2) * LANES];
+#pragma unroll
+    for (int i = 0; i < TILES * 8; i++) {
+      const int row = i / 8 * 2 + i % 2;
+      a[i / 8][i / 4 % 2][i % 4] = pick_bytes(low[row], high[row], pick[i / 8][i / 4 % 2][i % 2] >> 16 * (i / 2 % 2));
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < TILES * 8; i++)
+      a[i / 8][i / 4 % 2][i % 4] = own[((i / 8 * 2 + i % 2) * DEEP + part * 4 + i % 8 / 2) * LANES];
+#endif
+#pragma unroll
+    for (int i = 0; i < TILES * 2 * EIGHTS; i++) {
+      const int tile = i / EIGHTS / 2, half = i / EIGHTS % 2, eight = i % EIGHTS;
+      mma(sums[tile][eight], a[tile][half], half ? b[eight].z : b[eight].x, half ? b[eight].w : b[eight].y);
+    }
+  }
+}
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, RESIDENT)
+some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
+     int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu) {
+  const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, side = lane % SIDE, eighth = lane / SIDE;
+  const int steps = (blocks + SIDE - 1) / SIDE, share = (steps + SPLIT - 1) / SPLIT;
+  const int begin = blockIdx.y * share, end = min(begin + share, steps);
+
+  const int group = ((blockIdx.x * SLABS + warp / TEAM) * 8 + eighth) / 4;
+  const long long first = (long long)group * blocks + side;
+  const Source source = {values + first * KEPT * 4 + eighth % 4, indices + first * WORDS * 4 + eighth % 4,
+                         group * LANES < rows ? min(blocks, end * SIDE) - side : 0};
+  Survivors now, next;
+  source.load(begin + warp % TEAM, now);
+
+  uint4 *const stages = memory + WARPS * OWN * LANES / 4;
+  const Feed feed(x, columns, pitch, n);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) feed.fetch(begin + i * SPAN, end, stages + i * STAGE);
+  unsigned *const own = (unsigned *)memory + warp * OWN * LANES + lane;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) own[i * LANES] = 0;
+  float sums[4][EIGHTS][4] = {};
+
+  for (int from = begin, at = 0; from < end; from += SPAN, at = at + 1 < STAGES ? at + 1 : 0) {
+    wait();
+    __syncthreads(); /* the stage is there for all, and all are done with the one before */
+    feed.fetch(from + (STAGES - 1) * SPAN, end, stages + (at ? at - 1 : STAGES - 1) * STAGE);
+#pragma unroll 1
+    for (int step = warp % TEAM; step < min(SPAN, end - from); step += TEAM) {
+      source.load(from + step + TEAM, next);
+#pragma unroll
+      for (int tile = 0; tile < 4; tile += TILES) {
+        spread(now, tile, warp * OWN * LINE + lane * 4, false);
+        multiply(own, now, tile, stages + at * STAGE + step * (STAGE / SPAN), sums + tile);
+        spread(now, tile, warp * OWN * LINE + lane * 4, true);
+      }
+      now = next;
+    }
+  }
+
+  float *const parts = (float *)memory;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < EIGHTS * 4; i++) { /* rows 8g to 8g + 7 are in one lane: the tiles have two of them each */
+    const int eight = i / 4, odd = i / 2 % 2, tile = i % 2 * 2;
+    const float *low = sums[tile][eight] + odd, *high = sums[tile + 1][eight] + odd;
+    const int vector = (warp % TEAM * EIGHTS + eight) * 8 + side * 2 + odd;
+    *(float4 *)(parts + vector * PITCH + warp / TEAM * ROWS + eighth * 8 + tile * 2) = {low[0], low[2], high[0], high[2]};
+  }
+  meet();
+  const int quads = SLABS * ROWS / 4 / SPLIT; /* fours of rows that this thread block finishes */
+  for (int i = threadIdx.x; i < EIGHTS * 8 * quads; i += THREADS) {
+    const int quad = blockIdx.y * quads + i % quads, vector = blockIdx.z * EIGHTS * 8 + i / quads;
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < SPLIT * TEAM; j++) {
+      const float *const here = parts + (j % TEAM * EIGHTS * 8 + i / quads) * PITCH + quad * 4;
+      const float4 part = across((const float4 *)here, j / TEAM);
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int row = blockIdx.x * SLABS * ROWS + quad * 4 + j;
+      if (row < rows && vector < n)
+        y[(long long)row * y_row + (long long)vector * y_vector] = finish(sum[j], bias, wide, row, relu);
+    }
+  }
+  if (SPLIT > 1) meet(); /* others may still be reading here */
+}
