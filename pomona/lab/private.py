@@ -386,10 +386,14 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
         groups.setdefault((run["arm"], run["private"]["target"]), []).append(run)
+    cells = [cell(arm, group) for (arm, _), group in sorted(groups.items(), key=lambda item: item[0][1])]
     return {
-        "title": "Private training on CIFAR-10: does choosing the indices help?",
-        "paper": "Yang et al., Gradients Index Pruning, 2023 (its tables are not at hand)",
-        "cells": [cell(arm, group) for (arm, _), group in sorted(groups.items(), key=lambda item: item[0][1])],
+        "title": "Private training on CIFAR-10: does choosing the indices help? Accuracy in %",
+        "paper": "Yang et al., Gradients Index Pruning, 2023, whose tables are not at hand",
+        "notes": "E[i]/m is the share of the true top-k that the indices of the last step are expected to miss.",
+        "columns": list(dict.fromkeys(one["column"] for one in cells)),
+        "across": False,
+        "cells": cells,
     }
 
 
@@ -397,7 +401,13 @@ def cell(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The runs of an arm that differ in their seeds; `sparsity` is that of the gradient at the end."""
     first, values = runs[0], [run["accuracy"] for run in runs]
     told = first["private"]
+    lost = told["lost"]["end"]
+    row = "" if not lost else f"E[i]/m = {lost:.3f}"
     return {
+        "label": arm,
+        "row": row,
+        "own": row,
+        "column": f"ε = {told['target']:g}",
         "model": first["model"],
         "method": first["method"],
         "sparsity": 1 - told["keep"],

@@ -13,6 +13,7 @@ import pytest
 import pomona
 from pomona import privacy
 from pomona.lab import private
+from pomona.lab.table import layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,11 @@ def run(arm: str, epsilon: float, seed: int, accuracy: float) -> dict:
 def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    cells = private.table(tmp_path / "record.json")["cells"]
+    result = private.table(tmp_path / "record.json")
+    heads, rows = layout(result)
+    assert heads == ["", "", "ε = 1", "ε = 2"]
+    assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
+    cells = result["cells"]
     assert [(c["method"], c["setting"]["epsilon"], c["mean"], c["runs"]) for c in cells] == [
         ("gip", 1.0, 40.0, 1),
         ("gip", 2.0, 51.0, 2),
