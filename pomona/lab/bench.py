@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -143,10 +144,16 @@ def bench(
             sides, missing = line_up(dense.to(place, dtype), block, 1 - kept / block)
             for batch, state in product(batches, states):
                 x = torch.randn(batch, columns, generator=generator).to(place, dtype)
-                before = flush.zero_ if state == "cold" else None
+                before = partial(empty, flush) if state == "cold" else None
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
                 found += compete(sides, missing, x, head, before, bandwidth, patience)
     return Bench(tuple(found), hardware(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
+
+
+def empty(flush: Tensor) -> None:
+    """Leave nothing of others in the caches. On a GPU by reading: after a write its L2 would be full of what has yet
+    to go to memory, and the side that comes next would wait for that, too."""
+    flush.view(torch.float32).sum() if flush.is_cuda else flush.zero_()
 
 
 def compete(

@@ -109,12 +109,13 @@ class BalancedTensor:
         from .ops import balanced
 
         rows, columns = self.matrix
-        require(
-            x.ndim >= 1 and x.shape[-1] == columns,
-            f"the input has {tuple(x.shape)[-1:]} features where the packed weight has {columns} columns.",
-        )
-        y = balanced(x.reshape(-1, columns), self.values, self.indices, bias, rows, columns, self.block, relu)
-        return y.view(*x.shape[:-1], rows)
+        if x.ndim < 1 or x.shape[-1] != columns:
+            raise PomonaError(
+                f"the input has {tuple(x.shape)[-1:]} features where the packed weight has {columns} columns."
+            )
+        flat = x if x.ndim == 2 else x.reshape(-1, columns)
+        y = balanced(flat, self.values, self.indices, bias, rows, columns, self.block, relu)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], rows)
 
     def verify(self) -> BalancedTensor:
         """Refuse contents that no weight is packed to: for what comes from a file."""

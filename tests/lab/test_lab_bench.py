@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import pomona.cli.bench  # noqa: F401  until the command line has it
 from pomona import lab
 from pomona.cli import main
 from pomona.lab import bench
 from pomona.lab.shrink import finished_model
-from pomona.sparse import load
+from pomona.sparse import clock, load
 from pomona.sparse.layers import Packed
 
 
@@ -150,3 +149,17 @@ def test_a_run_without_zeros_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["export", str(run), "--seconds", "0"]) == 2
     assert "has no layer with balanced blocks" in capsys.readouterr().err
     assert not (run / "balanced.safetensors").exists()
+
+
+@pytest.mark.gpu
+def test_what_is_timed_on_a_gpu_is_a_replay():
+    x = torch.zeros(3, device="cuda")
+    replay = clock.recorded(lambda: x.add_(1))
+    before = x[0].item()
+    replay()
+    assert x.tolist() == [before + 1] * 3
+
+    def waits() -> None:  # a call that no graph can hold is called itself
+        x.mul_(2).sum().item()
+
+    assert clock.recorded(waits) is waits
