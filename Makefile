@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench docs clean
 
 setup: .venv/.ready
 
@@ -29,6 +29,13 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/shrink.py
 	$(BIN)/python benchmarks/balanced.py
+
+# The pages whose figures come from results/.
+docs: setup
+	for page in page results iterand_page balanced_page; do $(BIN)/python benchmarks/$$page.py || exit 1; done
+	$(BIN)/python benchmarks/private_cifar.py page
+	$(BIN)/python benchmarks/errata.py --page
+	$(BIN)/python benchmarks/qian.py --page
 
 clean:
 	rm -rf .venv build *.egg-info

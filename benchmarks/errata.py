@@ -10,14 +10,13 @@ errors (and the tolerance that an erratum states, where its formula is a limit),
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pages
 import record
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
@@ -26,8 +25,7 @@ from scipy.stats import binom, halfnorm
 
 from pomona.theory import balanced, bounds, convergence, gip, iterand, qian
 
-ROOT = Path(__file__).parents[1]
-RECORD, PAGE = ROOT / "results" / "errata.json", ROOT / "docs" / "errata.md"
+RECORD, PAGE = pages.RESULTS / "errata.json", pages.DOCS / "errata.md"
 SEED = 0
 ALPHAS = 0.01, 0.1, 0.5  # of Table 3 of document 004
 
@@ -600,7 +598,9 @@ def measure() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return found, figures(np.random.default_rng(SEED))
 
 
-def page(kept: dict[str, Any]) -> str:
+def page() -> str:
+    """The whole page, from the record."""
+    kept = pages.read(RECORD)
     parts = [HEAD.format(seed=SEED)]
     for document, title in TITLES.items():
         parts.append(f"## {title}\n")
@@ -613,10 +613,8 @@ def page(kept: dict[str, Any]) -> str:
             parts.append("")
         parts += [f"- {slip.format_map(kept['figures'])}" for slip in SLIPS[document]]
         parts.append("")
-    parts.append(
-        f"## Source\n\n`{kept['command']}` at {kept['commit']}, numpy {kept['versions']['numpy']}, scipy "
-        f"{kept['versions']['scipy']}.\n"
-    )
+    versions = ", ".join(f"{name} {kept['versions'][name]}" for name in ("numpy", "scipy"))
+    parts.append(f"## Source\n\n{pages.made(kept)}, {versions}.\n")
     return "\n".join(parts)
 
 
@@ -631,7 +629,7 @@ def main() -> None:
     if not parser.parse_args().page:
         errata, quoted = measure()
         record.write(RECORD, seed=SEED, errata=errata, figures=quoted)
-    PAGE.write_text(page(json.loads(RECORD.read_text())))
+    pages.write(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ python benchmarks/page.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "overhead.md"
+from pages import DOCS, grid, machine, records, rows, sources, write
+
+PAGE = DOCS / "overhead.md"
 
 HEAD = """# What pruning costs
 
@@ -24,8 +23,6 @@ Both loops take turns in one run, sixteen steps at a time, which is one mask upd
 ratio is the median over the turns of pruned over dense. *loop* is plain eager PyTorch, *captured* a CUDA graph
 with `pruner.tick()`. The targets are 1.03 on an H200 and 1.10 on a CPU.
 
-| machine | model | loop | batch | dense, ms | DPF, ms | ratio |
-|---|---|---|---|---|---|---|
 """
 
 SELECTION = """
@@ -35,8 +32,6 @@ Milliseconds to make a mask that keeps the largest entries, the median of interl
 or on the GPU alone; each peer makes its mask too, and all masks are checked in the same run. Only ours breaks
 ties by position.
 
-| device | case | Pomona | topk | kthvalue | sort | quickest peer / Pomona |
-|---|---|---|---|---|---|---|
 """
 
 SHRINK = """
@@ -45,8 +40,6 @@ SHRINK = """
 ResNet-20 with 40 % of its filters pruned, masked against shrunk, on one CPU thread; *own* is a network that
 was trained with DPF on filters.
 
-| filters chosen | parameters | million MACs | largest difference | batch 1 | batch 32 |
-|---|---|---|---|---|---|
 """
 
 LAB = """
@@ -56,76 +49,64 @@ ResNet-20 at batch 128 in bf16, seconds for an epoch of one run. *eager* is a pl
 with no data loading; the others are whole runs with data and augmentation. Packed runs share one GPU. A single run
 of DPF begins with kernels being made, which a record of few epochs has in it.
 
-| machine | loop | method | runs at once | s / epoch and run | against eager |
-|---|---|---|---|---|---|
 """
 
 PEERS = ("topk", "kthvalue", "sort")
 
 
-def read(pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((ROOT / "results").glob(pattern))]
+OVERHEAD, REMOVAL, LABS = "overhead-*.json", "shrink-*.json", "lab-*.json"
 
 
-def machine(record: dict[str, Any]) -> str:
-    gpus = record["machine"]["gpus"]
-    return gpus[0]["name"] if gpus else record["machine"]["cpu"]
+def steps() -> str:
+    heads = ["machine", "model", "loop", "batch", "dense, ms", "DPF, ms", "ratio"]
+    return grid(heads, (step(record, row) for record, row in rows(OVERHEAD, "steps")))
 
 
-def steps(record: dict[str, Any]) -> list[str]:
-    return [
-        f"| {machine(record)} | {row['model']} | {row['loop']} | {row['batch']} | {row['dense_ms']:.2f} "
-        f"| {row['dpf_ms']:.2f} | {row['ratio']:.3f} |"
-        for row in record["steps"]
-    ]
+def step(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    times = f"{row['dense_ms']:.2f}", f"{row['dpf_ms']:.2f}", f"{row['ratio']:.3f}"
+    return [machine(record), row["model"], row["loop"], str(row["batch"]), *times]
 
 
-def selection(record: dict[str, Any]) -> list[str]:
-    lines = []
-    for row in record["selection"]:
-        peers = {name: row[name] for name in PEERS if name in row}
-        cells = " | ".join(f"{peers[name]:.2f}" if name in peers else "" for name in PEERS)
-        where = record["machine"]["cpu"] if row["device"] == "cpu" else machine(record)
-        lines.append(
-            f"| {where} | {row['case']} | {row['pomona']:.2f} | {cells} | {min(peers.values()) / row['pomona']:.1f}× |"
-        )
-    return lines
+def selection() -> str:
+    heads = ["device", "case", "Pomona", *PEERS, "quickest peer / Pomona"]
+    return grid(heads, (selected(record, row) for record, row in rows(OVERHEAD, "selection")))
 
 
-def shrunk(record: dict[str, Any]) -> list[str]:
-    lines = []
-    for row in record["shrink"]:
-        ratios = " | ".join(f"{row[batch]['ratio']:.2f}×" for batch in ("batch 1", "batch 32"))
-        lines.append(
-            f"| {row['way']} | {row['params']['before']:,} → {row['params']['after']:,} "
-            f"| {row['macs']['before'] / 1e6:.1f} → {row['macs']['after'] / 1e6:.1f} "
-            f"| {row['difference']:.1e} | {ratios} |"
-        )
-    return lines
+def selected(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    peers = {name: row[name] for name in PEERS if name in row}
+    cells = [f"{peers[name]:.2f}" if name in peers else "" for name in PEERS]
+    faster = f"{min(peers.values()) / row['pomona']:.1f}×"
+    return [machine(record, row["device"]), row["case"], f"{row['pomona']:.2f}", *cells, faster]
 
 
-def lab(record: dict[str, Any]) -> list[str]:
-    plain = record["rows"][0]["seconds_per_epoch"]
-    return [
-        f"| {machine(record)} | {row['loop']} | {row['method']} | {row['runs']} | {row['seconds_per_epoch']:.3f} "
-        f"| {plain / row['seconds_per_epoch']:.1f}× |"
-        for row in record["rows"]
-    ]
+def shrunk() -> str:
+    batches = ["batch 1", "batch 32"]
+    heads = ["filters chosen", "parameters", "million MACs", "largest difference", *batches]
+    made = []
+    for _, row in rows(REMOVAL, "shrink"):
+        params, macs = ([row[kind][when] for when in ("before", "after")] for kind in ("params", "macs"))
+        sizes = " → ".join(f"{n:,}" for n in params), " → ".join(f"{n / 1e6:.1f}" for n in macs)
+        ratios = [f"{row[batch]['ratio']:.2f}×" for batch in batches]
+        made.append([row["way"], *sizes, f"{row['difference']:.1e}", *ratios])
+    return grid(heads, made)
 
 
-def source(record: dict[str, Any]) -> str:
-    return f"- {machine(record)}, torch {record['versions']['torch']}: `{record['command']}` at {record['commit']}"
+def lab() -> str:
+    heads = ["machine", "loop", "method", "runs at once", "s / epoch and run", "against eager"]
+    made = []
+    for record, row in rows(LABS, "rows"):
+        took, plain = row["seconds_per_epoch"], record["rows"][0]["seconds_per_epoch"]
+        what = row["loop"], row["method"], str(row["runs"])
+        made.append([machine(record), *what, f"{took:.3f}", f"{plain / took:.1f}×"])
+    return grid(heads, made)
 
 
-def main() -> None:
-    overhead, removal, labs = read("overhead-*.json"), read("shrink-*.json"), read("lab-*.json")
-    parts = [HEAD, STEPS + "\n".join(line for r in overhead for line in steps(r))]
-    parts.append(SELECTION + "\n".join(line for r in overhead for line in selection(r)))
-    parts.append(SHRINK + "\n".join(line for r in removal for line in shrunk(r)))
-    parts.append(LAB + "\n".join(line for r in labs for line in lab(r)))
-    parts.append("\n## Sources\n\n" + "\n".join(source(r) for r in overhead + removal + labs) + "\n")
-    PAGE.write_text("\n".join(parts))
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, STEPS + steps(), SELECTION + selection(), SHRINK + shrunk(), LAB + lab()]
+    kept = [record for pattern in (OVERHEAD, REMOVAL, LABS) for record in records(pattern)]
+    return "\n".join([*parts, f"\n## Sources\n\n{sources(kept)}\n"])
 
 
 if __name__ == "__main__":
-    main()
+    write(PAGE, page())

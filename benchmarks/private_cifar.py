@@ -138,9 +138,10 @@ def main() -> None:
     parser.add_argument("--data-dir")
     options = parser.parse_args()
     if options.what == "page":
+        import pages
         import private_page
 
-        private_page.write()
+        pages.write(private_page.PAGE, private_page.page())
     else:
         {"budgets": solve, "run": run}[options.what](options)
 

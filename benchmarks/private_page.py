@@ -5,20 +5,21 @@ python benchmarks/private_cifar.py page
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import pages
+from pages import DOCS, MISSING, ROOT
 
 from pomona.lab import private
 from pomona.privacy import splits
 from pomona.theory import gip
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "privacy.md"
-MISSING = "*Not measured yet.*\n"
+PAGE = DOCS / "privacy.md"
+RECORDS = "privacy-*.json"
+grid = partial(pages.grid, rule="| --- ")
 
 NAMES = {
     "dpsgd": "DP-SGD",
@@ -28,15 +29,6 @@ NAMES = {
     "gip half": "GIP, 50 % of ε for indices",
     "public": "top-k of public data",
 }
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def records(pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((ROOT / "results").glob(pattern))]
 
 
 # ---- what the indices can know
@@ -87,8 +79,6 @@ def shares() -> str:
 
 def accuracies() -> str:
     cells = private.table(ROOT / private.RECORD)["cells"]
-    if not cells:
-        return MISSING
     epsilons = sorted({cell["setting"]["epsilon"] for cell in cells})
     rows = []
     for arm, name in NAMES.items():
@@ -110,7 +100,7 @@ def answer() -> str:
     path = ROOT / private.RECORD
     if not path.exists():
         return MISSING
-    runs = json.loads(path.read_text())["runs"]
+    runs = pages.read(path)["runs"]
     by = {(run["arm"], run["private"]["target"], run["seed"]): run["accuracy"] for run in runs}
 
     def compare(one: str, other: str) -> tuple[float, float] | None:
@@ -138,33 +128,31 @@ def answer() -> str:
 
 def sampler() -> str:
     rows = []
-    for one in records("privacy-*.json"):
-        for row in one.get("sampler", []):
-            threads = f"CPU, {row['threads']} thread{'s' * (row['threads'] > 1)}"
-            where = one["machine"]["gpus"][0]["name"] if row["device"] == "cuda" else threads
-            rows.append([where, row["case"], f"{row['size']:,}", f"{row['kept']:,}", f"{row['milliseconds']:.1f}"])
-    return grid(["machine", "case", "coordinates", "kept", "ms"], rows) if rows else MISSING
+    for record, row in pages.rows(RECORDS, "sampler"):
+        threads = f"CPU, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        where = pages.machine(record) if row["device"] == "cuda" else threads
+        rows.append([where, row["case"], f"{row['size']:,}", f"{row['kept']:,}", f"{row['milliseconds']:.1f}"])
+    return grid(["machine", "case", "coordinates", "kept", "ms"], rows)
 
 
 def steps() -> str:
     rows = []
-    for row in (row for one in records("privacy-*.json") for row in one.get("steps", [])):
+    for _, row in pages.rows(RECORDS, "steps"):
         times, sizes = row["milliseconds"], row["megabytes"]
         figures = [times["pomona"], times["opacus"], times["pomona gip"], sizes["pomona"], sizes["opacus"]]
         rows.append(
             [row["model"], str(row["batch"]), *(f"{value:.0f}" for value in figures), f"{row['difference']:.1e}"]
         )
     head = ["model", "batch", "Pomona, ms", "Opacus, ms", "GIP, ms", "Pomona, MB", "Opacus, MB", "gradients differ by"]
-    return grid(head, rows) if rows else MISSING
+    return grid(head, rows)
 
 
 def audited() -> str:
     rows = [
         [row["method"], f"{row['rate']:g}", str(row["steps"]), f"{row['epsilon']:g}", f"{row['audited']:.2f}"]
-        for one in records("privacy-*.json")
-        for row in one.get("audit", [])
+        for _, row in pages.rows(RECORDS, "audit")
     ]
-    return grid(["method", "q", "steps", "promised ε", "audited: at least"], rows) if rows else MISSING
+    return grid(["method", "q", "steps", "promised ε", "audited: at least"], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -178,13 +166,6 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def write() -> None:
-    """Fill in what stands between <!-- name --> and <!-- end -->."""
-    text = PAGE.read_text()
-    for name, make in PARTS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"docs/privacy.md has no place for '{name}'")
-        made = make()
-        text = pattern.sub(lambda found, made=made: found[1] + made + found[2], text)
-    PAGE.write_text(text)
+def page() -> str:
+    """The page with its tables."""
+    return pages.filled(PAGE, {name: make() for name, make in PARTS.items()})

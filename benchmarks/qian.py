@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
+import pages
 import record
+from pages import DOCS, RESULTS, grid
 
 from pomona.lab.curves import curves
 from pomona.theory import qian
 
-ROOT = Path(__file__).parents[1]
-RECORD, PAGE, DRAWINGS = ROOT / "results" / "qian.json", ROOT / "docs" / "theory.md", ROOT / "docs" / "theory"
-MEASURED = ROOT / "results" / "theory-cpu.json", ROOT / "results" / "theory-h200.json"
+RECORD, PAGE, DRAWINGS = RESULTS / "qian.json", DOCS / "theory.md", DOCS / "theory"
+MEASURED = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
 MOST = 4.0  # standard errors
 MIDDLE = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of theory.py that are on the page
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
@@ -44,13 +43,6 @@ def measure(seed: int = 0) -> dict[str, Any]:
 
 
 # ---- the page
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    return "\n".join([line(heads), "|" + "---|" * len(heads), *map(line, rows)])
 
 
 def grouped(cells: Cells, *keys: str) -> Iterable[tuple[tuple[Any, ...], dict[Any, dict[str, Any]]]]:
@@ -79,7 +71,7 @@ def table1(result: dict[str, Any]) -> str:
         mean, variance = (found[name, None] for name in ("mean", "variance"))
         scaled = [f"{found[name, None]['mean']:.2f}" if (name, None) in found else "" for name in ("d E w²", "d² E w⁴")]
         rows.append([str(layer), beside(mean, 4), beside(variance, 4), *scaled])
-    return table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows) + f"\n\n{result['notes']}"
+    return grid(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows) + f"\n\n{result['notes']}"
 
 
 def table2(result: dict[str, Any]) -> str:
@@ -89,7 +81,7 @@ def table2(result: dict[str, Any]) -> str:
         rows.append([f"{n1} × {n2}", K, beside(norm), f"{norm['std']:.3f} ({norm['paper_std']:.3f})"])
         rows[-1] += [beside(found["c0", q]) for q in qian.QUANTILES]
     heads = ["n1 × n2", "K", "E‖B‖", "std", *(f"c0, q = {100 * q:g} %" for q in qian.QUANTILES)]
-    return table(heads, rows) + f"\n\n{worst(result['cells'])}; c0 are quantiles, the last ones of a single matrix."
+    return grid(heads, rows) + f"\n\n{worst(result['cells'])}; c0 are quantiles, the last ones of a single matrix."
 
 
 def table3(result: dict[str, Any]) -> str:
@@ -97,7 +89,7 @@ def table3(result: dict[str, Any]) -> str:
     for (law, alpha, d), found in grouped(result["cells"], "model", "alpha", "d"):
         rows.append([str(d), law, "" if alpha is None else f"{alpha:g}", *(beside(found[t, None]) for t in qian.TERMS)])
     heads = ["d", "law", "α", "rows", "columns", "fourth moments", "E‖A‖", "C"]
-    return table(heads, rows) + f"\n\n{worst(result['cells'])}. {result['notes']}"
+    return grid(heads, rows) + f"\n\n{worst(result['cells'])}. {result['notes']}"
 
 
 def looseness(measured: dict[str, Any]) -> str:
@@ -108,7 +100,7 @@ def looseness(measured: dict[str, Any]) -> str:
         for row in (some[0], some[len(some) // 2], some[-1]):
             said = ["vacuous" if row[form] is None else f"{row[form]:.2g}" for form in FORMS]
             rows.append([name, f"{alpha:g}", str(row["width"]), f"{row['sparsity']:.3f}", *said])
-    return table(("pruned", "α", "width", "sparsity", *FORMS), rows) + "\n\n" + starts(measured)
+    return grid(("pruned", "α", "width", "sparsity", *FORMS), rows) + "\n\n" + starts(measured)
 
 
 def starts(measured: dict[str, Any]) -> str:
@@ -119,28 +111,28 @@ def starts(measured: dict[str, Any]) -> str:
         if "starts" in row:
             first = [row["starts"][form] for form in forms]
             rows.append([row["rule"], f"{row['alpha']:g}", *("never" if d is None else f"{d:,}" for d in first)])
-    return "The smallest width at which a form says anything:\n\n" + table(["pruned", "α", *forms], rows)
+    return "The smallest width at which a form says anything:\n\n" + grid(["pruned", "α", *forms], rows)
 
 
 def speed(records: Sequence[dict[str, Any]]) -> str:
     rows = []
     for kept in records:
-        one, gpus = kept["convolution"], kept["machine"]["gpus"]
-        where = gpus[0]["name"] if one["device"] == "cuda" else f"{kept['machine']['cpu']}, {one['threads']} threads"
+        one = kept["convolution"]
+        threads = f", {one['threads']} threads" if one["device"] == "cpu" else ""
+        where = pages.machine(kept, one["device"]) + threads
         rows.append([where, f"{1e3 * one['seconds']:.1f}", f"{one['proof_seconds']:.2f}", f"{one['error']:.0e}"])
-    return table(["machine", "estimate, ms", "proof, s", "relative error at most"], rows)
+    return grid(["machine", "estimate, ms", "proof, s", "relative error at most"], rows)
 
 
 def sources(records: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(
-        f"- `{kept['command']}` at {kept['commit']}, torch {kept['versions']['torch']}" for kept in records
-    )
+    return "\n".join(f"- {pages.made(kept)}, torch {kept['versions']['torch']}" for kept in records)
 
 
-def parts(kept: dict[str, Any], measured: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What is written between the page's markers."""
+def page() -> str:
+    """The page with its tables, from the records."""
+    kept, *measured = map(pages.read, (RECORD, *MEASURED))
     tables = kept["tables"]
-    return {
+    parts = {
         "loose": looseness(measured[0]),
         "speed": speed(measured),
         "table1": table1(tables["qian-table1"]),
@@ -148,17 +140,7 @@ def parts(kept: dict[str, Any], measured: Sequence[dict[str, Any]]) -> dict[str,
         "table3": table3(tables["qian-table3"]),
         "sources": sources([kept, *measured]),
     }
-
-
-def page(text: str, written: dict[str, str]) -> str:
-    """The page with each part between its markers."""
-    for name, part in written.items():
-        before, mark, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->")
-        if not (mark and end):
-            raise SystemExit(f"docs/theory.md has no <!-- {name} --> … <!-- end -->.")
-        text = f"{before}{mark}{part}\n{end}{after}"
-    return text
+    return pages.filled(PAGE, parts)
 
 
 def histograms(result: dict[str, Any], title: str) -> str:
@@ -174,10 +156,12 @@ def histograms(result: dict[str, Any], title: str) -> str:
     return curves(lines, title=title, subtitle=subtitle, across="weight", up="density", log=(False, False))
 
 
-def drawings(kept: dict[str, Any]) -> dict[str, str]:
+def drawings() -> dict[str, str]:
+    """The page's own, from the record."""
+    tables = pages.read(RECORD)["tables"]
     return {
-        "figure1.svg": histograms(kept["tables"]["qian-figure1"], "Weights of a network trained on Covertype"),
-        "figure2.svg": histograms(kept["tables"]["qian-figure2"], "Weights of a CNN trained on digits"),
+        "figure1.svg": histograms(tables["qian-figure1"], "Weights of a network trained on Covertype"),
+        "figure2.svg": histograms(tables["qian-figure2"], "Weights of a CNN trained on digits"),
     }
 
 
@@ -186,10 +170,9 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only write the page, from the records")
     if not parser.parse_args().page:
         record.write(RECORD, seed=0, tables=measure())
-    kept, *measured = (json.loads(path.read_text()) for path in (RECORD, *MEASURED))
-    PAGE.write_text(page(PAGE.read_text(), parts(kept, measured)))
-    for name, drawing in drawings(kept).items():
-        (DRAWINGS / name).write_text(drawing)
+    pages.write(PAGE, page())
+    for name, drawing in drawings().items():
+        pages.write(DRAWINGS / name, drawing)
 
 
 if __name__ == "__main__":

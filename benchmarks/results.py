@@ -6,14 +6,14 @@ python benchmarks/results.py
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
+
+from pages import DOCS, RESULTS, machine, write
 
 from pomona.lab import papers, shelf, table
 from pomona.lab.store import Run, Store
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGE = DOCS / "results.md"
 
 HEAD = """# What came out
 
@@ -41,41 +41,50 @@ RUNS = """
 """
 
 
-def section(result: dict[str, Any]) -> str:
-    """The rows of a table in which something was trained."""
+def store() -> Store:
+    """The runs whose records are here, and no others."""
+    return Store(folders=(), records=(RESULTS / "runs",))
+
+
+def compare(name: str, runs: Store) -> dict[str, Any]:
+    """A paper's table beside what runs reached."""
+    return papers.load(shelf.tables()[name]).compare(runs)
+
+
+def begun(result: dict[str, Any]) -> str:
+    """The rows of a table in which something was trained, and how much of it that is."""
     rows = {(cell["label"], cell["row"]) for cell in result["cells"] if cell["runs"]}
-    begun = result | {"cells": [cell for cell in result["cells"] if (cell["label"], cell["row"]) in rows]}
+    shown = result | {"cells": [cell for cell in result["cells"] if (cell["label"], cell["row"]) in rows]}
     about = f"`{result['name']}`, {result['paper']}: {table.state(result)}."
-    return f"## {result['title']}\n\n{about}\n\n{table.markdown(begun)}"
+    return f"{about}\n\n{table.markdown(shown)}"
 
 
 def line(run: Run) -> str:
     """A run in a row of a table."""
     summary: dict[str, Any] = run.summary or {}
-    gpus = summary["machine"]["gpus"]
-    machine = gpus[0]["name"] if gpus and summary["device"] != "cpu" else summary["machine"]["cpu"]
     measure = "accuracy" if "accuracy" in summary else "perplexity"
     figures = f"{summary[measure]:.2f} | {summary['sparsity']:.2%} | {summary['epoch']} | {summary['seconds']:.0f}"
-    return f"| {run.recipe.name} | {figures} | {machine}, torch {summary['versions']['torch']} | {summary['commit']} |"
+    where = f"{machine(summary, summary['device'])}, torch {summary['versions']['torch']}"
+    return f"| {run.recipe.name} | {figures} | {where} | {summary['commit']} |"
 
 
-def page(records: Path = ROOT / "results" / "runs") -> str:
+def page() -> str:
     """The whole page."""
-    store = Store(folders=(), records=(records,))
+    kept = store()
     names = sorted(shelf.tables(), key=lambda name: "figure" in name)  # tables first
-    results = [papers.load(shelf.tables()[name]).compare(store) for name in names]
+    results = [compare(name, kept) for name in names]
     sections, told, rest = [], set(), []
     for result in results:
         cells = {json.dumps([c[key] for key in SAME]) for c in result["cells"] if c["runs"]}
         if cells - told or (cells and result["show"]):  # more than stands above
-            sections.append(section(result))
+            sections.append(f"## {result['title']}\n\n{begun(result)}")
         else:
             rest.append(f"| `{result['name']}` | {result['title']} | {result['paper']} | {result['runs']} |")
         told |= cells
-    runs = sorted((run for run in store.runs.values() if run.summary is not None), key=lambda run: run.recipe.name)
+    runs = sorted((run for run in kept.runs.values() if run.summary is not None), key=lambda run: run.recipe.name)
     parts = [HEAD, *sections, OTHERS + "\n".join(rest), RUNS + "\n".join(map(line, runs)) + "\n"]
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    write(PAGE, page())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -569,15 +568,6 @@ def test_markdown_has_a_line_a_row():
     lines = table.markdown(RESULT).splitlines()
     assert "| A | 50 % | 95.00 ×1<br>95.10 ± 0.04 −0.10 | 91.23 ± 0.50 ×3<br>90.00 +1.23 |" in lines
     assert "| --- | --- | ---: | ---: |" in lines
-
-
-def test_the_page_of_results_is_what_the_records_give():
-    root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("results_page", root / "benchmarks" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    written = (root / "docs" / "results.md").read_text(encoding="utf-8")
-    assert module.page() == written, "write it anew with python benchmarks/results.py"
 
 
 def test_without_a_cell_there_is_no_grid():

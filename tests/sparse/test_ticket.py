@@ -379,3 +379,14 @@ def test_runs_without_a_ticket(tmp_path: Path) -> None:
             export_ticket(tmp_path / name)
     with pytest.raises(pm.PomonaError, match="no finished run"):
         export_ticket(tmp_path / "nothing")
+
+
+def test_a_ticket_from_another_machine_and_torch_is_the_network_trained_there() -> None:
+    """ResNet-18, ρ = 0.5, trained by IteRand on CIFAR-10 on an H200 with torch 2.11; the sum is that of its weights."""
+    found = ticket.load(Path(__file__).parents[2] / "results" / "models" / "iterand-resnet18.ticket")
+    told = hashlib.sha256()
+    for name, value in sorted(found.state.items()):
+        told.update(name.encode() + value.contiguous().numpy().tobytes())
+    assert told.hexdigest() == "ea545ee52686e2ec16a2b11ee169e58b36b6f9057ad38893a34cf9650cd6be96"
+    model = found.build()
+    assert all(torch.equal(value, found.state[name]) for name, value in model.state_dict().items())

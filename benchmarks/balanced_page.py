@@ -1,0 +1,65 @@
+"""Write the tables of docs/balanced.md from the records in results/, so that no figure in them is typed by hand.
+
+python benchmarks/balanced_page.py
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+
+from pages import DOCS, filled, grid, records, rows, sources, write
+
+from results import begun, compare, store
+
+PAGE = DOCS / "balanced.md"
+RECORDS = "balanced-*.json"
+SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
+
+
+def matrices() -> str:
+    """Every side for every matrix and batch."""
+    made = []
+    for bench in (record["bench"] for record in records(RECORDS)):
+        for case, some in groupby(bench["rows"], itemgetter("rows", "columns", "batch", "state")):
+            sides = {row["side"].split()[0]: row for row in some if row["seconds"] is not None}
+            ours, found = sides["balanced"], {side: row["seconds"] for side, row in sides.items()}
+            times = [f"{1e6 * found[side]:,.1f}" if side in found else "" for side in SIDES]
+            gains = [f"{found[side] / ours['seconds']:.2f}×" if side in found else "" for side in SIDES[:2]]
+            what = f"{bench['device']}, {bench['dtype']}", f"{case[0]}×{case[1]}", str(case[2]), case[3]
+            made.append([*what, *times, *gains, f"{100 * ours['limit']:.0f} %"])
+    return grid(["machine", "matrix", "batch", "caches", *SIDES, "over dense", "over CSR", "of the limit"], made)
+
+
+def targets() -> str:
+    """What was asked for, and what was reached."""
+    made = []
+    for record, row in rows(RECORDS, "targets"):
+        met = "met" if row["reached"] >= row["target"] else "missed"
+        case = record["bench"]["device"], f"{row['size']}×{row['size']}", str(row["batch"]), row["peer"]
+        made.append([*case, f"{row['target']:g}×", f"{row['reached']:.2f}×", met])
+    return grid(["machine", "matrix", "batch", "over", "target", "reached", ""], made)
+
+
+def workloads() -> str:
+    """The paper's networks at batch 1."""
+    ways = {"dense": "dense", "plain": "dense by linear layers", "all packed": "all packed", "compressed": "compressed"}
+    made = []
+    for record in records(RECORDS):
+        for name, found in record["workloads"].items():
+            times = [f"{1e6 * found['seconds'][way]:,.0f}" for way in ways]
+            ratios = f"{found['ratio']:.2f}×", f"{found['paper_ratio']:.2f}×"
+            made.append([record["bench"]["device"], name, *times, *ratios])
+    return grid(["machine", "network", *(f"{way}, µs" for way in ways.values()), "faster", "in the paper"], made)
+
+
+def page() -> str:
+    """The page with its tables."""
+    kept = store()
+    trained = {key: begun(compare(f"balanced-{key}", kept)) for key in ("lstm", "sensitivity")}
+    measured = {"matrices": matrices(), "targets": targets(), "workloads": workloads()}
+    return filled(PAGE, {**trained, **measured, "sources": sources(records(RECORDS))})
+
+
+if __name__ == "__main__":
+    write(PAGE, page())
