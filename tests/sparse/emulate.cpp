@@ -50,7 +50,9 @@ static const int threads = WARPS * 32, DIRT = 0xA5;
 struct Memory {
   uint4 shared[SHARED / 16], guard[64];
   void spoil() { memset(shared, DIRT, sizeof shared); }
-  bool sound() const { return std::all_of((const uint8_t *)guard, (const uint8_t *)(guard + 64), [](int b) { return b == DIRT; }); }
+  bool sound() const {
+    return std::all_of((const uint8_t *)guard, (const uint8_t *)(guard + 64), [](int byte) { return byte == DIRT; });
+  }
 };
 static Memory memories[SPLIT];
 #define memory (memories[current / threads].shared)
@@ -88,12 +90,16 @@ static unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 static bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static void __syncwarp() { share({}); }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 // ---- thread blocks
 
 static void __syncthreads() { gather(&Fiber::barriers, current / threads * threads, threads); }
 
+typedef int Policy;
+static Policy fleeting() { return 0; }
+template <class T> static T stream(const T *from, Policy) { return *from; }
 static float from_bits(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 static unsigned to_bits(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
 static float from_half(unsigned bits) { _Float16 half; uint16_t low = bits; memcpy(&half, &low, 2); return half; }
@@ -102,7 +108,6 @@ static uint16_t to_half(float value) { _Float16 half = value; uint16_t bits; mem
 // ---- what the tensor cores and clusters of a newer GPU do
 
 using std::min;
-static uint4 stream(const uint4 *from) { return *from; }
 static void copy(uint4 *to, const void *from, bool there) {
   fibers[current].copies.back().push_back([=] { there ? memcpy(to, from, 16) : memset(to, 0, 16); });
 }
@@ -113,8 +118,9 @@ static void wait() {
     for (auto &go : groups[0]) go();
 }
 static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = (uint64_t)high << 32 | low;
   unsigned got = 0;
-  for (int i = 0; i < 4; i++) got |= (unsigned)(((uint64_t)high << 32 | low) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  for (int i = 0; i < 4; i++) got |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return got;
 }
 static void meet() { gather(&Fiber::meetings, 0, threads * SPLIT); }
@@ -127,8 +133,9 @@ static void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
   const int g = current % 32 / 4, t = current % 4;
   for (int i = 0; i < 4; i++) // row g or g + 8, vector 2t or 2t + 1
     for (int k = 0; k < 16; k++) {
-      const unsigned left = all[g * 4 + k % 8 / 2][i / 2 + k / 8 * 2], right = all[(2 * t + i % 2) * 4 + k % 8 / 2][4 + k / 8];
-      sums[i] += widen(left >> k % 2 * 16 & 0xFFFF) * widen(right >> k % 2 * 16 & 0xFFFF);
+      const int part = k % 8 / 2, shift = k % 2 * 16; // the lane of four that has it, and where
+      const unsigned left = all[g * 4 + part][i / 2 + k / 8 * 2], right = all[(2 * t + i % 2) * 4 + part][4 + k / 8];
+      sums[i] += widen(left >> shift & 0xFFFF) * widen(right >> shift & 0xFFFF);
     }
 }
 

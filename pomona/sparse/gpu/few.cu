@@ -37,6 +37,7 @@ struct Place {
   const Value *values[GROUPS], *x[BATCH];
   const Word *indices[GROUPS];
   int left; /* columns from its own first one to the last */
+  Policy policy;
 
   __device__ __forceinline__ void load_column(int at, bool there, unsigned *to) const {
 #pragma unroll
@@ -60,14 +61,21 @@ template <int COUNT> struct Run {
   unsigned column[COUNT][PAIRS]; /* zeros behind the end of a block and of x; several blocks are all there */
 
   __device__ __forceinline__ Run(const Place &place, int at) {
+    const Word *indices[GROUPS];
+    const Value *values[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      indices[g] = place.indices[g] + at * WORDS * LANES;
+      values[g] = place.values[g] + at * KEPT * LANES;
+    }
 #pragma unroll
     for (int u = 0; u < COUNT; u++) {
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) word[u][g][w] = place.indices[g][((at + u) * WORDS + w) * LANES];
+        for (int w = 0; w < WORDS; w++) word[u][g][w] = stream(indices[g] + (u * WORDS + w) * LANES, place.policy);
 #pragma unroll
-        for (int s = 0; s < KEPT; s++) value[u][g][s] = place.values[g][((at + u) * KEPT + s) * LANES];
+        for (int s = 0; s < KEPT; s++) value[u][g][s] = stream(values[g] + (u * KEPT + s) * LANES, place.policy);
       }
       place.load_column(at + u, (COUNT > 1 && BLOCK == LANES) || (at + u) * BLOCK < place.left, column[u]);
     }
@@ -126,6 +134,7 @@ few(const Value *values, const Word *indices, const Value *x, const void *bias, 
 #pragma unroll
   for (int i = 0; i < BATCH; i++) place.x[i] = x + (long long)i * pitch + lane;
   place.left = lane < BLOCK ? columns - lane : 0;
+  place.policy = fleeting();
 
   float sums[GROUPS][BATCH] = {};
   unsigned strange = 0;

@@ -24,6 +24,33 @@ __device__ __forceinline__ unsigned short to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+
+/* How the matrix is read: each part once, so it is the first to leave the cache again, and all else can stay there. */
+typedef unsigned long long Policy;
+__device__ __forceinline__ Policy fleeting() {
+  Policy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+#define STREAM "ld.global.L1::no_allocate.L2::cache_hint.L2::128B"
+__device__ __forceinline__ unsigned short stream(const unsigned short *from, Policy policy) {
+  unsigned short got;
+  asm volatile(STREAM ".u16 %0, [%1], %2;" : "=h"(got) : "l"(from), "l"(policy) : "memory");
+  return got;
+}
+__device__ __forceinline__ float stream(const float *from, Policy policy) {
+  float got;
+  asm volatile(STREAM ".f32 %0, [%1], %2;" : "=f"(got) : "l"(from), "l"(policy) : "memory");
+  return got;
+}
+__device__ __forceinline__ uint4 stream(const uint4 *from, Policy policy) {
+  uint4 got;
+  asm volatile(STREAM ".v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
+               : "l"(from), "l"(policy)
+               : "memory");
+  return got;
+}
 #endif
 
 __device__ __forceinline__ float widen(unsigned bits) {

@@ -1,4 +1,4 @@
-/* The product of a packed balanced matrix with some vectors, on the tensor cores of an NVIDIA GPU; compiled at run time.
+/* The product of a packed balanced matrix with some vectors, on an NVIDIA GPU's tensor cores; compiled at run time.
  *
  * Load sparse, compute dense. A warp takes 64 rows and four blocks at a time. Lane 4g + t loads the survivors of rows
  * 8g to 8g + 7 in block t, eight rows with one load, and spreads them out over shared memory that is its own and all in
@@ -14,8 +14,8 @@
  * sums up at the end, in a fixed order: no atomics.
  *
  * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
- * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, TILES of 16 rows spread out at a time (1, 2 or 4), SPAN,
- * and STAGES of x in shared memory. x is n × pitch, of which `columns` are there, a multiple of 8.
+ * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, TILES of 16 rows spread out at a time (1, 2 or 4),
+ * SPAN, and STAGES of x in shared memory. x is n × pitch, of which `columns` are there, a multiple of 8.
  */
 
 #define ROWS 64                            /* of a warp */
@@ -37,15 +37,6 @@
 
 #ifndef EMULATED
 extern __shared__ uint4 memory[];
-
-/* 16 bytes that are read once. */
-__device__ __forceinline__ uint4 stream(const uint4 *from) {
-  uint4 got;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
-               : "l"(from));
-  return got;
-}
 
 /* 16 bytes on their way to shared memory, zeros where there is nothing to copy. */
 __device__ __forceinline__ void copy(uint4 *to, const void *from, bool there) {
@@ -116,21 +107,18 @@ struct Survivors {
 struct Source {
   const uint4 *values, *indices;
   int left; /* blocks from its own first one to the last */
-
-  __device__ __forceinline__ const uint4 *word(int step, int i) const { return indices + (step * SIDE * WORDS + i) * 4; }
-  __device__ __forceinline__ const uint4 *value(int step, int i) const { return values + (step * SIDE * KEPT + i) * 4; }
-  __device__ __forceinline__ bool has(int step) const { return step * SIDE < left; }
+  Policy policy;
 
   __device__ __forceinline__ void load(int step, Survivors &to) const {
-    const bool there = has(step);
+    const bool there = step * SIDE < left;
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) unpack(word(step, i), there, to.word[i]);
+    for (int i = 0; i < WORDS; i++) unpack(indices + (step * SIDE * WORDS + i) * 4, there, to.word[i]);
 #pragma unroll
-    for (int i = 0; i < KEPT; i++) unpack(value(step, i), there, to.value[i]);
+    for (int i = 0; i < KEPT; i++) unpack(values + (step * SIDE * KEPT + i) * 4, there, to.value[i]);
   }
 
-  static __device__ __forceinline__ void unpack(const uint4 *from, bool there, unsigned *to) {
-    const uint4 got = there ? stream(from) : uint4{0, 0, 0, 0};
+  __device__ __forceinline__ void unpack(const uint4 *from, bool there, unsigned *to) const {
+    const uint4 got = there ? stream(from, policy) : uint4{0, 0, 0, 0};
     to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
   }
 };
@@ -174,8 +162,8 @@ __device__ __forceinline__ void spread(const Survivors &from, int tile, unsigned
       const unsigned column = from.word[s / 3][pair] >> (shift + 5 * (s % 3)) & (WIDTH - 1);
       /* a word holds 4 / SIZE columns, and the next is a LINE on: one product puts both parts of the number in place */
       const unsigned place = column * (SIZE + LINE * SIZE / 4) & ((DEEP - 1) * LINE + 4 - SIZE);
-#if PICK
-      *(unsigned char *)(to + (place | own)) = clear ? 0 : 0x32 + 0x22 * s; /* bytes 3 and 2, 5 and 4, 7 and 6; 0 and 1 are zeros */
+#if PICK /* bytes 3 and 2, 5 and 4, or 7 and 6: what `multiply` has there; byte 0 is zero */
+      *(unsigned char *)(to + (place | own)) = clear ? 0 : 0x32 + 0x22 * s;
 #else
       *(Value *)(to + (place | own)) = clear ? 0 : from.value[s][pair] >> shift;
 #endif
@@ -235,7 +223,7 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   const int group = ((blockIdx.x * SLABS + warp / TEAM) * 8 + eighth) / 4;
   const long long first = (long long)group * blocks + side;
   const Source source = {values + first * KEPT * 4 + eighth % 4, indices + first * WORDS * 4 + eighth % 4,
-                         group * LANES < rows ? min(blocks, end * SIDE) - side : 0};
+                         group * LANES < rows ? min(blocks, end * SIDE) - side : 0, fleeting()};
   Survivors now, next;
   source.load(begin + warp % TEAM, now);
 
@@ -255,6 +243,7 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
 #pragma unroll 1
     for (int step = warp % TEAM; step < min(SPAN, end - from); step += TEAM) {
       source.load(from + step + TEAM, next);
+      __syncwarp(); /* else the compiler puts the loads off */
 #pragma unroll
       for (int tile = 0; tile < 4; tile += TILES) {
         spread(now, tile, warp * OWN * LINE + lane * 4, false);
@@ -272,7 +261,8 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
     const int eight = i / 4, odd = i / 2 % 2, tile = i % 2 * 2;
     const float *low = sums[tile][eight] + odd, *high = sums[tile + 1][eight] + odd;
     const int vector = (warp % TEAM * EIGHTS + eight) * 8 + side * 2 + odd;
-    *(float4 *)(parts + vector * PITCH + warp / TEAM * ROWS + eighth * 8 + tile * 2) = {low[0], low[2], high[0], high[2]};
+    const int row = warp / TEAM * ROWS + eighth * 8 + tile * 2;
+    *(float4 *)(parts + vector * PITCH + row) = {low[0], low[2], high[0], high[2]};
   }
   meet();
   const int quads = SLABS * ROWS / 4 / SPLIT; /* fours of rows that this thread block finishes */
