@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .core.errors import require, unknown
+from .core.errors import PomonaError, require, unknown
 from .core.registry import parse
 from .patterns import Pattern
 from .patterns.base import zeros
@@ -34,8 +34,10 @@ def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allo
 def lift(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: float) -> list[Tensor]:
     """The scores, with +inf where a floor keeps the highest of a layer, so that they come before all others."""
     counts = floors([s.shape for s in scores], sparsity, pattern, floor)
-    kept = [pattern.masks([s], 1 - count / s.numel())[0] for s, count in zip(scores, counts, strict=True)]
-    return [s.masked_fill(k, torch.inf) for s, k in zip(scores, kept, strict=True)]
+    return [
+        s.masked_fill(pattern.masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
+        for s, count in zip(scores, counts, strict=True)
+    ]
 
 
 def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float) -> list[int]:
@@ -44,8 +46,14 @@ def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floo
     That share of them, rounded up to what comes and goes together; or down, where up is more than the sparsity leaves.
     """
     sizes, units = [shape.numel() for shape in shapes], [pattern.quantum(shape) for shape in shapes]
+    worth = [pattern.weight(shape) for shape in shapes]
+
+    def counted(kept: Sequence[int]) -> int:
+        """In what the sparsity is a share of: weights, or filters."""
+        return sum(n * w // q for n, w, q in zip(kept, worth, units, strict=True))
+
     up = [min(math.ceil(floor * n / q - 1e-9) * q, n) for n, q in zip(sizes, units, strict=True)]
-    if sum(up) <= sum(sizes) - zeros(sparsity, sum(sizes)):
+    if counted(up) <= counted(sizes) - zeros(sparsity, counted(sizes)):
         return up
     return [math.floor(floor * n / q + 1e-9) * q for n, q in zip(sizes, units, strict=True)]
 
@@ -85,11 +93,15 @@ ALLOCATIONS = ("global", *LAYERWISE)
 @functools.cache
 def read(allocation: str) -> tuple[str, float]:
     """An allocation's name, and its floor: 0 where it has none."""
-    name, bracket, rest = allocation.strip().partition("(")
-    options = parse(f"{name.capitalize()}{bracket}{rest}")[1]  # in small letters `global` is a word of Python's own
-    floor = options.pop("floor", 0)
+    name, bracket, rest = allocation.partition("(")
+    name = name.strip()
     if name not in ALLOCATIONS:
         raise unknown("allocation", name, ALLOCATIONS)
+    try:
+        options = parse(f"options({rest}")[1] if bracket else {}  # `global` itself is a word of Python's own
+    except PomonaError as error:
+        raise PomonaError(f"'{allocation}' is not of the form {name}(option=value, …).") from error
+    floor = options.pop("floor", 0)
     for option in options:
         raise unknown(f"option of allocation '{name}'", option, ["floor"])
     require(
@@ -100,9 +112,15 @@ def read(allocation: str) -> tuple[str, float]:
     return name, float(floor)
 
 
-def check(allocation: str, sparsity: float = 0.0) -> None:
-    """Refuse what is no allocation, and a floor above what the sparsity leaves."""
+def spelled(allocation: str) -> str:
+    """An allocation in the one spelling that names runs; what is none is refused."""
     require(isinstance(allocation, str), f"allocation takes one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
+    name, floor = read(allocation)
+    return f"{name}(floor={floor})" if floor else name
+
+
+def check(allocation: str, sparsity: float = 0.0) -> None:
+    """Refuse a floor above what the sparsity leaves."""
     floor = read(allocation)[1]
     require(
         floor <= 1 - sparsity + 1e-9,

@@ -90,6 +90,7 @@ class Method:
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
+        self._set(allocation=allocations.spelled(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)

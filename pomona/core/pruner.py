@@ -291,8 +291,9 @@ class Pruner:
             given, own = state["method"].get(key), mine.get(key)
             require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")
         self._compare("load", {s.name: s.mask.shape for s in self.slots}, state["shapes"])
-        latents = {s.name: s.latent.shape for s in self._attached().slots if s.latent is not None}
-        self._compare("load", latents, {name: t.shape for name, t in state["latents"].items()})
+        for key, field in (("latents", "latent"), ("gauges", "gauge")):
+            held = {s.name: t.shape for s in self._attached().slots if (t := getattr(s, field)) is not None}
+            self._compare("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
         return {s.name: unpack(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in self.slots}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:

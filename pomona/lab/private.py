@@ -382,11 +382,12 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
     """
     places = [Path(record)] if record is not None else [RECORD, Path(__file__).resolve().parents[2] / RECORD]
     found = next((place for place in places if place.is_file()), None)
-    runs = [] if found is None else json.loads(found.read_bytes())["runs"]
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        groups.setdefault((run["arm"], run["private"]["target"]), []).append(run)
-    cells = [cell(arm, group) for (arm, _), group in sorted(groups.items(), key=lambda item: item[0][1])]
+    try:
+        cells = [] if found is None else arms(json.loads(found.read_bytes())["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PomonaError(
+            f"the record '{found}' is damaged: `python benchmarks/private_cifar.py run` makes it anew."
+        ) from error
     return {
         "title": "Private training on CIFAR-10: does choosing the indices help? Accuracy in %",
         "paper": "Yang et al., Gradients Index Pruning, 2023, whose tables are not at hand",
@@ -397,12 +398,22 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
     }
 
 
-def cell(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def arms(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A cell for each arm at each ε; the row of an arm tells E[i]/m, from the least to the most over the ε."""
+    groups: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
+    lost: dict[str, list[float]] = {}
+    for run in sorted(runs, key=lambda run: (run["private"]["target"], run["seed"])):
+        groups.setdefault((run["private"]["target"], run["arm"]), []).append(run)
+        lost.setdefault(run["arm"], []).append(run["private"]["lost"]["end"])
+    ends = {arm: dict.fromkeys(f"{end:.3f}" for end in (min(some), max(some))) for arm, some in lost.items()}
+    rows = {arm: f"E[i]/m = {' to '.join(ends[arm])}" if any(some) else "" for arm, some in lost.items()}
+    return [cell(arm, rows[arm], group) for (_, arm), group in groups.items()]
+
+
+def cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The runs of an arm that differ in their seeds; `sparsity` is that of the gradient at the end."""
     first, values = runs[0], [run["accuracy"] for run in runs]
     told = first["private"]
-    lost = told["lost"]["end"]
-    row = "" if not lost else f"E[i]/m = {lost:.3f}"
     return {
         "label": arm,
         "row": row,

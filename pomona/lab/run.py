@@ -434,9 +434,9 @@ class Run:
         return float(losses[-1])
 
     def average(self) -> None:
-        """Take the weights into their mean, at the end of each of the stage's last epochs."""
-        epochs = round(self.options.average * self.stage.epochs)
-        if self.end - self.step < epochs * self.per_epoch:
+        """Take the weights into their mean, at the end of each of the stage's last epochs: of one at least."""
+        epochs = max(1, round(self.options.average * self.stage.epochs))
+        if self.options.average and self.end - self.step < epochs * self.per_epoch:
             self.mean.add()
 
     def install(self) -> None:

@@ -282,12 +282,15 @@ def has(method: Mapping[str, Any], option: str) -> bool:
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """A name for the values on the axes: "dpf-95-seed0"."""
+    """A name for the values on the axes: "dpf-95-seed0", and "dpf-95-every4-seed0" for "dpf(every=4)"."""
     parts = []
-    for key, value in sorted(values.items(), key=lambda item: (item[0] != "method", item[0] != "method.sparsity")):
-        if key == "method":
-            parts.append(str(spelled(value).get("name")))
-        elif key == "method.sparsity":
+    if "method" in values:
+        method = spelled(values["method"])
+        parts.append(str(method.pop("name", None)))
+        values = {f"method.{key}": value for key, value in method.items()} | dict(values)
+        del values["method"]
+    for key, value in sorted(values.items(), key=lambda item: item[0] != "method.sparsity"):
+        if key == "method.sparsity":
             parts.append(f"{100 * value:g}" if isinstance(value, (int, float)) else str(value))
         else:
             parts.append(f"{key.split('.')[-1]}{value}")

@@ -23,7 +23,8 @@ def drop(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
 
 def grow(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
     """The mask with the highest-scored entries added until `active` are on; −inf is not eligible."""
-    return pattern.masks([score.masked_fill(mask, torch.inf)], 1 - active / mask.numel())[0]
+    # A row that was filled up counts more blocks than it has weights for.
+    return pattern.masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
 
 
 def part(share: float, count: int) -> int:

@@ -39,6 +39,10 @@ class Pattern(ABC):
         """How many weights of a tensor come or go together: its count of kept weights moves in such steps."""
         return 1
 
+    def weight(self, shape: torch.Size) -> int:
+        """What these count for where a sparsity is shared out."""
+        return self.quantum(shape)
+
     @abstractmethod
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         """One mask a tensor, true where kept, that together have the sparsity nearest to the one asked for."""

@@ -29,10 +29,6 @@ class Units(Pattern):
         view, inner = self.split(shape)
         return math.prod(view[dim] for dim in inner)
 
-    def weight(self, shape: torch.Size) -> int:
-        """What one unit of a tensor counts for."""
-        return self.quantum(shape)
-
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         views = [self.split(s.shape) for s in scores]
         units = [self.reduce(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]

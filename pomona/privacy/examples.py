@@ -88,7 +88,8 @@ def taps(inputs: Tensor, kernel: Any, size: Any, stride: Any, padding: Any, dila
 
     `unfold` gives the same, and on a GPU launches a kernel for each row.
     """
-    padded = F.pad(inputs, (padding[1], padding[1], padding[0], padding[0]))
+    stride, (down, along), dilation = map(pair, (stride, padding, dilation))
+    padded = F.pad(inputs, (along, along, down, down))
 
     def seen(tap: int, way: int) -> slice:
         start = tap * dilation[way]
@@ -97,6 +98,12 @@ def taps(inputs: Tensor, kernel: Any, size: Any, stride: Any, padding: Any, dila
     return torch.stack(
         [padded[:, :, seen(i, 0), seen(j, 1)] for i in range(kernel[0]) for j in range(kernel[1])], dim=2
     )
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """One number for both directions, or one for each, as torch takes them."""
+    first, *rest = (value,) if isinstance(value, int) else value
+    return first, rest[0] if rest else first
 
 
 def lstm(

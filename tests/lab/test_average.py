@@ -159,6 +159,30 @@ def test_every_stage_has_a_mean_of_its_own(watched, tmp_path) -> None:
     assert all(torch.equal(value, last[name]) for name, value in watched.last.model.named_parameters())
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_every_stage_has_one_however_short(tmp_path, epochs) -> None:
+    summary = train(recipe(epochs=epochs, finetune=1, average=0.2), tmp_path / "run")
+    assert all("accuracy_last" in stage for stage in summary["stages"])
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 7, 9, 13])
+def test_a_lottery_is_resumed_to_the_last_bit(tmp_path, at) -> None:
+    made = recipe("lottery(sparsity=0.8, retrainings=1, rewind=2)", epochs=2, finetune=1, average=1.0)
+    train(made, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(made, tmp_path / "parts", stop=After(at))
+    train(made, tmp_path / "parts", resume=True)
+    one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_without_fresh_statistics_they_stay(watched, tmp_path) -> None:
+    train(recipe(average=0.0), tmp_path / "off")
+    before = dict(watched.last.model.named_buffers())
+    train(recipe(reestimate=0), tmp_path / "on")
+    assert all(torch.equal(value, before[name]) for name, value in watched.last.model.named_buffers())
+
+
 def test_the_names_of_earlier_runs_stand() -> None:
     plain = recipe(average=0.0).to_dict()
     assert plain["train"].pop("average") == 0.0

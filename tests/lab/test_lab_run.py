@@ -591,7 +591,8 @@ def test_a_full_disk_under_the_metrics_is_named_too(tmp_path, whole):
 
 
 def test_two_processes_train_what_one_does(tmp_path):
-    made = recipe(epochs=2, model="mlp(hidden=[32])", drop_last=True)
+    method = DPF.replace("every=4", "every=4, compressor='soft', allocation='global(floor=0.05)'")
+    made = recipe(method, epochs=2, model="mlp(hidden=[32])", drop_last=True, average=1.0)
     train(made, tmp_path / "one")
     together(f"train(Recipe.load({made.to_dict()!r}), {str(tmp_path / 'two')!r})")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))

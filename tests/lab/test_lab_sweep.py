@@ -47,7 +47,7 @@ def test_cells_are_the_product_of_the_axes(tmp_path):
     made = {(c.recipe.seed, c.recipe.method["name"], c.recipe.method["sparsity"]) for c in found}
     assert made == {(s, m, p) for s in (0, 1) for m in ("oneshot", "dpf") for p in (0.8, 0.9)}
     last = found[-1]
-    assert last.recipe.name == "dpf-90-seed1-clip1.0"
+    assert last.recipe.name == "dpf-90-every4-seed1-clip1.0"
     assert last.folder == tmp_path / f"{last.recipe.name}-{last.recipe.fingerprint()}"
     assert last.recipe.method["every"] == 4
     assert last.setting == {"options": {"every": 4}, "train.clip": 1.0}
@@ -216,7 +216,7 @@ def test_a_record_is_as_good_as_its_run(done, tmp_path, monkeypatch):
 
 def test_records_are_kept_of_what_was_there_before(done, tmp_path):
     sweep(BASE, AXES, done[0], only_missing=True, records=tmp_path)
-    assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-seed1"}
+    assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-50-seed1"}
 
 
 def test_a_summary_of_other_settings_is_no_result(done, tmp_path):
@@ -230,7 +230,7 @@ def test_a_summary_of_other_settings_is_no_result(done, tmp_path):
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_a_damaged_summary_is_made_anew(done, tmp_path, text):
     shutil.copytree(done[0], tmp_path / "out")
-    (gone,) = (tmp_path / "out").glob("oneshot-seed1-*/summary.json")
+    (gone,) = (tmp_path / "out").glob("oneshot-50-seed1-*/summary.json")
     gone.write_text(text)
     told: list[tuple] = []
     again = sweep(BASE, AXES, tmp_path / "out", only_missing=True, jobs=1, report=lambda *t: told.append(t))

@@ -52,6 +52,30 @@ def test_shares_are_rounded_up_where_that_fits() -> None:
     assert floors([torch.Size([100])], 0.5, pm.Unstructured(), 0.29) == [29]  # not 30, though 0.29 · 100 is below 29
 
 
+def test_filters_are_counted_where_the_sparsity_is_a_share_of_them() -> None:
+    # Two of ten filters are kept: one of each layer would be four, though they hold few weights.
+    shapes = [torch.Size([1, 1])] * 3 + [torch.Size([7, 1000])]
+    assert floors(shapes, 0.8, pm.Filter(of="filters"), 0.1) == [0, 0, 0, 0]
+    assert floors(shapes, 0.6, pm.Filter(of="filters"), 0.1) == [1, 1, 1, 1000]
+    scores = {str(k): torch.full(shape, 1.0 + k) for k, shape in enumerate(shapes)}
+    masks = select(scores, 0.8, pm.Filter(of="filters"), "global(floor=0.1)")
+    assert [int(mask.flatten(1).any(1).sum()) for mask in masks.values()] == [0, 0, 0, 2]
+
+
+def test_a_floor_of_none_lifts_none() -> None:
+    # 96 of 480 are kept. One a block everywhere would be 100, so the small layers have no floor, and the last has all.
+    scores = {str(k): torch.rand(4, 4) for k in range(5)} | {"last": torch.rand(4, 100) / 100}
+    pattern = pm.Balanced(blocks=1)
+    assert floors([s.shape for s in scores.values()], 0.8, pattern, 0.2) == [0, 0, 0, 0, 0, 80]
+    assert int(select(scores, 0.8, pattern, "global(floor=0.2)")["last"].sum()) == 80
+
+
+def test_a_layer_of_one_weight() -> None:
+    scores = {"one": torch.tensor([[0.0]]), "many": torch.rand(10, 10) + 1}
+    masks = select(scores, 0.9, pm.Unstructured(), "global(floor=0.01)")
+    assert (int(masks["one"].sum()), int(masks["many"].sum())) == (1, 9)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @settings(deadline=None, max_examples=30)
 @given(SHAPES, st.integers(1, 99), st.integers(0, 100), st.integers(0, 10**6))
@@ -65,8 +89,10 @@ def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse
     counts = floors([s.shape for s in scores.values()], sparsity, pattern, floor)
     for mask, count in zip(masks.values(), counts, strict=True):
         assert count >= Fraction(floor) * mask.numel() - pattern.quantum(mask.shape)
-        if pattern != pm.Filter(of="filters"):  # which counts filters, not weights
-            assert int(mask.sum()) >= count
+        assert int(mask.sum()) >= count
+    if pattern == pm.Filter(of="filters"):
+        filters = torch.cat([mask.flatten(1).any(1) for mask in masks.values()])
+        assert int(filters.sum()) == len(filters) - round(sparsity * len(filters))
     if pattern in (pm.Unstructured(), pm.NM(2, 4)):
         total = sum(mask.numel() for mask in masks.values())
         assert sum(int(mask.sum()) for mask in masks.values()) == total - round(sparsity * total)
@@ -141,7 +167,9 @@ def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> 
         ("global(flor=0.1)", "unknown option of allocation 'global' 'flor': did you mean 'floor'"),
         ("uniform(floor=0.01)", "only global takes a floor"),
         ("globl(floor=0.01)", "did you mean 'global'"),
-        ("global(0.1)", "not of the form"),
+        ("global(0.1)", r"^'global\(0\.1\)' is not of the form global\(option=value, …\)"),
+        ("global(floor=0.1", "not of the form"),
+        ("global(floor=True)", "got True"),
         (3, "got 3"),
     ],
 )
@@ -154,4 +182,11 @@ def test_bad_floors(method: Callable[..., pm.Pruner], allocation: object, messag
 def test_spelling() -> None:
     assert read("global(floor=0.02)") == ("global", 0.02)
     assert read("erk") == ("erk", 0)
-    assert pm.DPF(sparsity=0.9, allocation="global(floor=0.1)").method.allocation == "global(floor=0.1)"
+    for one, written in [
+        ("global", ["global(floor=0)", "global()", " global "]),
+        ("global(floor=0.1)", ["global(floor=.10)", "global ( floor = 0.1 )"]),
+        ("erk", ["erk()"]),
+    ]:
+        assert {pm.DPF(sparsity=0.9, allocation=text).method.allocation for text in [one, *written]} == {one}
+    with pytest.raises(pm.PomonaError, match="not erk"):
+        pm.DPF(pattern="nm(n=2, m=4)", allocation="erk()")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import Net, attached, batch, same, saved, sgd, train
+from kit import Net, adam, attached, batch, same, saved, sgd, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -148,7 +148,7 @@ def test_at_rest_it_is_plain_training_of_what_the_model_ran_on() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("at", [10, 30, 50])  # the sparsity rises; it is reached; the mask is at rest
+@pytest.mark.parametrize("at", [10, 30, 39, 40, 41, 50])  # it rises; is reached; around the last mask; at rest
 def test_resumed_to_the_last_bit(at: int) -> None:
     model, optimizer, _ = attached(pruner(), total=STEPS)
     train(model, optimizer, range(at))
@@ -160,6 +160,34 @@ def test_resumed_to_the_last_bit(at: int) -> None:
     train(twin, second, range(at, STEPS))
     assert same(twin.state_dict(), model.state_dict())
     assert same(second.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("damage", [lambda gauges: gauges.pop("conv2.weight"), lambda gauges: gauges.clear()])
+def test_a_damaged_state_changes_nothing(damage) -> None:
+    model, optimizer, mine = attached(pruner(), total=STEPS)
+    train(model, optimizer, range(30))
+    before = saved((model.state_dict(), mine.state_dict()))
+    state = saved(mine.state_dict())
+    damage(state["gauges"])
+    with pytest.raises(pm.PomonaError, match=r"cannot load: .* is missing"):
+        mine.load_state_dict(state)
+    assert same(before, (model.state_dict(), mine.state_dict()))
+
+
+@pytest.mark.parametrize("allocation", ["global(floor=0.1)", "uniform", "erk"])
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_allocation_optimizer_and_type(allocation: str, make, dtype: torch.dtype) -> None:
+    model = Net().to(dtype)
+    optimizer = make(model)
+    method = pm.DPF(sparsity=0.8, every=EVERY, schedule="linear(until=0.5)", allocation=allocation, compressor="soft")
+    method.attach(model, optimizer, total_steps=20)
+    for step in range(20):
+        train(model, optimizer, [step])
+        assert all(not model.get_parameter(n)[~m].any() for n, m in method.masks().items())
+    method.finish()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert method.sparsity() == pytest.approx(0.8, abs=5e-3)
 
 
 def test_an_average_is_masked_and_not_shrunk_again() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import Reference, Tiny, bits, follow, largest, started, step, still, values
-from kit import Net, adam, loss_at, sgd, train
+from kit import Net, adam, attached, loss_at, sgd, train
 
 import pomona as pm
 
@@ -197,6 +197,14 @@ def test_without_epochs_it_is_refused_at_attach() -> None:
     model = Net()
     with pytest.raises(pm.PomonaError, match="steps_per_epoch=…\\), or every="):
         pm.SparseMomentum().attach(model, sgd(model), total_steps=10)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_rows_that_are_filled_up_do_not_overflow(sparsity: float) -> None:
+    balanced = pm.Balanced(block=8, pad=True)
+    model, optimizer, pruner = attached(pm.SparseMomentum(sparsity=sparsity, every=2, pattern=balanced), total=12)
+    train(model, optimizer, range(12))
+    assert (pruner.sparsity() == 0) == (sparsity == 0)
 
 
 def test_patterns_that_fix_a_layer_are_refused() -> None:

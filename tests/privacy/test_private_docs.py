@@ -30,7 +30,7 @@ def test_the_code_on_the_page_runs():
     assert step.lost(19) == pytest.approx(0.5, abs=0.05)
 
 
-def run(arm: str, epsilon: float, seed: int, accuracy: float) -> dict:
+def run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9) -> dict:
     told = {
         "target": epsilon,
         "delta": 1e-5,
@@ -38,7 +38,7 @@ def run(arm: str, epsilon: float, seed: int, accuracy: float) -> dict:
         "keep": 0.1,
         "schedule": {"name": "linear"},
         "sigma": 1.0,
-        "lost": {"middle": 0.5, "end": 0.9},
+        "lost": {"middle": 0.5, "end": lost},
         "random_loses": {"middle": 0.5, "end": 0.9},
     }
     common = {"model": "private_cnn", "method": arm, "data": "cifar10", "epoch": 16}
@@ -63,6 +63,20 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     assert cells[0]["sparsity"] == pytest.approx(0.9)
     assert cells[0]["setting"]["lost"]["end"] == 0.9
     assert private.table(tmp_path / "none.json")["cells"] == []
+
+
+def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
+    runs = [run("gip", 8.0, 0, 60.0, lost=0.8), run("gip", 1.0, 0, 40.0, lost=0.9), run("dpsgd", 1.0, 0, 41.0, lost=0)]
+    (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
+    _, rows = layout(private.table(tmp_path / "record.json"))
+    assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
+
+
+@pytest.mark.parametrize("record", ["[", "[]", "{}", '{"runs": [{"seed": 0}]}'])
+def test_a_damaged_record_is_told(tmp_path, record):
+    (tmp_path / "record.json").write_text(record)
+    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
+        private.table(tmp_path / "record.json")
 
 
 def test_the_page_answers_from_the_record(tmp_path, monkeypatch):

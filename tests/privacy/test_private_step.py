@@ -15,7 +15,7 @@ from pomona.core.errors import PomonaError
 from pomona.patterns.selection import keep_largest_per_row
 from pomona.privacy import Budget, Exponential, PrivateStep, Source, fix, gip, problems, validate
 from pomona.privacy import step as stepping
-from pomona.privacy.examples import Batchable, Convolution, lstm, per_example, summed
+from pomona.privacy.examples import Batchable, Convolution, lstm, per_example, summed, taps
 from pomona.privacy.validate import probe
 
 ROWS = 40
@@ -123,6 +123,19 @@ def test_the_convolution_for_gpus_has_the_same_gradients(monkeypatch):
     ours, _ = per_example(model, F.cross_entropy, parameters, x, y)
     assert len(used) == 2
     assert all(torch.allclose(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize("shape", [(1, 0, 1), ((2,), (1,), (2,)), ((3, 2), (0, 2), (1, 3)), ((2, 3), (2, 1), (2, 1))])
+def test_taps_are_unfolded_patches(kernel, shape):
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 2, 9, 8).double(), torch.randn(4, 2, *kernel).double().requires_grad_()
+    out = F.conv2d(x, weight, None, *shape)
+    patches = taps(x, kernel, out.shape[2:], *shape).flatten(3).flatten(1, 2)
+    stride, padding, dilation = (value if isinstance(value, int) else (value * 2)[:2] for value in shape)
+    assert torch.equal(patches, F.unfold(x, kernel, dilation, padding, stride))
+    one, other = (torch.autograd.grad(y.square().sum(), weight)[0] for y in (Convolution.apply(x, weight, *shape), out))
+    assert torch.allclose(one, other)
 
 
 @pytest.mark.parametrize(
