@@ -25,11 +25,10 @@ from ..core.errors import PomonaError, require
 from ..core.targets import prunable
 from ..patterns import Balanced, Block
 from ..sparse import BalancedTensor, Compression, compress, native
-from ..sparse.clock import race
+from ..sparse.clock import FLUSH, empty, race
 
 DENSE, BALANCED = "dense", "balanced"
 STATES = ("warm", "cold")  # each side right after itself, or after the caches were emptied
-FLUSH = 256 << 20  # bytes that no cache holds
 TILES = {"cpu": 8, "cuda": 32}  # blocks of the block-sparse peer
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # largest error over largest value
 
@@ -148,12 +147,6 @@ def bench(
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
                 found += compete(sides, missing, x, head, before, bandwidth, patience)
     return Bench(tuple(found), hardware(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
-
-
-def empty(flush: Tensor) -> None:
-    """Leave nothing of others in the caches. On a GPU by reading: after a write its L2 would be full of what has yet
-    to go to memory, and the side that comes next would wait for that, too."""
-    flush.view(torch.float32).sum() if flush.is_cuda else flush.zero_()
 
 
 def compete(

@@ -8,7 +8,6 @@ with as many as fit: three of 5 bits up to blocks of 32, two of 8 up to 256, els
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,8 +169,8 @@ def check(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) 
             f"got {values.ndim} dimensions of {values.dtype} and {indices.dtype}."
         )
     kept = values.shape[2]
-    head = (math.ceil(rows / LANES), math.ceil(columns / block))
-    shapes = (*head, kept, LANES), (*head, math.ceil(kept / (16 // index_bits(block))), LANES)
+    groups, blocks, words = -(-rows // LANES), -(-columns // block), -(-kept // (16 // index_bits(block)))
+    shapes = (groups, blocks, kept, LANES), (groups, blocks, words, LANES)
     if not 1 <= kept <= block or (values.shape, indices.shape) != shapes:
         raise PomonaError(
             f"a matrix of {rows}×{columns} in blocks of {block} has values {shapes[0]} and indices {shapes[1]}, "

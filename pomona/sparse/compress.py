@@ -20,7 +20,7 @@ from ..core.targets import unwrap
 from ..models.summary import example as zeros
 from ..patterns.base import matrix
 from .balanced import DTYPES, WIDEST, BalancedTensor, index_bits
-from .clock import race
+from .clock import emptying, last_cache, race
 from .layers import Packed, PackedConv2d, PackedLinear, PackedLSTM
 
 SPARSE = 0.3  # zeros below which nothing is gained by leaving them out
@@ -54,6 +54,7 @@ class Compression:
     layers: tuple[Layer, ...]
     batch: int
     seconds: dict[str, float] = field(default_factory=dict)  # whole model: dense, all packed, compressed
+    caches: str = "warm"  # when a layer was timed alone; cold where the model is too large for the last of them
 
     @property
     def dense(self) -> dict[str, str]:
@@ -62,10 +63,13 @@ class Compression:
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain values."""
-        return {"batch": self.batch, "seconds": dict(self.seconds), "layers": [asdict(layer) for layer in self.layers]}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"batch": self.batch, "seconds": dict(self.seconds), "caches": self.caches, "layers": layers}
 
     def __rich__(self) -> Table:
         table = Table("layer", "shape", "zeros", "blocks", "bytes", "dense, µs", "packed, µs", "", show_footer=True)
+        if any(layer.seconds for layer in self.layers):
+            table.caption = f"layers timed alone, with {self.caches} caches"
         for layer in self.layers:
             sizes = "" if layer.bytes is None else f"{layer.bytes[0]:,} → {layer.bytes[1]:,}"
             times = ("", "") if layer.seconds is None else [f"{1e6 * s:,.1f}" for s in layer.seconds]
@@ -107,9 +111,10 @@ def compress(
 
     Linear, Conv2d and LSTM layers are packed where that is faster than the dense layer on this machine for
     the `example`, a batch or the shape of one sample; without one a linear layer and an LSTM are timed on one
-    vector. `keep="all"` packs all that is sparse. Blocks are found in the weights unless `block` names their
-    width. `dtype` stores the values as another kind, such as torch.float16. `patience` is how many seconds the
-    whole model is timed for, and each layer a third of that.
+    vector. Where the model is larger than the last cache its layers find their weights in memory, and so they are
+    timed with emptied caches. `keep="all"` packs all that is sparse. Blocks are found in the weights unless `block`
+    names their width. `dtype` stores the values as another kind, such as torch.float16. `patience` is how many
+    seconds the whole model is timed for, and each layer a third of that.
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
@@ -118,9 +123,10 @@ def compress(
     batch = None if example is None else example if isinstance(example, Tensor) else zeros(dense, example)
     full = copy.deepcopy(dense)
     inputs = {} if batch is None else watch(full, batch)
+    before = emptier(dense)
     layers = []
     for name, module in list(candidates(full)):
-        layer, packed = consider(name, module, block, dtype, inputs.get(name), keep, patience / 3)
+        layer, packed = consider(name, module, block, dtype, inputs.get(name), keep, before, patience / 3)
         layers.append(layer)
         if packed is not None:
             full = swap(full, module, packed)
@@ -133,8 +139,16 @@ def compress(
         if keep == "faster" and seconds["compressed"] > NOISE * seconds["dense"]:  # layers gain alone, not together
             layers = [replace(layer, packed=False, reason=layer.reason + ALONE * layer.packed) for layer in layers]
             result, seconds["compressed"] = without(full, [layer.name for layer in layers]), seconds["dense"]
-    result.compression = Compression(tuple(layers), 1 if batch is None else len(batch), seconds)  # type: ignore
+    caches = "warm" if before is None else "cold"
+    result.compression = Compression(tuple(layers), 1 if batch is None else len(batch), seconds, caches)  # type: ignore
     return result
+
+
+def emptier(model: nn.Module) -> Callable[[], None] | None:
+    """What empties the caches, for a model that the last of them cannot hold."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    return emptying(device) if sum(t.nbytes for t in tensors) > last_cache(device) else None
 
 
 def without(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -161,6 +175,7 @@ def consider(
     dtype: torch.dtype | None,
     inputs: Any,
     keep: str,
+    before: Callable[[], None] | None,
     patience: float,
 ) -> tuple[Layer, Packed | None]:
     """The packed form of a layer where it has one, and the record of what becomes of it."""
@@ -192,7 +207,7 @@ def consider(
         sum(packs[leaf].nbytes if leaf in packs else w.nbytes for leaf, w in weights.items()),
     )
     record |= {"block": main.block, "kept": main.kept, "bytes": bytes_}
-    seconds = time_layer(module, packed, first, inputs, patience)
+    seconds = time_layer(module, packed, first, inputs, before, patience)
     if seconds is None or keep == "all" or seconds[1] < seconds[0]:
         why = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
         return Layer(**record, packed=True, reason=why, seconds=seconds), packed
@@ -260,7 +275,7 @@ def watch(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 
 def time_layer(
-    dense: nn.Module, packed: Packed, weight: Tensor, given: Any, patience: float
+    dense: nn.Module, packed: Packed, weight: Tensor, given: Any, before: Callable[[], None] | None, patience: float
 ) -> tuple[float, float] | None:
     """Seconds of both on the input that was seen, or on one vector; None for a convolution of unknown images."""
     if given is None:
@@ -271,7 +286,7 @@ def time_layer(
     sides = [lambda: dense(*given), lambda: packed(*given)]
     modes = dense.training, packed.training
     dense.eval(), packed.eval()
-    one, other = race(sides, weight.device, patience=patience)
+    one, other = race(sides, weight.device, before=before, patience=patience)
     dense.train(modes[0]), packed.train(modes[1])
     return one, other
 

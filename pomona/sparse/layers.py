@@ -11,9 +11,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import PomonaError
-from ..patterns.base import matrix
-from .balanced import BalancedTensor
-from .ops import balanced
+from .balanced import DTYPES, BalancedTensor
+from .gpu import conv, lstm
+from .ops import balanced, balanced_conv2d, balanced_lstm, join
+
+WHOLE = {"cuda"}  # where a convolution and an LSTM are operators of their own, not products
 
 
 def differentiable(*tensors: Tensor | None) -> bool:
@@ -34,6 +36,7 @@ class Packed(nn.Module):
         super().__init__()
         self.shapes: dict[str, torch.Size] = {}
         self.blocks: dict[str, int] = {}
+        self.sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and block, as the operator takes them
         for option in self.options:
             setattr(self, option, getattr(layer, option))
         self.train(layer.training)
@@ -41,6 +44,7 @@ class Packed(nn.Module):
     def put(self, leaf: str, packed: BalancedTensor) -> None:
         """Hold a packed weight under the name of the dense one."""
         self.shapes[leaf], self.blocks[leaf] = packed.shape, packed.block
+        self.sizes[leaf] = (*packed.matrix, packed.block)
         self.register_buffer(f"{leaf}_values", packed.values)
         self.register_buffer(f"{leaf}_indices", packed.indices)
 
@@ -56,9 +60,8 @@ class Packed(nn.Module):
 
     def product(self, leaf: str, x: Tensor, bias: Tensor | None, relu: bool = False, turned: bool = False) -> Tensor:
         """The operator on one of the weights."""
-        rows, columns = matrix(self.shapes[leaf])
         values, indices = self._buffers[f"{leaf}_values"], self._buffers[f"{leaf}_indices"]
-        return balanced(x, values, indices, bias, rows, columns, self.blocks[leaf], relu, turned)
+        return balanced(x, values, indices, bias, *self.sizes[leaf], relu, turned)
 
     def empty(self) -> nn.Module:
         """The dense layer, without values yet."""
@@ -109,6 +112,8 @@ class PackedLinear(Packed):
             return y.relu() if self.relu else y
         if x.shape[-1] != self.in_features:
             raise PomonaError(f"the input has {x.shape[-1]} features where the layer has {self.in_features}.")
+        if x.ndim == 2:
+            return self.product("weight", x, self.bias, self.relu)
         y = self.product("weight", x.reshape(-1, self.in_features), self.bias, self.relu)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -137,6 +142,7 @@ class PackedConv2d(Packed):
     def __init__(self, layer: nn.Conv2d, weight: BalancedTensor) -> None:
         super().__init__(layer)
         self.ahead = list(layer._reversed_padding_repeated_twice)  # what `F.pad` takes
+        self.how = conv.Geometry(self.kernel_size, self.stride, (self.ahead[2], self.ahead[0]), self.dilation)
         self.put("weight", weight)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
 
@@ -150,18 +156,37 @@ class PackedConv2d(Packed):
             y = F.conv2d(self.pad(x), self.weight.to(x.dtype), self.bias, self.stride, 0, self.dilation)
             return y.relu() if self.relu else y
         batched = x if x.ndim == 4 else x.unsqueeze(0)
-        y = self.slide(batched) if max(self.stride) == 1 or self.kernel_size == (1, 1) else self.unfold(batched)
+        if self.gathers(batched):
+            y = self.gather(batched)
+        else:
+            y = self.slide(batched) if max(self.stride) == 1 or self.kernel_size == (1, 1) else self.unfold(batched)
         return y if x.ndim == 4 else y.squeeze(0)
 
     def pad(self, x: Tensor) -> Tensor:
         """The input with its border."""
         return F.pad(x, self.ahead, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
+    def framed(self) -> bool:
+        """Whether the border is of zeros, and as wide on both sides."""
+        return self.padding_mode == "zeros" and self.ahead[0] == self.ahead[1] and self.ahead[2] == self.ahead[3]
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether there is a kernel for the whole convolution."""
+        if x.device.type not in WHOLE or not self.framed():
+            return False
+        values = self.get_buffer("weight_values")
+        return x.dtype == values.dtype and conv.fits(x.dtype, values.shape[2], self.blocks["weight"], self.how)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """By an operator that takes the columns from the images itself."""
+        rows, _, block = self.sizes["weight"]
+        packed = self.get_buffer("weight_values"), self.get_buffer("weight_indices")
+        return balanced_conv2d(x, *packed, self.bias, rows, block, *self.how.pairs, self.relu)
+
     def slide(self, x: Tensor) -> Tensor:
         """Stride 1: every column of the matrix sees the input from another offset."""
         (kh, kw), (dh, dw) = self.kernel_size, self.dilation
-        symmetric = self.ahead[0] == self.ahead[1] and self.ahead[2] == self.ahead[3]
-        if self.padding_mode == "zeros" and symmetric:
+        if self.framed():
             pw, ph = self.ahead[0], self.ahead[2]
         else:
             x, pw, ph = self.pad(x), 0, 0
@@ -199,10 +224,15 @@ class PackedConv2d(Packed):
 
 
 class PackedLSTM(Packed):
-    """An LSTM whose input and recurrent weights are packed; those that are not stay as they were."""
+    """An LSTM whose input and recurrent weights are packed; those that are not stay as they were.
+
+    On a GPU there is, besides, one joint matrix a layer, which a few vectors are multiplied with. It is made anew
+    whenever the weights move or change, and is in no state dict.
+    """
 
     stands_for = nn.LSTM
     options = ("input_size", "hidden_size", "num_layers", "batch_first", "dropout", "bidirectional")
+    input_size: int
     hidden_size: int
     num_layers: int
     batch_first: bool
@@ -217,6 +247,51 @@ class PackedLSTM(Packed):
                 self.put(name, weights[name])
             else:
                 self.register_buffer(name, parameter.detach())
+        self.join()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLSTM:
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        self.join()
+
+    def names(self, layer: int) -> list[str]:
+        """How the weights of a layer end, one for each direction."""
+        return [f"_l{layer}{way}" for way in ("", "_reverse")[: 1 + self.bidirectional]]
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Hold the joint matrices, where there is a kernel for them."""
+        for name in [name for name in self._buffers if name.startswith("joint_")]:
+            delattr(self, name)
+        self.joint_blocks = [self.joint(layer) for layer in range(self.num_layers)]
+
+    def joint(self, layer: int) -> int:
+        """The width of the blocks of one layer's joint matrix; 0 where there is none."""
+        names = self.names(layer)
+        leaves = [(f"weight_ih{name}", f"weight_hh{name}") for name in names]
+        first = self._buffers.get(f"{leaves[0][0]}_values")
+        widths = {self.blocks.get(leaf, 0) for pair in leaves for leaf in pair}
+        if first is None or first.device.type not in WHOLE or first.dtype not in DTYPES or not all(widths):
+            return 0
+        pairs = [(self.take(ih).dense(), self.take(hh).dense()) for ih, hh in leaves]
+        biases = [self.joint_bias(name, first) for name in names]
+        joints = {block: join(pairs, biases, block) for block in widths if block <= lstm.WIDEST}
+        if not joints:
+            return 0
+        block = min(joints, key=lambda block: joints[block][0].nbytes)
+        for part, tensor in zip(("values", "indices", "biases"), joints[block], strict=True):
+            self.register_buffer(f"joint_{part}_l{layer}", tensor, persistent=False)
+        return block
+
+    def joint_bias(self, name: str, like: Tensor) -> Tensor:
+        """Both biases of a direction, or zeros."""
+        if not self.has_bias:
+            return like.new_zeros(4 * self.hidden_size)
+        return self.get_buffer(f"bias_ih{name}").float() + self.get_buffer(f"bias_hh{name}").float()
 
     def forward(self, x: Any, state: tuple[Tensor, Tensor] | None = None) -> Any:
         if isinstance(x, PackedSequence) or differentiable(x, *(state or ())):
@@ -226,13 +301,30 @@ class PackedLSTM(Packed):
             x, state = x.unsqueeze(1), state and (state[0].unsqueeze(1), state[1].unsqueeze(1))
         elif self.batch_first:
             x = x.transpose(0, 1)
-        if state is None:
-            zeros = x.new_zeros(self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size)
-            state = zeros, zeros
-        x, state = self.run(x, *state)
+        x, state = self.leap(x, *(state or (None, None))) if self.leaps(x) else self.run(x, *self.start(x, state))
         if single:
             return x.squeeze(1), (state[0].squeeze(1), state[1].squeeze(1))
         return (x.transpose(0, 1) if self.batch_first else x), state
+
+    def leaps(self, x: Tensor) -> bool:
+        """Whether all can be done in one operator."""
+        if not all(self.joint_blocks) or x.shape[1] > lstm.MOST or x.numel() == 0 or (self.dropout and self.training):
+            return False
+        return self.get_buffer("joint_values_l0").dtype == x.dtype and x.shape[2] == self.input_size
+
+    def leap(self, x: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Every layer and direction over (time, batch, features), by the joint matrices."""
+        parts = ("values", "indices", "biases")
+        joint = [[self.get_buffer(f"joint_{part}_l{layer}") for layer in range(self.num_layers)] for part in parts]
+        x, h, c = balanced_lstm(x, h, c, *joint, self.joint_blocks)
+        return x, (h, c)
+
+    def start(self, x: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """The states given, or zeros."""
+        if state is not None:
+            return state
+        zeros = x.new_zeros(self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size)
+        return zeros, zeros
 
     def run(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Every layer and direction over (time, batch, features)."""
@@ -241,9 +333,9 @@ class PackedLSTM(Packed):
             if layer and self.dropout and self.training:
                 x = F.dropout(x, self.dropout)
             outputs = []
-            for direction, suffix in enumerate(("", "_reverse")[: 1 + self.bidirectional]):
+            for direction, name in enumerate(self.names(layer)):
                 at = layer * (1 + self.bidirectional) + direction
-                output, *state = self.steps(x, h[at], c[at], f"_l{layer}{suffix}", bool(direction))
+                output, *state = self.steps(x, h[at], c[at], name, bool(direction))
                 outputs.append(output)
                 states.append(state)
             x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]

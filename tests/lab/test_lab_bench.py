@@ -154,12 +154,12 @@ def test_a_run_without_zeros_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.gpu
 def test_what_is_timed_on_a_gpu_is_a_replay():
     x = torch.zeros(3, device="cuda")
-    replay = clock.recorded(lambda: x.add_(1))
+    replay, calls = clock.recorded(lambda: x.add_(1), 3)
     before = x[0].item()
     replay()
-    assert x.tolist() == [before + 1] * 3
+    assert x.tolist() == [before + calls] * 3
 
     def waits() -> None:  # a call that no graph can hold is called itself
         x.mul_(2).sum().item()
 
-    assert clock.recorded(waits) is waits
+    assert clock.recorded(waits, 3) == (waits, 1)

@@ -1,6 +1,7 @@
 // Runs a CUDA kernel on a CPU: every thread is a fiber, and what a warp, a thread block or a cluster does together
 // waits for all of it. Copies that are under way arrive when they are waited for, no sooner.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>

@@ -18,16 +18,17 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from packing import balanced_weight, close
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pomona.sparse import BalancedTensor
 from pomona.sparse.balanced import DTYPES, LANES
-from pomona.sparse.gpu import few, some
+from pomona.sparse.gpu import conv, few, lstm, some
 from pomona.sparse.gpu.compiled import FOLDER
-from pomona.sparse.ops import balanced
+from pomona.sparse.ops import balanced, balanced_lstm, join
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,13 +71,15 @@ def emulated(name: str, device: int, threads: int, shared: int = 0, **macros: in
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A small GPU that is not there."""
     properties = SimpleNamespace(multi_processor_count=4, major=9)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the one of a tensor that is on no GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (few, some):
+    modules = (few, some, lstm, conv)
+    for module in modules:
         monkeypatch.setattr(module, "kernel", emulated)
         module.plan.cache_clear()
     yield properties
-    few.plan.cache_clear(), some.plan.cache_clear()
+    for module in modules:
+        module.plan.cache_clear()
 
 
 def multiply(
@@ -202,6 +205,194 @@ class TestEmulated:
         assert not takes(some, 8, 32, 30, torch.float16)
         device.major = 7
         assert not takes(some, 8, 32, 4, torch.float16)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.usefixtures("device")
+class TestConvolution:
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "images", "block", "kept", "how"),
+        [
+            (torch.float16, (64, 8, 3, 3), (1, 8, 6, 6), 32, 3, ((1, 1), (1, 1), (1, 1))),
+            (torch.bfloat16, (70, 16, 3, 3), (2, 16, 7, 5), 25, 4, ((2, 1), (1, 0), (1, 2))),
+            (torch.float16, (33, 40, 1, 1), (3, 40, 5, 6), 16, 2, ((1, 2), (0, 0), (1, 1))),
+            (torch.float16, (600, 5, 2, 4), (1, 5, 4, 9), 8, 1, ((1, 1), (2, 3), (2, 1))),  # more rows than warps have
+            (torch.bfloat16, (20, 30, 5, 5), (2, 30, 6, 6), 32, 7, ((1, 1), (2, 2), (1, 1))),
+            (
+                torch.float16,
+                (40, 3, 1, 5),
+                (1, 3, 20, 21),
+                32,
+                2,
+                ((1, 1), (0, 2), (1, 1)),
+            ),  # fewer columns than a block
+        ],
+    )
+    def test_any_geometry(
+        self, dtype: torch.dtype, shape: tuple[int, ...], images: tuple[int, ...], block: int, kept: int,
+        how: tuple[tuple[int, int], ...],
+    ) -> None:  # fmt: skip
+        weight = balanced_weight(shape[0], *shape[1:], block=block, kept=kept, dtype=dtype)
+        x, bias = torch.randn(images).to(dtype), torch.randn(shape[0])
+        packed = BalancedTensor.from_dense(weight, block)
+        geometry = conv.Geometry((shape[2], shape[3]), *how)
+        y = conv.convolve(x, packed.values, packed.indices, bias, shape[0], block, geometry, True)
+        assert y is not None
+        exact = F.conv2d(x.double(), weight.double(), bias.double(), *how).relu()
+        assert close(y, exact)
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            some.Shape(32, 2, 8, 1, 8, 4, 2, 2),
+            some.Shape(32, 4, 8, 2, 2, 4, 4, 2),
+            some.Shape(32, 1, 8, 8, 1, 2, 8, 3),
+        ],
+        ids=str,
+    )
+    def test_every_way_to_cut_the_work(self, shape: some.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(conv, "cut", lambda *sizes: shape)
+        weight = balanced_weight(140, 150, 3, 3, block=32, kept=3, dtype=torch.float16)
+        packed = BalancedTensor.from_dense(weight, 32)
+        x = torch.randn(2, 150, 5, 6).half()
+        geometry = conv.Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+        y = conv.convolve(x, packed.values, packed.indices, None, 140, 32, geometry, False)
+        assert y is not None
+        assert close(y, F.conv2d(x.double(), weight.double(), padding=1))
+
+    def test_infinities_and_nans_go_where_the_dense_convolution_has_them(self) -> None:
+        weight = balanced_weight(40, 8, 3, 3, block=32, kept=5, dtype=torch.float16)
+        packed = BalancedTensor.from_dense(weight, 32)
+        x = torch.randn(2, 8, 9, 7).half()
+        x[0, 3, 2, 2], x[1, 5, 0, 6] = torch.inf, torch.nan
+        geometry = conv.Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+        y = conv.convolve(x, packed.values, packed.indices, None, 40, 32, geometry, False)
+        assert y is not None
+        exact = F.conv2d(x.double(), weight.double(), padding=1)
+        assert 0 < int(exact.isfinite().sum()) < exact.numel()
+        assert close(y, exact)
+
+    @pytest.mark.parametrize(
+        ("rows", "columns", "n", "kept", "eights", "team", "split"),
+        [
+            (512, 4608, 196, 3, 2, 1, 8),
+            (512, 4608, 784, 3, 8, 1, 8),
+            (256, 2304, 3136, 4, 8, 2, 2),
+            (64, 576, 50176, 10, 2, 8, 1),
+        ],
+    )
+    def test_all_processors_have_work(
+        self, rows: int, columns: int, n: int, kept: int, eights: int, team: int, split: int
+    ) -> None:
+        shape = conv.cut(n, kept, 32, rows // 32, columns // 32, 132, True)
+        assert shape == replace(shape, eights=eights, team=team, split=split)
+
+    @given(
+        n=st.integers(1, 100000),
+        kept=st.integers(1, 13),
+        block=st.integers(13, 32),
+        groups=st.integers(1, 300),
+        blocks=st.integers(1, 300),
+        processors=st.integers(1, 200),
+        clusters=st.booleans(),
+    )
+    def test_every_cut_can_be_done(
+        self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
+    ) -> None:
+        assume(some.registers(kept) >= 1)
+        shape = conv.cut(n, kept, block, groups, blocks, processors, clusters)
+        assert shape.shared(kept) <= some.LIMIT
+        assert shape.warps % shape.team == shape.span % shape.team == 0
+        assert shape.warps * LANES % (8 * shape.eights) == 0
+        assert shape.rows // 4 % shape.split == 0
+        assert clusters or shape.split == 1
+
+
+Network = tuple[nn.LSTM, tuple[list[Tensor], ...], list[int]]
+
+
+def network(dtype: torch.dtype, width: int, units: int, layers: int, both: bool, block: int, kept: int) -> Network:
+    """An LSTM in float64 with balanced weights of a kind, and what the operator takes of it."""
+    net = nn.LSTM(width, units, layers, bidirectional=both, dtype=torch.float64)
+    for seed, parameter in enumerate(net.parameters()):
+        rows, *columns = parameter.shape
+        exact = balanced_weight(rows, *columns, block=block, kept=kept, seed=seed) if columns else parameter
+        parameter.data = exact.detach().to(dtype).double()
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+    packs = []
+    for layer in range(layers):
+        names = [f"l{layer}", f"l{layer}_reverse"][: 1 + both]
+        pairs = [(weights[f"weight_ih_{n}"].to(dtype), weights[f"weight_hh_{n}"].to(dtype)) for n in names]
+        packs.append(join(pairs, [weights[f"bias_ih_{n}"] + weights[f"bias_hh_{n}"] for n in names], block))
+    return net, tuple(map(list, zip(*packs, strict=True))), [block] * layers
+
+
+def almost(given: tuple[Tensor, ...], exact: tuple[Tensor, tuple[Tensor, Tensor]]) -> bool:
+    """Whether outputs and states are those of float64, but for rounding."""
+    eps = max(8 * torch.finfo(given[0].dtype).eps, 1e-5)
+    pairs = zip(given, (exact[0], *exact[1]), strict=True)
+    return all(torch.allclose(a.double(), b, rtol=eps, atol=eps, equal_nan=True) for a, b in pairs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.usefixtures("device")
+class TestLSTM:
+    @pytest.mark.parametrize(
+        ("dtype", "width", "units", "layers", "both", "block", "kept", "steps", "n"),
+        [
+            (torch.float32, 32, 32, 1, False, 32, 3, 1, 1),
+            (torch.float16, 40, 30, 2, False, 25, 5, 3, 1),  # no part fills its last block, nor the rows their last 32
+            (torch.float16, 64, 24, 2, True, 32, 4, 2, 2),
+            (torch.bfloat16, 20, 50, 1, True, 10, 2, 3, 8),
+            (torch.float32, 7, 33, 1, True, 16, 16, 4, 3),
+            (torch.float16, 600, 70, 1, False, 16, 1, 1, 5),  # more blocks than warps
+        ],
+    )
+    def test_a_network_from_zeros_and_from_a_state(
+        self, dtype: torch.dtype, width: int, units: int, layers: int, both: bool, block: int, kept: int, steps: int,
+        n: int,
+    ) -> None:  # fmt: skip
+        net, packs, blocks = network(dtype, width, units, layers, both, block, kept)
+        x = torch.randn(steps, n, width).to(dtype)
+        with torch.no_grad():
+            exact = net(x.double())
+            given = lstm.run(x, None, None, *packs, blocks)
+            assert given is not None
+            assert almost(given, exact)
+            state = [torch.randn_like(t).to(dtype) for t in given[1:]]
+            again = lstm.run(x.transpose(0, 1).contiguous().transpose(0, 1), *state, *packs, blocks)
+            assert again is not None
+            assert almost(again, net(x.double(), tuple(t.double() for t in state)))
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(width=st.integers(1, 90), units=st.integers(1, 70), steps=st.integers(1, 3), both=st.booleans())
+    def test_any_width_and_any_number_of_units(self, width: int, units: int, steps: int, both: bool) -> None:
+        net, packs, blocks = network(torch.float32, width, units, 1, both, 32, 2)
+        x = torch.randn(steps, 2, width)
+        given = lstm.run(x, None, None, *packs, blocks)
+        assert given is not None
+        with torch.no_grad():
+            assert almost(given, net(x.double()))
+
+    @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+    def test_infinities_and_nans_go_where_the_dense_network_has_them(self, value: float) -> None:
+        net, packs, blocks = network(torch.float32, 40, 20, 1, True, 32, 3)
+        x, h, c = torch.randn(2, 3, 40), torch.randn(2, 3, 20), torch.randn(2, 3, 20)
+        x[0, 0, 5] = h[1, 1, 3] = c[0, 2, 4] = value
+        given = lstm.run(x, h, c, *packs, blocks)
+        assert given is not None
+        with torch.no_grad():
+            exact = net(x.double(), (h.double(), c.double()))
+        assert exact[0].isnan().any()
+        assert not exact[0].isnan().all()
+        assert almost(given, exact)
+
+    def test_what_the_kernel_is_not_for(self) -> None:
+        _, packs, blocks = network(torch.float16, 64, 16, 1, False, 32, 3)
+        x = torch.randn(1, 9, 64).half()
+        assert lstm.run(x, None, None, *packs, blocks) is None
+        assert lstm.run(x[:, :8].float(), None, None, *packs, blocks) is None
+        assert lstm.run(x[:, :8], None, None, *packs, [64]) is None
 
 
 class TestCut:
@@ -330,6 +521,34 @@ def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None
     packed = BalancedTensor.from_dense(balanced_weight(64, 64, block=32, kept=3).half(), 32).to("cuda")
     x, y = torch.randn(8, 64, device="cuda").half(), torch.empty(8, 64, device="cuda").half()
     assert kernel.multiply(x, packed.values, packed.indices, None, y, 64, 32, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("rows", "channels", "side", "images", "kept"), [(512, 512, 14, 1, 3), (256, 128, 28, 2, 4), (70, 20, 9, 3, 7)]
+)
+def test_a_convolution_on_a_device(
+    rows: int, channels: int, side: int, images: int, kept: int, dtype: torch.dtype
+) -> None:
+    weight = balanced_weight(rows, channels, 3, 3, block=32, kept=kept, dtype=dtype)
+    packed = BalancedTensor.from_dense(weight, 32).to("cuda")
+    x, bias = torch.randn(images, channels, side, side).to(dtype), torch.randn(rows)
+    how = conv.Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    y = conv.convolve(x.cuda(), packed.values, packed.indices, bias.cuda(), rows, 32, how, True)
+    assert y is not None
+    assert close(y.cpu(), F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_a_network_on_a_device(both: bool, n: int) -> None:
+    net, packs, blocks = network(torch.float16, 100, 70, 2, both, 25, 5)
+    x = torch.randn(4, n, 100).half()
+    given = balanced_lstm(x.cuda(), None, None, *([t.cuda() for t in part] for part in packs), blocks)
+    with torch.no_grad():
+        assert almost(tuple(t.cpu() for t in given), net(x.double()))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from packing import balanced_weight, cut
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.sparse import BalancedTensor, decompress
+from pomona.sparse import BalancedTensor, clock, decompress, layers
 from pomona.sparse import compress as patient_compress
 from pomona.sparse.compress import Compression, Fused, find_block
 from pomona.sparse.layers import Packed, PackedConv2d, PackedLinear, PackedLSTM
@@ -83,11 +84,40 @@ def test_convolution(options: dict[str, Any]) -> None:
     assert same_state(packed.dense(), layer)
 
 
-def test_an_image_that_is_too_small_is_refused() -> None:
-    layer = cut(nn.Conv2d(4, 8, 3), 4, 1)
-    packed = PackedConv2d(layer, BalancedTensor.from_dense(layer.weight.detach(), 4))
+@torch.no_grad()
+def test_a_convolution_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is for GPUs, elsewhere."""
+    monkeypatch.setattr(layers, "WHOLE", {"cpu"})
+    torch.manual_seed(0)
+    for options in CONVOLUTIONS:
+        layer = nn.Conv2d(6, 40, **options).half()
+        layer.weight.data = balanced_weight(*layer.weight.shape, block=6, kept=2).half()
+        packed = PackedConv2d(layer, BalancedTensor.from_dense(layer.weight.detach(), 6))
+        packed.relu = True
+        for images in (torch.randn(3, 6, 10, 13).half(), torch.randn(6, 9, 9).half()):
+            assert agree(packed(images), layer(images).relu(), 1e-2)
+        plain = options.get("padding_mode", "zeros") == "zeros" and options != {"kernel_size": 2, "padding": "same"}
+        assert packed.gathers(torch.randn(3, 6, 10, 13).half()) is plain
+        assert not packed.gathers(torch.randn(3, 6, 10, 13))
+    model = nn.Sequential(PackedConv2d(layer := cut(nn.Conv2d(4, 8, 3), 4, 1).half(), pack(layer)))
+    x = torch.randn(2, 4, 6, 6).half()
+    assert agree(torch.compile(model, backend="aot_eager", fullgraph=True)(x), layer(x), 1e-2)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    assert agree(program.module()(torch.cat([x, x, x])), torch.cat([layer(x)] * 3), 1e-2)
+    assert [n for n in program.graph.nodes if n.target is torch.ops.pomona.balanced_conv2d.default]
+
+
+def pack(layer: nn.Conv2d) -> BalancedTensor:
+    return BalancedTensor.from_dense(layer.weight.detach(), 4)
+
+
+@pytest.mark.parametrize("whole", [set(), {"cpu"}])
+def test_an_image_that_is_too_small_is_refused(whole: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "WHOLE", whole)
+    layer = cut(nn.Conv2d(4, 8, 3), 4, 1).to(torch.float16 if whole else torch.float32)
+    packed = PackedConv2d(layer, pack(layer))
     with pytest.raises(pm.PomonaError, match="an image of 2×9 is too small for a kernel of 3×3"):
-        packed(torch.ones(1, 4, 2, 9))
+        packed(torch.ones(1, 4, 2, 9).to(layer.weight))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -108,6 +138,77 @@ def test_lstm(bidirectional: bool, batch_first: bool, bias: bool) -> None:
         sequence = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2] if not batch_first else [3, 2, 2, 1, 1], batch_first)
         assert agree(packed(sequence)[0].data, layer(sequence)[0].data)
     assert same_state(packed.dense(), layer)
+
+
+class TestJoint:
+    """An LSTM whose packed weights are one matrix a layer, which elsewhere is for GPUs."""
+
+    @pytest.fixture(autouse=True)
+    def everywhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(layers, "WHOLE", {"cpu"})
+        monkeypatch.setattr(PackedLSTM, "run", lambda *_: pytest.fail("step by step"))
+
+    def make(self, **options: Any) -> tuple[nn.LSTM, PackedLSTM]:
+        torch.manual_seed(0)
+        layer = cut(nn.LSTM(24, 20, 2, **options), 4, 1)
+        weights = {name: p.detach() for name, p in layer.named_parameters() if "weight" in name}
+        return layer, PackedLSTM(layer, {name: BalancedTensor.from_dense(w, 4) for name, w in weights.items()})
+
+    @pytest.mark.parametrize("bidirectional", [False, True])
+    @pytest.mark.parametrize("batch_first", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @torch.no_grad()
+    def test_the_outputs_and_states(self, bidirectional: bool, batch_first: bool, bias: bool) -> None:
+        layer, packed = self.make(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
+        x = torch.randn(5, 3, 24)
+        dense = layer(x)
+        assert agree(packed(x), dense)
+        assert agree(packed(x, dense[1]), layer(x, dense[1]))
+        assert agree(packed(x[0]), layer(x[0]))
+        assert same_state(packed.dense(), layer)
+        assert set(packed.state_dict()) == {name for name, _ in packed.named_buffers() if "joint" not in name}
+
+    @torch.no_grad()
+    def test_it_follows_the_weights(self) -> None:
+        (layer, packed), (other, another) = self.make(), self.make()
+        for parameter in other.parameters():
+            parameter *= 2
+        _, filled = self.make()
+        twice = {name: BalancedTensor.from_dense(p.detach(), 4) for name, p in other.named_parameters() if p.ndim > 1}
+        filled.load_state_dict(PackedLSTM(other, twice).state_dict())
+        x = torch.randn(5, 3, 24)
+        assert agree(filled(x), other(x))
+        assert not agree(filled(x), layer(x))
+        assert agree(copy.deepcopy(packed).double().float()(x), layer(x))
+        assert agree(pickle.loads(pickle.dumps(another))(x), layer(x))
+
+    @torch.no_grad()
+    def test_compiled_and_exported(self) -> None:
+        layer, packed = self.make(bidirectional=True)
+        x = torch.randn(5, 3, 24)
+        assert agree(torch.compile(packed, backend="aot_eager", fullgraph=True)(x), layer(x))
+        program = torch.export.export(packed, (x,))
+        assert agree(program.module()(x), layer(x))
+        assert [n for n in program.graph.nodes if n.target is torch.ops.pomona.balanced_lstm.default]
+
+    def test_what_does_not_fit_together(self) -> None:
+        _, packed = self.make()
+        with pytest.raises(pm.PomonaError, match=r"a state has shape \(2, 4, 20\) where \(2, 3, 20\) is needed"):
+            packed(torch.randn(5, 3, 24), (torch.zeros(2, 4, 20), torch.zeros(2, 3, 20)))
+
+
+def test_an_lstm_in_training_or_with_many_vectors_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "WHOLE", {"cpu"})
+    layer = cut(nn.LSTM(24, 20, 2, dropout=0.5), 4, 1)
+    packed = compress(layer, keep="all")
+    assert isinstance(packed, PackedLSTM)
+    assert packed.joint_blocks == [24, 20]  # the widest ones: both parts of the first layer have a width of their own
+    assert packed.leaps(torch.zeros(1, 8, 24))
+    assert not packed.leaps(torch.zeros(1, 9, 24))
+    assert not packed.leaps(torch.zeros(1, 8, 24).half())
+    assert not packed.train().leaps(torch.zeros(1, 8, 24))
+    partly = PackedLSTM(layer, {"weight_ih_l0": BalancedTensor.from_dense(layer.weight_ih_l0.detach(), 4)})
+    assert partly.joint_blocks == [0, 0]
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(16, 8), nn.Conv2d(4, 8, 3, padding=1), nn.LSTM(16, 8)], ids=repr)
@@ -238,6 +339,40 @@ def test_a_model_that_is_slower_in_all_stays_dense(net: nn.Module, monkeypatch: 
     assert told.dense["lstm"] == "2.0× faster alone, but the whole model is faster dense"
     assert told.seconds == {"dense": 1.0, "all packed": 1.5, "compressed": 1.0}
     assert any(isinstance(m, Packed) for m in compress(net, x, keep="all").modules())
+
+
+def test_a_model_that_no_cache_holds_is_timed_with_emptied_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cut(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)), 32, 3)
+    size = 4 * (2 * 32 * 64 + 32 + 64)
+    emptied: list[Tensor] = []
+    monkeypatch.setattr(clock, "FLUSH", 1 << 12)
+    monkeypatch.setattr(clock, "empty", emptied.append)
+    for cache, caches in ((size, "warm"), (size - 1, "cold")):
+        for module in (clock, sys.modules[find_block.__module__]):
+            monkeypatch.setattr(module, "last_cache", lambda _, cache=cache: cache)
+        assert not emptied
+        told = report(compress(model, patience=0))
+        assert told.caches == told.facts()["caches"] == caches
+        assert f"with {caches} caches" in str(told)
+    assert len(emptied) == 2 * 2 * (clock.WARM + 5)  # both sides of both layers, in every turn
+    assert emptied[0].nbytes == 2 * (size - 1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_some_calls_in_a_row_are_timed() -> None:
+    x = torch.zeros(3, device="cuda")
+    replay, calls = clock.recorded(lambda: x.add_(1), 5)
+    before = x[0].item()
+    replay()
+    assert calls == 5
+    assert x.tolist() == [before + 5] * 3
+    cold, warm = (clock.race([lambda: x.add_(1)], x.device, before=b, repeats=5)[0] for b in (lambda: None, None))
+    assert 0 < warm < 1
+    assert 0 < cold < 1
+
+
+def test_the_last_cache_has_some_size() -> None:
+    assert clock.last_cache(torch.device("cpu")) >= 1 << 18
 
 
 def test_a_large_matrix_at_ninety_per_cent_is_packed_and_faster() -> None:

@@ -1,4 +1,5 @@
-"""The kernels for CUDA: two in CUDA C++, for a few vectors and for more, and one in Triton for all that is left."""
+"""The kernels for CUDA: in CUDA C++ one for a few vectors or an LSTM and one for more or a convolution, and in Triton
+one for all that is left."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import few, some
+from . import conv, few, lstm, some
+
+__all__ = ["conv", "few", "lstm", "product", "some"]
 
 FEW = 8  # vectors up to which shuffles beat the tensor cores
 

@@ -37,11 +37,10 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run it on the current stream; a tensor that is None is a null pointer."""
-        form = layout(len(tensors), len(sizes))
+        form, size = layout(len(tensors), len(sizes))
         buffer = ctypes.create_string_buffer(
             form.pack(*[t.data_ptr() if t is not None else 0 for t in tensors], *sizes)
         )
-        size = ctypes.c_size_t(form.size)
         how = Extra(BUFFER, ctypes.addressof(buffer), SIZE, ctypes.addressof(size), END)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if error := self.go(self.made.func, *grid, *self.block, stream, None, how):
@@ -49,9 +48,10 @@ class Kernel:
 
 
 @cache
-def layout(pointers: int, integers: int) -> struct.Struct:
-    """How the arguments of a kernel lie in memory."""
-    return struct.Struct(f"{pointers}P{integers}i")
+def layout(pointers: int, integers: int) -> tuple[struct.Struct, ctypes.c_size_t]:
+    """How the arguments of a kernel lie in memory, and their bytes."""
+    form = struct.Struct(f"{pointers}P{integers}i")
+    return form, ctypes.c_size_t(form.size)
 
 
 @cache

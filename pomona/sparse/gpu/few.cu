@@ -6,7 +6,14 @@
  *
  * Given as macros: KIND of values and x (0 float, 1 half, 2 bfloat16), KEPT of a BLOCK, BATCH vectors, GROUPS, WARPS,
  * and UNROLL, the blocks that are on their way at a time. x is BATCH × pitch, of which `columns` are there.
+ *
+ * With STEP the matrix is an LSTM's, [W_ih W_hh], of whole blocks both: those of x go before those of the state h. Its
+ * rows are in the order unit, gate, so that four lanes have the gates of a unit and turn them into its new c and h. All
+ * is there for each direction, blockIdx.z, one behind the other.
  */
+#ifndef STEP
+#define STEP 0
+#endif
 
 #if KIND == 0
 #define PAIRS BATCH /* registers that hold one column of x: a float each, or two halves */
@@ -32,19 +39,35 @@ __device__ __forceinline__ float number(const unsigned *column, int i) {
 #endif
 }
 
+/* One lane's column of each vector, counted in blocks; `left` columns from its own first one to the last. */
+struct Input {
+  const Value *x;
+  int pitch, left;
+
+  __device__ __forceinline__ Input(const Value *all, int pitch, int columns, int ahead) : pitch(pitch) {
+    const int lane = threadIdx.x % LANES;
+    x = all + lane - ahead * BLOCK;
+    left = all && lane < BLOCK ? columns - lane + ahead * BLOCK : 0;
+  }
+};
+
 /* Where a lane reads: its row of each group, and its column of each vector. */
 struct Place {
-  const Value *values[GROUPS], *x[BATCH];
+  const Value *values[GROUPS];
   const Word *indices[GROUPS];
-  int left; /* columns from its own first one to the last */
+  const Input x, h;
+  int first; /* block of h */
   Policy policy;
 
-  __device__ __forceinline__ void load_column(int at, bool there, unsigned *to) const {
+  __device__ __forceinline__ void load_column(int at, bool all, unsigned *to) const {
+    const bool state = STEP && at >= first, there = all || at * BLOCK < (state ? h.left : x.left);
+    const Value *const from = (state ? h.x : x.x) + at * BLOCK;
+    const long long pitch = state ? h.pitch : x.pitch;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) to[i] = 0;
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-      const Value one = there ? x[i][at * BLOCK] : 0;
+      const Value one = there ? from[i * pitch] : 0;
 #if KIND == 0
       to[i] = to_bits(one);
 #else
@@ -77,7 +100,7 @@ template <int COUNT> struct Run {
 #pragma unroll
         for (int s = 0; s < KEPT; s++) value[u][g][s] = stream(values[g] + (u * KEPT + s) * LANES, place.policy);
       }
-      place.load_column(at + u, (COUNT > 1 && BLOCK == LANES) || (at + u) * BLOCK < place.left, column[u]);
+      place.load_column(at + u, COUNT > 1 && BLOCK == LANES && !STEP, column[u]);
     }
   }
 
@@ -119,26 +142,23 @@ template <int COUNT> struct Run {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * LANES)
-few(const Value *values, const Word *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
-    int pitch, int blocks, int y_row, int y_vector, int wide, int relu) {
+/* All of the product for GROUPS × 32 rows. One of the warps is done(sum, row, vector) with each, a row a lane. */
+template <class Done>
+__device__ __forceinline__ void multiply(Place place, const Value *values, const Word *indices, int rows, int blocks,
+                                         int whole, Done done) {
   __shared__ float parts[WARPS][GROUPS * BATCH][LANES];
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, first = blockIdx.x * GROUPS;
-  Place place;
+  const int groups = (rows + LANES - 1) / LANES;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) { /* a group that is not there is read as the first one */
-    const long long group = (first + g) * LANES < rows ? first + g : 0;
+    const long long group = (STEP ? blockIdx.z * groups : 0) + (first + g < groups ? first + g : 0);
     place.values[g] = values + group * blocks * KEPT * LANES + lane;
     place.indices[g] = indices + group * blocks * WORDS * LANES + lane;
   }
-#pragma unroll
-  for (int i = 0; i < BATCH; i++) place.x[i] = x + (long long)i * pitch + lane;
-  place.left = lane < BLOCK ? columns - lane : 0;
-  place.policy = fleeting();
 
   float sums[GROUPS][BATCH] = {};
   unsigned strange = 0;
-  const int runs = columns / (BLOCK * UNROLL);
+  const int runs = whole / UNROLL;
   for (int run = warp; run < runs; run += WARPS) Run<UNROLL>(place, run * UNROLL).multiply(sums, strange);
   for (int at = runs * UNROLL + warp; at < blocks; at += WARPS) Run<1>(place, at).multiply(sums, strange);
   if (__any_sync(ALL, strange))
@@ -148,11 +168,46 @@ few(const Value *values, const Word *indices, const Value *x, const void *bias, 
   for (int i = 0; i < GROUPS * BATCH; i++) parts[warp][i][lane] = sums[i / BATCH][i % BATCH];
   __syncthreads();
   for (int part = warp; part < GROUPS * BATCH; part += WARPS) {
-    const int row = (first + part / BATCH) * LANES + lane;
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += parts[w][part][lane];
-    if (row < rows)
-      y[(long long)row * y_row + (long long)(part % BATCH) * y_vector] = finish(sum, bias, wide, row, relu);
+    done(sum, (first + part / BATCH) * LANES + lane, part % BATCH);
   }
 }
+
+#if !STEP
+extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+few(const Value *values, const Word *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
+    int pitch, int blocks, int y_row, int y_vector, int wide, int relu) {
+  const Input input(x, pitch, columns, 0);
+  const Place place = {{}, {}, input, input, blocks, fleeting()};
+  multiply(place, values, indices, rows, blocks, columns / BLOCK, [=](float sum, int row, int vector) {
+    if (row < rows) y[(long long)row * y_row + (long long)vector * y_vector] = finish(sum, bias, wide, row, relu);
+  });
+}
+#else
+/* x, h and y are given for both directions, as one alone has them twice. `last` is another place for h. */
+extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+few(const Value *values, const Word *indices, const float *bias, const Value *x0, const Value *x1, const Value *h0,
+    const Value *h1, const Value *c, Value *y0, Value *y1, Value *c_next, Value *last, int units, int columns,
+    int x_pitch, int h_pitch, int y_pitch, int blocks) {
+  const bool back = blockIdx.z;
+  const int first = (columns + BLOCK - 1) / BLOCK, rows = 4 * units;
+  const Place place = {{}, {}, Input(back ? x1 : x0, x_pitch, columns, 0), Input(back ? h1 : h0, h_pitch, units, first),
+                       first, fleeting()};
+  multiply(place, values, indices, rows, blocks, blocks, [=](float sum, int row, int vector) {
+    const float gate = sum + (row < rows ? bias[back * rows + row] : 0);
+    const float open = row % 4 == 2 ? tanhf(gate) : 1 / (1 + expf(-gate)); /* in, forget, cell, out */
+    float gates[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) gates[i] = from_bits(__shfl_sync(ALL, to_bits(open), row % LANES / 4 * 4 + i));
+    if (row >= rows || row % 4) return;
+    const long long unit = row / 4, at = ((long long)back * BATCH + vector) * units + unit;
+    const float cell = gates[1] * (c ? widen_value(c[at]) : 0) + gates[0] * gates[2];
+    const Value state = narrow(gates[3] * tanhf(cell));
+    c_next[at] = narrow(cell);
+    (back ? y1 : y0)[(long long)vector * y_pitch + unit] = state;
+    if (last) last[at] = state;
+  });
+}
+#endif

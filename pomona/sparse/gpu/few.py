@@ -22,7 +22,7 @@ def multiply(
     (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
     if n > MOST or block > WIDEST or x.dtype != values.dtype:
         return False
-    made = plan(values.dtype, n, kept, block, groups, blocks, torch.cuda.current_device())
+    made = plan(values.dtype, n, kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
     together, go = made

@@ -16,7 +16,14 @@
  * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
  * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, TILES of 16 rows spread out at a time (1, 2 or 4),
  * SPAN, and STAGES of x in shared memory. x is n × pitch, of which `columns` are there, a multiple of 8.
+ *
+ * With CONV, x is images, channels × height × width each, and a vector is what one position of a convolution's kernel
+ * sees: threads gather it when they bring it to shared memory. Then there are macros for both sizes of the kernel, its
+ * STRIDE, PADDING and DILATION: HIGH is 3 for 3 rows, HIGH_STRIDE what it moves by, and so on.
  */
+#ifndef CONV
+#define CONV 0
+#endif
 
 #define ROWS 64                            /* of a warp */
 #define SIDE 4                             /* blocks side by side */
@@ -31,7 +38,8 @@
 #define THREADS (WARPS * LANES)
 #define EVERY (THREADS / RUN)              /* vectors that all threads copy at a time */
 #define SLABS (WARPS / TEAM)               /* of ROWS rows, in a thread block */
-#define TURN(part) ((part) * (8 / PARTS))  /* of a stage's pieces */
+/* Where in a line of a stage a lane finds its piece: turned, so that those who write it hit banks of their own, too. */
+#define TURN(lane, part) (CONV ? (lane) ^ (lane) >> 3 : (lane) ^ (part) * (8 / PARTS))
 #define RESIDENT ((EIGHTS <= 2 ? 16 : 8) / WARPS ? (EIGHTS <= 2 ? 16 : 8) / WARPS : 1) /* thread blocks at a time */
 #define PITCH (SLABS * ROWS + 4)           /* sums of a vector, and some against bank conflicts */
 
@@ -123,6 +131,53 @@ struct Source {
   }
 };
 
+#if CONV
+#define VECTORS (EIGHTS * 8)
+#define AT_ONCE (THREADS / VECTORS) /* pieces of a vector */
+
+/* One thread's position, and where its pieces of it go. */
+struct Feed {
+  const char *x;
+  const uint4 *taps; /* of two columns each: how many bytes on in x they are, and their tap of the kernel as a bit */
+  unsigned there;   /* taps that see the image */
+
+  __device__ __forceinline__ Feed(const Value *images, const uint4 *taps, int image, int height, int width, int line,
+                                  int area, int n)
+      : taps(taps), there(0) {
+    const int position = blockIdx.x * VECTORS + threadIdx.x % VECTORS, place = position % area;
+    const int top = place / line * HIGH_STRIDE - HIGH_PADDING, left = place % line * WIDE_STRIDE - WIDE_PADDING;
+    x = (const char *)(images + (long long)(position / area) * image + (long long)top * width + left);
+    for (int tap = 0; tap < HIGH * WIDE; tap++) {
+      const int row = top + tap / WIDE * HIGH_DILATION, column = left + tap % WIDE * WIDE_DILATION;
+      const bool inside = row >= 0 && row < height && column >= 0 && column < width;
+      there |= unsigned(inside && position < n) << tap;
+    }
+  }
+
+  __device__ __forceinline__ unsigned load(unsigned bytes, unsigned tap) const {
+    return there & tap ? *(const Value *)(x + bytes) : 0;
+  }
+
+  __device__ __forceinline__ void fetch(int step, int end, uint4 *stage) const {
+    const int vector = threadIdx.x % VECTORS;
+    if (step >= end) return;
+#pragma unroll
+    for (int i = 0; i < RUN; i += AT_ONCE) { /* no step is left out, so that none waits: behind the end are no taps */
+      const int piece = i + threadIdx.x / VECTORS, span = piece / (SIDE * PARTS);
+      if (RUN % AT_ONCE && piece >= RUN) break;
+      unsigned got[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint4 two = taps[(step * SIDE * PARTS + piece) * 4 + j];
+        got[j] = load(two.x, two.y) | load(two.z, two.w) << 16;
+      }
+      const int part = piece % PARTS, lane = vector % 8 * SIDE + piece / PARTS % SIDE;
+      uint4 &to = stage[((span * EIGHTS + vector / 8) * PARTS + part) * LANES + TURN(lane, part)];
+      to = {got[0], got[1], got[2], got[3]};
+    }
+  }
+};
+#else
 /* One thread's place in x, and in a stage of it: the same piece of every EVERYth vector. */
 struct Feed {
   const Value *x;
@@ -130,14 +185,14 @@ struct Feed {
 
   __device__ __forceinline__ Feed(const Value *all, int wide, int pitch, int n) : pitch(pitch) {
     piece = threadIdx.x % RUN, vector = threadIdx.x / RUN;
-    x = all + (long long)(blockIdx.z * EIGHTS * 8 + vector) * pitch + piece * 8;
-    columns = wide - piece * 8, vectors = n - blockIdx.z * EIGHTS * 8 - vector;
+    x = all + (long long)(blockIdx.x * EIGHTS * 8 + vector) * pitch + piece * 8;
+    columns = wide - piece * 8, vectors = n - blockIdx.x * EIGHTS * 8 - vector;
   }
 
-  /* As lanes will read it; turned so that pieces side by side in x lie in banks of their own. */
+  /* As lanes will read it. */
   __device__ __forceinline__ int place(int vector) const {
     const int step = piece / (SIDE * PARTS), part = piece % PARTS, side = piece / PARTS % SIDE;
-    return ((step * EIGHTS + vector / 8) * PARTS + part) * LANES + ((vector % 8 * SIDE + side) ^ TURN(part));
+    return ((step * EIGHTS + vector / 8) * PARTS + part) * LANES + TURN(vector % 8 * SIDE + side, part);
   }
 
   __device__ __forceinline__ void fetch(int step, int end, uint4 *stage) const {
@@ -150,6 +205,7 @@ struct Feed {
     commit();
   }
 };
+#endif
 
 /* Write the survivors of TILES tiles of 16 rows to where they are wanted, or clear those places. */
 __device__ __forceinline__ void spread(const Survivors &from, int tile, unsigned own, bool clear) {
@@ -188,7 +244,7 @@ __device__ __forceinline__ void multiply(const unsigned *own, const Survivors &f
     uint4 b[EIGHTS];
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight++)
-      b[eight] = stage[(eight * PARTS + part) * LANES + (threadIdx.x % LANES ^ TURN(part))];
+      b[eight] = stage[(eight * PARTS + part) * LANES + TURN(threadIdx.x % LANES, part)];
     unsigned a[TILES][2][4]; /* of columns 8 · part and on, four of both rows at a time */
 #if PICK
     unsigned pick[TILES][2][2];
@@ -213,14 +269,20 @@ __device__ __forceinline__ void multiply(const unsigned *own, const Survivors &f
   }
 }
 
+#if CONV
+#define GIVEN const uint4 *taps, int rows, int blocks, int n, int wide, int relu, int image, int height, int width, \
+              int line, int area
+#else
+#define GIVEN int rows, int columns, int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu
+#endif
+
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, RESIDENT)
-some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
-     int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu) {
+some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, GIVEN) {
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, side = lane % SIDE, eighth = lane / SIDE;
   const int steps = (blocks + SIDE - 1) / SIDE, share = (steps + SPLIT - 1) / SPLIT;
   const int begin = blockIdx.y * share, end = min(begin + share, steps);
 
-  const int group = ((blockIdx.x * SLABS + warp / TEAM) * 8 + eighth) / 4;
+  const int group = ((blockIdx.z * SLABS + warp / TEAM) * 8 + eighth) / 4;
   const long long first = (long long)group * blocks + side;
   const Source source = {values + first * KEPT * 4 + eighth % 4, indices + first * WORDS * 4 + eighth % 4,
                          group * LANES < rows ? min(blocks, end * SIDE) - side : 0, fleeting()};
@@ -228,7 +290,11 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   source.load(begin + warp % TEAM, now);
 
   uint4 *const stages = memory + WARPS * OWN * LANES / 4;
+#if CONV
+  const Feed feed(x, taps, image, height, width, line, area, n);
+#else
   const Feed feed(x, columns, pitch, n);
+#endif
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) feed.fetch(begin + i * SPAN, end, stages + i * STAGE);
   unsigned *const own = (unsigned *)memory + warp * OWN * LANES + lane;
@@ -266,20 +332,25 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   }
   meet();
   const int quads = SLABS * ROWS / 4 / SPLIT; /* fours of rows that this thread block finishes */
-  for (int i = threadIdx.x; i < EIGHTS * 8 * quads; i += THREADS) {
-    const int quad = blockIdx.y * quads + i % quads, vector = blockIdx.z * EIGHTS * 8 + i / quads;
+  for (int i = threadIdx.x; i < EIGHTS * 8 * quads; i += THREADS) { /* threads side by side write side by side */
+    const int mine = CONV ? i % (EIGHTS * 8) : i / quads, vector = blockIdx.x * EIGHTS * 8 + mine;
+    const int quad = blockIdx.y * quads + (CONV ? i / (EIGHTS * 8) : i % quads);
     float sum[4] = {};
 #pragma unroll
     for (int j = 0; j < SPLIT * TEAM; j++) {
-      const float *const here = parts + (j % TEAM * EIGHTS * 8 + i / quads) * PITCH + quad * 4;
+      const float *const here = parts + (j % TEAM * EIGHTS * 8 + mine) * PITCH + quad * 4;
       const float4 part = across((const float4 *)here, j / TEAM);
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int row = blockIdx.x * SLABS * ROWS + quad * 4 + j;
-      if (row < rows && vector < n)
-        y[(long long)row * y_row + (long long)vector * y_vector] = finish(sum[j], bias, wide, row, relu);
+      const int row = blockIdx.z * SLABS * ROWS + quad * 4 + j;
+#if CONV
+      const long long at = ((long long)(vector / area) * rows + row) * area + vector % area;
+#else
+      const long long at = (long long)row * y_row + (long long)vector * y_vector;
+#endif
+      if (row < rows && vector < n) y[at] = finish(sum[j], bias, wide, row, relu);
     }
   }
   if (SPLIT > 1) meet(); /* others may still be reading here */

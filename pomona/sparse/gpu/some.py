@@ -53,13 +53,13 @@ def multiply(
     (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
     if block > WIDEST or x.dtype != values.dtype or x.dtype == torch.float32:
         return False
-    made = plan(values.dtype, n, kept, block, groups, blocks, torch.cuda.current_device())
+    made = plan(values.dtype, n, kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
     shape, go = made
     x, columns = arrange(x, blocks, block, shape.width)
     bias, wide = legible(bias, values.dtype)
-    grid = -(-groups // (shape.rows // LANES)), shape.split, -(-n // (8 * shape.eights))
+    grid = -(-n // (8 * shape.eights)), shape.split, -(-groups * LANES // shape.rows)
     sizes = rows, columns, x.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
     go(grid, (values, indices, x, bias, y), sizes)
     return True
@@ -88,10 +88,15 @@ def plan(
     return None if made is None else (shape, made)
 
 
+def registers(kept: int) -> int:
+    """The eights of vectors that the registers have room for, besides survivors and their places."""
+    return (200 - 14 * kept) // 18
+
+
 def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool) -> Shape | None:
     """How the work is cut: all processors busy, x read by as few of them as can be; None where registers run out."""
     width, tiles = 16 if block <= 16 else 32, 4 if kept <= PICKED else 2
-    fit = (200 - 14 * kept) // 18  # sums, survivors and their places share the registers
+    fit = registers(kept)
     if fit < 1:
         return None
     slices = -(-n // (8 * fit))

@@ -1,0 +1,129 @@
+"""Convolutions: some.cu, where threads gather what each position sees on its way to shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..balanced import LANES
+from .compiled import KINDS, Kernel, kernel, legible
+from .some import LIMIT, PICKED, ROWS, SIDE, WIDEST, Shape, registers
+
+MOST = 31  # taps of a kernel: a bit each
+WARPS, BUSY = 8, 0.6  # of a thread block; of the processors, that are worth more positions to each of them
+CLUSTER = 8  # thread blocks
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a kernel moves over images, (down, right) each."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """All of it, as an operator takes it."""
+        return self.kernel, self.stride, self.padding, self.dilation
+
+    @classmethod
+    def of(cls, *pairs: Sequence[int]) -> Geometry:
+        """The inverse."""
+        return cls(*((down, right) for down, right in pairs))
+
+    def size(self, image: tuple[int, int]) -> tuple[int, int]:
+        """The positions of the kernel, (down, right)."""
+        high, wide = (
+            (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, stride, padding, dilation in zip(image, *self.pairs, strict=True)
+        )
+        return high, wide
+
+    def macros(self) -> dict[str, int]:
+        names = [f"{side}{part}" for part in ("", "_STRIDE", "_PADDING", "_DILATION") for side in ("HIGH", "WIDE")]
+        return dict(zip(names, [number for pair in self.pairs for number in pair], strict=True))
+
+
+def convolve(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, block: int, how: Geometry, relu: bool
+) -> Tensor | None:
+    """The convolution of images (n, channels, height, width); None where there is no kernel for it."""
+    if x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return convolve(x, values, indices, bias, rows, block, how, relu)
+    (images, channels, height, width), (high, wide) = x.shape, how.size((x.shape[2], x.shape[3]))
+    n, (groups, blocks, kept, _), device = images * high * wide, values.shape, x.get_device()
+    if x.dtype != values.dtype or max(x.numel(), n * rows) >= 1 << 30:
+        return None
+    made = plan(values.dtype, n, kept, block, groups, blocks, how, device)
+    if made is None:
+        return None
+    shape, go = made
+    seen = taps(channels, height, width, how, block, shape.width, blocks + SIDE * shape.span, x.device)
+    bias, floats = legible(bias, values.dtype)
+    y = x.new_empty(images, rows, high, wide)
+    grid = -(-n // (8 * shape.eights)), shape.split, -(-groups * LANES // shape.rows)
+    sizes = rows, blocks, n, floats, relu, channels * height * width, height, width, wide, high * wide
+    go(grid, (values, indices, x.contiguous(), bias, y, seen), sizes)
+    return y
+
+
+@cache
+def taps(
+    channels: int, height: int, width: int, how: Geometry, block: int, room: int, blocks: int, device: torch.device
+) -> Tensor:
+    """For each column how many bytes on in an image it looks, and its tap as a bit; a block has so much room, and zeros
+    in what is left of it, as have blocks that are not there."""
+    (high, wide), (down, right) = how.kernel, how.dilation
+    column = torch.arange(channels * high * wide)
+    channel, tap = column // (high * wide), column % (high * wide)
+    offset = 2 * ((channel * height + tap // wide * down) * width + tap % wide * right)
+    table = torch.zeros(-(-blocks // SIDE) * SIDE, room, 2, dtype=torch.int32)
+    table[column // block, column % block] = torch.stack([offset, 1 << tap], 1).int()
+    return table.to(device)
+
+
+@cache
+def plan(
+    dtype: torch.dtype, n: int, kept: int, block: int, groups: int, blocks: int, how: Geometry, device: int
+) -> tuple[Shape, Kernel] | None:
+    """How the work is cut on this device, and the kernel."""
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8 or not fits(dtype, kept, block, how):
+        return None
+    shape = cut(n, kept, block, groups, blocks, properties.multi_processor_count, properties.major >= 9)
+    macros = {"KIND": KINDS[dtype], "KEPT": kept, "CONV": 1, **shape.macros(), **how.macros()}
+    made = kernel("some", device, shape.warps * LANES, shape.shared(kept), **macros)
+    return None if made is None else (shape, made)
+
+
+def fits(dtype: torch.dtype, kept: int, block: int, how: Geometry) -> bool:
+    """Whether the kernel is for such a convolution."""
+    taps = how.kernel[0] * how.kernel[1]
+    return dtype != torch.float32 and block <= WIDEST and taps <= MOST and registers(kept) >= 1
+
+
+def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool) -> Shape:
+    """How the work is cut: a thread block has as many rows as can be, since all share what is gathered for a position,
+    then as many positions as leave most processors busy; a cluster shares the columns."""
+    width, tiles = 16 if block <= 16 else 32, 4 if kept <= PICKED else 2
+    slabs, steps = -(-groups * LANES // ROWS), -(-blocks // SIDE)
+    team = next(t for t in (8, 4, 2, 1) if t == 1 or slabs * t <= WARPS)
+    best, most = None, 0
+    for eights in (e for e in (8, 4, 2, 1) if e <= registers(kept)):
+        thread_blocks = -(-slabs * team // WARPS) * -(-n // (8 * eights))
+        room = min(CLUSTER if clusters else 1, max(1, processors // thread_blocks), max(1, steps // team))
+        split = 1 << room.bit_length() - 1
+        shape = Shape(width, eights, WARPS, team, split, tiles, max(team, 2), 2)
+        if thread_blocks * split > most and shape.shared(kept) <= LIMIT:
+            best, most = shape, thread_blocks * split
+        if most >= BUSY * processors:
+            break
+    assert best is not None, "a few positions fit"
+    return best
