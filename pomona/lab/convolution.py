@@ -2,7 +2,9 @@
 
 cuDNN works in tiles of 64 channels and more, and the first stages of CIFAR's networks have 16 and 32. Within `quick`
 the convolutions that the Triton kernels know (3×3 or 1×1, stride 1 or 2, padded to the same size, at most 64
-channels) run on them in bfloat16, as under autocast, and all others as ever. Afterwards the model is what it was.
+channels) run on them in bfloat16, as under autocast, and all others as ever. On the way they sum up what a batch norm
+wants to know of its input: where a step is compiled and such a norm takes the output of such a convolution, it need
+not look through it again. Afterwards the model is what it was.
 """
 
 from __future__ import annotations
@@ -10,32 +12,93 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 CHANNELS = (16, 32, 64)  # beyond, cuDNN's tiles are full
+PARTS = 1024  # of a norm's sums: inductor takes so many in one kernel, fewer in three, and we add them up in one
 
 
 @contextmanager
 def quick(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Within it, the model's convolutions of few channels run on the Triton kernels."""
-    found = [m for m in model.modules() if fits(m)] if enabled and kernels() is not None else []
-    for module in found:
-        module.__class__ = Quick
+    modules = list(model.modules()) if enabled and kernels() is not None else []
+    kinds: dict[nn.Module, type[nn.Module]] = {m: Quick for m in modules if fits(m)}
+    kinds |= {m: QuickNorm for m in modules if takes(m)}
+    before = {module: type(module) for module in kinds}
+    letter: list[Tensor] = []
+    for module, kind in kinds.items():
+        module.__class__, module.__dict__["letter"] = kind, letter
     try:
         yield
     finally:
-        for module in found:
-            module.__class__ = nn.Conv2d
+        for module, kind in before.items():
+            module.__class__ = kind
+            del module.__dict__["letter"]
 
 
 class Quick(nn.Conv2d):
     """What a convolution is for a while; its parameters stay where they are."""
 
+    letter: list[Tensor]  # to the next norm: the output, and the sums over it
+
     def forward(self, x: Tensor) -> Tensor:
-        return convolution(x.to(torch.bfloat16, memory_format=torch.channels_last), self.weight, self.stride[0])
+        x = x.to(torch.bfloat16, memory_format=torch.channels_last)
+        y, sums = convolution(x, self.weight, self.stride[0])
+        self.letter[:] = y, sums
+        return y
+
+
+class QuickNorm(nn.BatchNorm2d):
+    """What a batch norm is meanwhile. Not compiled it is quick enough: cuDNN's is a single kernel."""
+
+    letter: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        written, count = self.letter.copy(), x.numel() // x.shape[1]
+        self.letter.clear()
+        mine = written and written[0] is x
+        if not (mine and count > 1 and self.training and torch.compiler.is_compiling()):
+            return super().forward(x)
+        state = self.running_mean, self.running_var, self.num_batches_tracked
+        mean, scale = statistics(written[1], count, *state, self.momentum, self.eps)
+        return Normalise.apply(x, self.weight, self.bias, mean, scale)
+
+
+class Normalise(torch.autograd.Function):
+    """A batch norm whose statistics are known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, scale)
+        y = (last(x) - mean) * scale
+        if weight is not None and bias is not None:
+            y = y * weight + bias
+        return y.to(x.dtype).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        g, normal, count = last(g), (last(x) - mean) * scale, x.numel() // x.shape[1]
+        parts = [t.reshape(gcd(count, PARTS), -1, x.shape[1]).sum(1) for t in (g, g * normal)]
+        by_bias, by_weight = total(torch.stack(parts))
+        affine = weight is not None
+        gx = (g - (by_bias + normal * by_weight) / count) * (scale * weight if affine else scale)
+        return (
+            gx.to(x.dtype).permute(0, 3, 1, 2),
+            by_weight if affine else None,
+            by_bias if affine else None,
+            None,
+            None,
+        )
+
+
+def last(x: Tensor) -> Tensor:
+    """Images in float32 with channels last, as they lie in memory."""
+    return x.permute(0, 2, 3, 1).float()
 
 
 def fits(module: nn.Module) -> bool:
@@ -55,21 +118,31 @@ def fits(module: nn.Module) -> bool:
     )
 
 
+def takes(module: nn.Module) -> bool:
+    """Whether a module is a norm that can take a convolution's sums."""
+    return type(module) is nn.BatchNorm2d and module.track_running_stats and module.momentum is not None
+
+
+def tiles(weight: Tensor, stride: int) -> tuple[int, int, int]:
+    """How many neighbouring pixels are taken together, how many such patches a program takes, and its warps."""
+    outputs, inputs, size, _ = weight.shape
+    pair = stride == 1 and size > 1 and max(inputs, outputs) < 64
+    return 1 + pair, 128, 4 if max(inputs, outputs) < 32 else 8
+
+
 @torch.library.custom_op("pomona::convolution", mutates_args=())
-def convolution(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The convolution of images with channels last, padded to the same size, by a float32 weight."""
+def convolution(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The convolution of images with channels last, padded to the same size, by a float32 weight.
+
+    And for each channel the sums of some of its outputs, and of their squares.
+    """
     return kernels().forward(x, weight, stride)
 
 
 @torch.library.custom_op("pomona::convolution_input_gradient", mutates_args=())
 def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The gradient of its input; a stride leaves holes in it, and cuDNN knows how to leave them out."""
-    if stride == 1:
-        return kernels().input_gradient(g, x, weight)
-    padding = [weight.shape[2] // 2] * 2
-    shape = [stride, stride], padding, [1, 1], False, [0, 0], 1
-    found = torch.ops.aten.convolution_backward(g, x, weight.to(x.dtype), None, *shape, [True, False, False])[0]
-    return found.contiguous(memory_format=torch.channels_last)
+    """The gradient of its input."""
+    return kernels().input_gradient(g, x, weight, stride)
 
 
 @torch.library.custom_op("pomona::convolution_weight_gradient", mutates_args=())
@@ -78,10 +151,34 @@ def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor
     return kernels().weight_gradient(g, x, weight, stride)
 
 
+@torch.library.custom_op("pomona::statistics", mutates_args=("running_mean", "running_var", "batches"))
+def statistics(
+    sums: Tensor,
+    count: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1/σ of the channels that were summed up; what a batch norm remembers is moved on."""
+    return kernels().statistics(sums, count, running_mean, running_var, batches, momentum, eps)
+
+
+@torch.library.custom_op("pomona::total", mutates_args=())
+def total(parts: Tensor) -> Tensor:
+    """The sum over the rows of two tables."""
+    return kernels().total(parts)
+
+
 @convolution.register_fake
-def _(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    size = [-(-length // stride) for length in x.shape[2:]]
-    return x.new_empty(x.shape[0], weight.shape[0], *size).to(memory_format=torch.channels_last)
+def room(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Where the output of a convolution goes, and the sums over it."""
+    height, width = (-(-length // stride) for length in x.shape[2:])
+    columns, block, _ = tiles(weight, stride)
+    rows = -(-x.shape[0] * height * -(-width // columns) // block) * columns
+    y = x.new_empty(x.shape[0], height, width, weight.shape[0]).permute(0, 3, 1, 2)
+    return y, weight.new_empty(2, rows, weight.shape[0])
 
 
 @input_gradient.register_fake
@@ -94,12 +191,23 @@ def _(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.channels_last)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+@statistics.register_fake
+def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return sums.new_empty(sums.shape[2]), sums.new_empty(sums.shape[2])
+
+
+@total.register_fake
+def _(parts: Tensor) -> Tensor:
+    return parts.new_empty(2, parts.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.stride = inputs
     ctx.save_for_backward(x, weight)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight = ctx.saved_tensors
     g = g.contiguous(memory_format=torch.channels_last)
     wanted, learning, _ = ctx.needs_input_grad

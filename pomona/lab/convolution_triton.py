@@ -1,118 +1,290 @@
 """Triton kernels for convolutions of few channels, where cuDNN's tiles stay mostly empty.
 
-With channels last, what a row of taps reads for one pixel is a single piece of memory: taps × channels numbers in a
-row. So a convolution is one product (pixels × piece) · (piece × outputs) for each row of taps, each piece read from
-the cache after the first time. Weights are read in float32, as the optimizer keeps them, and rounded on the way.
+With channels last, what neighbouring taps read in a row is a single piece of memory. So the outputs are taken in
+patches of some neighbouring pixels, each patch reads a window of the input, and a convolution is one product for each
+row of the windows: (patches × piece) · (piece × outputs of a patch), where the weight is zero for columns that a
+pixel of the patch does not see. Two pixels see four columns of 3×3 taps, and so a piece is a power of two, as
+products want it. The gradient of the input is such a product too, with the taps in reverse; of a stride of 2, each
+patch of 2×2 pixels comes from a window of 2×2. Weights are read in float32, as the optimizer keeps them, and rounded
+on the way. Sums are taken in a fixed order: the same numbers give the same bits.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .convolution import room, tiles
+
+PROGRAMS = 384  # at most so many for a weight's gradient, three for each multiprocessor of a large GPU
+BLOCKS = 8  # and at least so many blocks of patches for each
+
+
+class Plan(NamedTuple):
+    """How the windows of a product lie to its patches."""
+
+    rows: int  # of a patch, in pixels
+    columns: int
+    down: int  # from one window to the next
+    across: int
+    before: int  # rows and columns of a window before its patch
+    tap: int  # that the first pixel has for the first column; both counts go on by:
+    by_window: int
+    by_pixel: int
+    high: int  # a window's rows
+    wide: int  # a window's columns
+
+    @classmethod
+    def forward(cls, size: int, stride: int, rows: int, columns: int) -> Plan:
+        """Pixel i sees column i · stride + tap."""
+        high, wide = ((count - 1) * stride + size for count in (rows, columns))
+        return cls(rows, columns, rows * stride, columns * stride, size // 2, 0, 1, -stride, high, wide)
+
+    @classmethod
+    def backward(cls, size: int, stride: int, rows: int, columns: int) -> Plan:
+        """Pixel i · stride + tap is seen by column i; a patch is as large as the stride, or a multiple of it."""
+        before = size // 2 // stride
+        high, wide = (before + (count - 1 + size // 2) // stride + 1 for count in (rows, columns))
+        tap = size // 2 + before * stride
+        return cls(rows, columns, rows // stride, columns // stride, before, tap, -stride, 1, high, wide)
+
+
+@triton.jit
+def read(
+    x, image, row, column, exists,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INPUTS: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """JOINT columns of one row, for each window; zeros outside of the image."""
+    j = tl.arange(0, PIECE)
+    s = column[:, None] + (j // INPUTS)[None, :]
+    inside = (exists & (row >= 0) & (row < HEIGHT))[:, None] & (s >= 0) & (s < WIDTH)
+    at = ((image * HEIGHT + row) * WIDTH + column) * INPUTS
+    return tl.load(x + at[:, None] + j[None, :], mask=inside & (j < JOINT * INPUTS)[None, :], other=0.0)
+
 
 @triton.jit
 def product_kernel(
-    x, w, y, pixels, w_out, w_tap, w_in,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, FLIP: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    x, w, y, sums, patches, w_out, w_in, w_tap,
+    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, BEFORE: tl.constexpr,
+    TAP: tl.constexpr, BY_WINDOW: tl.constexpr, BY_PIXEL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    JOINT: tl.constexpr, PIECE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y (HEIGHT × WIDTH) from x (TALL × WIDE); with the taps flipped, the gradient of x from that of y."""
+    """PART of the outputs y (HEIGHT × WIDTH) of some patches, from x (TALL × BROAD)."""
+    in_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    in_image: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * in_row
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = (p % WIDTH) * STRIDE - SIZE // 2
-    row = (p // WIDTH % HEIGHT) * STRIDE - SIZE // 2
-    image = p // (WIDTH * HEIGHT)
+    image, down, across = p // in_image, p % in_image // in_row, p % in_row
+    k = tl.arange(0, ROWS * COLUMNS * PART)
+    output = tl.program_id(1) * PART + k % PART
+    below, beside = k // PART // COLUMNS, k // PART % COLUMNS  # the pixel within its patch
     j = tl.arange(0, PIECE)
-    k = tl.arange(0, OUTPUTS)
-    s = column[:, None] + (j // INPUTS)[None, :]
-    fits = (p < pixels)[:, None] & (j < SIZE * INPUTS)[None, :] & (s >= 0) & (s < WIDE)
-    total = tl.zeros([BLOCK, OUTPUTS], tl.float32)
-    for q in tl.static_range(SIZE):
-        r = row + q
-        at = ((image * TALL + r) * WIDE + column) * INPUTS
-        tile = tl.load(x + at[:, None] + j[None, :], mask=fits & ((r >= 0) & (r < TALL))[:, None], other=0.0)
-        tap = q * SIZE + j // INPUTS
-        if FLIP:
-            tap = SIZE * SIZE - 1 - tap
-        at = (j % INPUTS) * w_in + tap * w_tap
-        weight = tl.load(w + at[:, None] + k[None, :] * w_out, mask=(j < SIZE * INPUTS)[:, None], other=0.0)
-        total = tl.dot(tile, weight.to(tile.dtype), total)
-    tl.store(y + p[:, None] * OUTPUTS + k[None, :], total.to(y.dtype.element_ty), mask=(p < pixels)[:, None])
+    total = tl.zeros([BLOCK, ROWS * COLUMNS * PART], tl.float32)
+    for r in tl.static_range(HIGH):
+        for c in tl.static_range(0, WIDE, JOINT):
+            row, column = down * DOWN - BEFORE + r, across * ACROSS - BEFORE + c
+            tile = read(x, image, row, column, p < patches, TALL, BROAD, INPUTS, JOINT, PIECE)
+            tap_r = (TAP + r * BY_WINDOW + below * BY_PIXEL)[None, :]
+            tap_c = TAP + (c + j // INPUTS)[:, None] * BY_WINDOW + (beside * BY_PIXEL)[None, :]
+            seen = (tap_r >= 0) & (tap_r < SIZE) & (tap_c >= 0) & (tap_c < SIZE) & (j < JOINT * INPUTS)[:, None]
+            at = (j % INPUTS)[:, None] * w_in + (tap_r * SIZE + tap_c) * w_tap + (output * w_out)[None, :]
+            weight = tl.load(w + at, mask=seen, other=0.0).to(tile.dtype)
+            total = tl.dot(tile, weight, total)
+    row, column = down[:, None] * ROWS + below[None, :], across[:, None] * COLUMNS + beside[None, :]
+    at = ((image[:, None] * HEIGHT + row) * WIDTH + column) * OUTPUTS + output[None, :]
+    inside = (p < patches)[:, None] & (row < HEIGHT) & (column < WIDTH)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+    if sums is not None:  # of what is not yet rounded; beyond the last patch all is zero
+        if WIDTH % COLUMNS > 0:
+            total = tl.where(inside, total, 0.0)
+        at = (tl.program_id(0) * COLUMNS + beside) * OUTPUTS + output
+        tl.store(sums + at, tl.sum(total, 0))
+        tl.store(sums + tl.num_programs(0) * COLUMNS * OUTPUTS + at, tl.sum(total * total, 0))
+
+
+@triton.jit
+def add(parts, k, rows, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of columns k of two tables."""
+    r = tl.arange(0, BLOCK)[:, None]
+    first = tl.zeros([BLOCK, k.shape[0]], tl.float32)
+    second = tl.zeros([BLOCK, k.shape[0]], tl.float32)
+    for start in range(0, rows, BLOCK):
+        at = (start + r) * CHANNELS + k[None, :]
+        first += tl.load(parts + at, mask=start + r < rows, other=0.0)
+        second += tl.load(parts + rows * CHANNELS + at, mask=start + r < rows, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
+@triton.jit
+def total_kernel(parts, y, rows, CHANNELS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums over the rows of two tables."""
+    k = tl.program_id(0) * PART + tl.arange(0, PART)
+    first, second = add(parts, k, rows, CHANNELS, BLOCK)
+    tl.store(y + k, first)
+    tl.store(y + CHANNELS + k, second)
+
+
+@triton.jit
+def statistics_kernel(
+    parts, mean, scale, running_mean, running_var, batches, rows, count, momentum, eps,
+    CHANNELS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mean and 1/σ of some channels from the sums of y and y², and the running ones moved on."""
+    k = tl.program_id(0) * PART + tl.arange(0, PART)
+    old_mean, old_var = tl.load(running_mean + k), tl.load(running_var + k)
+    first, second = add(parts, k, rows, CHANNELS, BLOCK)
+    new_mean = first / count
+    new_var = tl.maximum(second / count - new_mean * new_mean, 0.0)
+    tl.store(mean + k, new_mean)
+    tl.store(scale + k, 1 / tl.sqrt(new_var + eps))
+    tl.store(running_mean + k, old_mean + (new_mean - old_mean) * momentum)
+    tl.store(running_var + k, old_var + (new_var * (count / (count - 1)) - old_var) * momentum)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
+def both(
+    x, g, p, end, r, c,
+    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Row r of the windows of patches p from column c on, and the gradients of the patches."""
+    in_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    image, down, across = p // (in_row * HEIGHT), p // in_row % HEIGHT, p % in_row
+    row, column = down * STRIDE - SIZE // 2 + r, across * (COLUMNS * STRIDE) - SIZE // 2 + c
+    tile = read(x, image, row, column, p < end, TALL, BROAD, INPUTS, JOINT, PIECE)
+    return tile, read(g, image, down, across * COLUMNS, p < end, HEIGHT, WIDTH, OUTPUTS, COLUMNS, COLUMNS * OUTPUTS)
 
 
 @triton.jit
 def weight_kernel(
-    x, g, parts, pixels, share,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    x, g, parts, patches, share,
+    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a share of the pixels adds to the weight's gradient, for one row of taps."""
-    q = tl.program_id(1)
-    j = tl.arange(0, PIECE)
-    k = tl.arange(0, OUTPUTS)
-    total = tl.zeros([OUTPUTS, PIECE], tl.float32)
-    first = tl.program_id(0) * share
-    for start in range(first, first + share, BLOCK):
-        p = start + tl.arange(0, BLOCK)
-        column = (p % WIDTH) * STRIDE - SIZE // 2
-        r = (p // WIDTH % HEIGHT) * STRIDE - SIZE // 2 + q
-        s = column[:, None] + (j // INPUTS)[None, :]
-        here = ((p < pixels) & (r >= 0) & (r < TALL))[:, None]
-        fits = here & (j < SIZE * INPUTS)[None, :] & (s >= 0) & (s < WIDE)
-        at = ((p // (WIDTH * HEIGHT) * TALL + r) * WIDE + column) * INPUTS
-        tile = tl.load(x + at[:, None] + j[None, :], mask=fits, other=0.0)
-        gradient = tl.load(g + p[:, None] * OUTPUTS + k[None, :], mask=(p < pixels)[:, None], other=0.0)
-        total = tl.dot(tl.trans(gradient), tile, total)
-    # parts is (share, output, tap, input), as a weight with channels last lies in memory
-    at = ((tl.program_id(0) * OUTPUTS + k[:, None]) * SIZE + q) * SIZE * INPUTS + j[None, :]
-    tl.store(parts + at, total, mask=(j < SIZE * INPUTS)[None, :])
+    """What a share of the patches adds to the weight's gradient, for JOINT columns of a row of the windows."""
+    r, c = tl.program_id(1), tl.program_id(2) * JOINT
+    start = tl.program_id(0) * share
+    end = tl.minimum(start + share, patches)
+    p = start + tl.arange(0, BLOCK)
+    total = tl.zeros([PIECE, COLUMNS * OUTPUTS], tl.float32)
+    tile, gradient = both(
+        x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
+    )
+    for _ in range(start, end, BLOCK):
+        p += BLOCK  # the next are read while these are multiplied
+        further, gradients = both(
+            x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
+        )
+        total = tl.dot(tl.trans(tile), gradient, total)
+        tile, gradient = further, gradients
+    j, k = tl.arange(0, PIECE), tl.arange(0, COLUMNS * OUTPUTS)
+    at = (((tl.program_id(0) * COLUMNS * OUTPUTS + k) * SIZE + r) * WIDE + c) * INPUTS
+    tl.store(parts + at[:, None] + j[None, :], tl.trans(total), mask=(j < JOINT * INPUTS)[None, :])
 
 
-def forward(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The convolution."""
-    outputs, inputs, size, _ = weight.shape
-    count, _, tall, wide = x.shape
-    height, width = -(-tall // stride), -(-wide // stride)
-    y = torch.empty(count, outputs, height, width, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    strides = weight.stride(0), weight.stride(3), weight.stride(1)
-    shapes = height, width, tall, wide, inputs, outputs, size, stride, False
-    product(x, weight, y, strides, shapes)
-    return y
+@triton.jit
+def sum_kernel(
+    parts, y, shares, count,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The weight's gradient y, the sum of its parts over the shares and over the pixels of a patch."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.arange(0, SHARES)[:, None]
+    tap, above = i // INPUTS % SIZE, i // INPUTS // SIZE
+    total = tl.zeros([SHARES, BLOCK], tl.float32)
+    for b in tl.static_range(COLUMNS):
+        at = ((b * OUTPUTS * SIZE + above) * WIDE + b * STRIDE + tap) * INPUTS + i % INPUTS
+        at = s * (COLUMNS * OUTPUTS * SIZE * WIDE * INPUTS) + at[None, :]
+        total += tl.load(parts + at, mask=(s < shares) & (i < count)[None, :], other=0.0)
+    tl.store(y + i, tl.sum(total, 0), mask=i < count)
 
 
-def input_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input of a convolution of stride 1."""
-    outputs, inputs, size, _ = weight.shape
-    _, _, tall, wide = x.shape
+def forward(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The convolution, and the sums over it."""
+    y, sums = room(x, weight, stride)
+    product(x, weight, y, sums, Plan.forward(weight.shape[2], stride, 1, tiles(weight, stride)[0]), stride)
+    return y, sums
+
+
+def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """The gradient of the input."""
+    columns = 2 if stride == 2 else tiles(weight, stride)[0]
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    strides = weight.stride(1), weight.stride(3), weight.stride(0)
-    product(g, weight, y, strides, (tall, wide, tall, wide, outputs, inputs, size, 1, True))
+    product(g, weight.transpose(0, 1), y, None, Plan.backward(weight.shape[2], stride, stride, columns), stride)
     return y
 
 
-def product(x: Tensor, weight: Tensor, y: Tensor, strides: tuple[int, ...], shapes: tuple[int, ...]) -> None:
+def product(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Plan, stride: int) -> None:
     """Run the product kernel."""
-    piece = triton.next_power_of_2(max(16, shapes[4] * shapes[6]))
-    block = 128 if piece <= 128 else 64
-    pixels = y.numel() // y.shape[1]
-    grid = (triton.cdiv(pixels, block),)
-    product_kernel[grid](x, weight, y, pixels, *strides, *shapes, piece, block, num_warps=4)
+    (count, inputs, *image), (_, outputs, height, width), size = x.shape, y.shape, weight.shape[2]
+    _, block, warps = tiles(weight, stride)
+    joint, piece = pieces(plan.wide, inputs)
+    part = min(outputs, 64 // (plan.rows * plan.columns))
+    patches = count * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
+    grid = triton.cdiv(patches, block), outputs // part
+    out, into, _, tap = weight.stride()
+    shapes = *image, inputs, height, width, outputs, size, *plan, joint, piece, part, block
+    product_kernel[grid](x, weight, y, sums, patches, out, into, tap, *shapes, num_warps=warps)
 
 
-def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: int = 88) -> Tensor:
+def statistics(
+    sums: Tensor, count: int, running_mean: Tensor, running_var: Tensor, batches: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1/σ of a batch norm's channels."""
+    mean, scale = torch.empty_like(running_mean), torch.empty_like(running_mean)
+    state = running_mean, running_var, batches
+    rows, channels, part, block = table(sums)
+    grid = (channels // part,)
+    statistics_kernel[grid](sums, mean, scale, *state, rows, count, momentum, eps, channels, part, block, num_warps=8)
+    return mean, scale
+
+
+def total(parts: Tensor) -> Tensor:
+    """The sums over the rows of two tables."""
+    rows, channels, part, block = table(parts)
+    y = parts.new_empty(2, channels)
+    total_kernel[(channels // part,)](parts, y, rows, channels, part, block, num_warps=8)
+    return y
+
+
+def table(parts: Tensor) -> tuple[int, int, int, int]:
+    """Rows and columns, and how many a program takes at a time."""
+    _, rows, channels = parts.shape
+    return rows, channels, 4, min(1024, triton.next_power_of_2(rows))
+
+
+def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: int | None = None) -> Tensor:
     """The gradient of the weight, in float32."""
-    outputs, inputs, size, _ = weight.shape
-    _, _, tall, wide = x.shape
-    count, _, height, width = g.shape
-    piece = triton.next_power_of_2(max(16, inputs * size))
-    pixels, block = count * height * width, 64
-    share = triton.cdiv(triton.cdiv(pixels, shares), block) * block
-    shares = triton.cdiv(pixels, share)
-    parts = torch.empty(shares, outputs, size, size, inputs, device=x.device)
-    shapes = height, width, tall, wide, inputs, outputs, size, stride, piece, block
-    weight_kernel[shares, size](x, g, parts, pixels, share, *shapes, num_warps=4 if piece <= 128 else 8)
-    return parts.sum(0).permute(0, 3, 1, 2)
+    (outputs, inputs, size, _), (count, _, height, width) = weight.shape, g.shape
+    columns, block = tiles(weight, stride)[0], 64
+    wide = (columns - 1) * stride + size
+    joint, piece = pieces(wide, inputs)
+    patches = count * height * triton.cdiv(width, columns)
+    shares = shares or min(PROGRAMS // (size * wide // joint), triton.cdiv(patches, BLOCKS * block))
+    share = triton.cdiv(triton.cdiv(patches, shares), block) * block
+    shares = triton.cdiv(patches, share)
+    parts = weight.new_empty(shares, columns, outputs, size, wide, inputs)
+    shapes = *x.shape[2:], inputs, height, width, outputs, size, stride, columns, wide, joint, piece, block
+    grid = shares, size, wide // joint
+    # In one stage: a pipeline would read past the first cache, which has what other windows have read.
+    weight_kernel[grid](x, g, parts, patches, share, *shapes, num_stages=1)
+    y, cut = weight.new_empty(outputs, size, size, inputs), 64
+    shapes = inputs, outputs, size, stride, columns, wide, triton.next_power_of_2(shares)
+    sum_kernel[(triton.cdiv(y.numel(), cut),)](parts, y, shares, y.numel(), *shapes, cut)
+    return y.permute(0, 3, 1, 2)
+
+
+def pieces(wide: int, inputs: int) -> tuple[int, int]:
+    """How many columns of a window are read as one, and how long that is as a power of two."""
+    joint = wide if inputs < 32 or (inputs < 64 and wide != 3) else 1
+    return joint, triton.next_power_of_2(max(16, joint * inputs))

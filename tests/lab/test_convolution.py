@@ -14,18 +14,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import pomona as pm
-from pomona.lab.convolution import Quick, convolution, fits, quick
+from pomona.lab import convolution as lab
+from pomona.lab.convolution import Quick, QuickNorm, convolution, fits, quick, takes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
     (2, 3, 16, 8, 8, 3, 1),
     (2, 16, 16, 7, 5, 3, 1),
-    (2, 16, 32, 8, 8, 3, 2),
+    (2, 16, 32, 6, 8, 3, 2),
     (3, 16, 32, 7, 9, 1, 2),
-    (1, 32, 32, 6, 6, 3, 1),
+    (2, 16, 16, 3, 4, 1, 1),
+    (1, 32, 32, 5, 4, 3, 1),
     (2, 32, 64, 5, 5, 3, 2),
-    (1, 64, 64, 8, 8, 3, 1),
+    (1, 64, 64, 4, 4, 3, 1),
     (1, 64, 16, 1, 1, 3, 1),
 ]
 
@@ -57,11 +59,54 @@ class TestKernel:
 
         x, weight, g, (y, gx, gw) = draw(shape, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
         stride, near = shape[-1], 4e-3 if DEVICE == "cuda" else 1e-6
-        assert far(kernels.forward(x, weight, stride), y) < near
-        if stride == 1 and shape[1] >= 16:
-            assert far(kernels.input_gradient(g, x, weight), gx) < near
-        for shares in (1, 3, 88):
-            assert far(kernels.weight_gradient(g, x, weight, stride, shares), gw) < (1e-5 if DEVICE == "cuda" else 1e-6)
+        found, sums = kernels.forward(x, weight, stride)
+        assert far(found, y) < near
+        assert far(sums.sum(1), torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])) < 1e-5
+        if shape[1] >= 16:
+            assert far(kernels.input_gradient(g, x, weight, stride), gx) < near
+        assert far(kernels.weight_gradient(g, x, weight, stride), gw) < (1e-5 if DEVICE == "cuda" else 1e-6)
+
+    @pytest.mark.parametrize("shares", [1, 2, 3])
+    def test_any_number_of_shares(self, shares):
+        from pomona.lab import convolution_triton as kernels
+
+        x, weight, g, (*_, gw) = draw((2, 16, 16, 9, 9, 3, 1), torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+        assert far(kernels.weight_gradient(g, x, weight, 1, shares), gw) < (1e-5 if DEVICE == "cuda" else 1e-6)
+
+    @pytest.mark.parametrize("shape", SHAPES[1:7:2])
+    def test_the_same_numbers_give_the_same_bits(self, shape):
+        from pomona.lab import convolution_triton as kernels
+
+        x, weight, g, _ = draw(shape, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+        stride = shape[-1]
+        for _ in range(3 if DEVICE == "cuda" else 1):
+            one, two = (
+                [
+                    *kernels.forward(x, weight, stride),
+                    kernels.input_gradient(g, x, weight, stride),
+                    kernels.weight_gradient(g, x, weight, stride),
+                ]
+                for _ in range(2)
+            )
+            assert all(map(torch.equal, one, two))
+
+    @pytest.mark.parametrize("channels", [16, 64])
+    def test_what_a_norm_remembers(self, channels):
+        from pomona.lab import convolution_triton as kernels
+
+        torch.manual_seed(0)
+        x = torch.randn(5, channels, 3, 3, device=DEVICE) * 3 + 2
+        sums = torch.stack([torch.stack([part.sum((0, 2, 3)), part.square().sum((0, 2, 3))]) for part in x.split(2)], 1)
+        theirs = nn.BatchNorm2d(channels, momentum=0.3).to(DEVICE)
+        ours = nn.BatchNorm2d(channels, momentum=0.3).to(DEVICE)
+        for _ in range(2):
+            theirs(x)
+            state = ours.running_mean, ours.running_var, ours.num_batches_tracked
+            mean, scale = kernels.statistics(sums, 45, *state, 0.3, 1e-5)
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+        torch.testing.assert_close(mean, x.mean((0, 2, 3)))
+        torch.testing.assert_close(scale, (x.var((0, 2, 3), unbiased=False) + 1e-5).rsqrt())
+        torch.testing.assert_close(kernels.total(sums), sums.sum(1))
 
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly")
@@ -80,7 +125,7 @@ def test_the_operator_and_its_gradients(shape):
     x, weight, g, (y, gx, gw) = draw(shape, torch.bfloat16)
     x.requires_grad_(shape[1] >= 16)
     weight.requires_grad_()
-    out = convolution(x, weight, shape[-1])
+    out, _ = convolution(x, weight, shape[-1])
     out.backward(g)
     assert far(out, y) < 4e-3
     assert far(weight.grad, gw) < 1e-5
@@ -110,10 +155,174 @@ def test_a_network_is_the_same_within_rounding(shortcut):
     assert far(ours_grad, plain_grad.double()) < 0.05
 
 
-def test_the_shapes_are_known_without_a_kernel():
-    x, weight = torch.empty(2, 16, 9, 9, device="meta"), torch.empty(32, 16, 3, 3, device="meta")
-    assert convolution(x, weight, 2).shape == F.conv2d(x, weight, stride=2, padding=1).shape
-    assert convolution(x, weight, 1).shape == F.conv2d(x, weight, padding=1).shape
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Kernels in plain PyTorch, so that a model on the CPU can be quick."""
+
+    class Kernels:
+        @staticmethod
+        def forward(x, weight, stride):
+            y = F.conv2d(x, weight.to(x.dtype), stride=stride, padding=weight.shape[2] // 2)
+            y = y.contiguous(memory_format=torch.channels_last)
+            _, sums = lab.room(x, weight, stride)
+            sums.zero_()[:, 0] = torch.stack([y.float().sum((0, 2, 3)), y.float().square().sum((0, 2, 3))])
+            return y, sums
+
+        @staticmethod
+        def input_gradient(g, x, weight, stride):
+            return nn.grad.conv2d_input(x.shape, weight.to(g.dtype), g, stride, weight.shape[2] // 2).contiguous(
+                memory_format=torch.channels_last
+            )
+
+        @staticmethod
+        def weight_gradient(g, x, weight, stride):
+            found = nn.grad.conv2d_weight(x.float(), weight.shape, g.float(), stride, weight.shape[2] // 2)
+            return found.contiguous(memory_format=torch.channels_last)
+
+        @staticmethod
+        def total(parts):
+            return parts.sum(1)
+
+        @staticmethod
+        def statistics(sums, count, mean, variance, batches, momentum, eps):
+            first, second = sums.sum(1) / count
+            spread = second - first.square()
+            mean.lerp_(first, momentum)
+            variance.lerp_(spread * count / (count - 1), momentum)
+            batches += 1
+            return first, (spread + eps).rsqrt()
+
+    monkeypatch.setattr(lab, "kernels", lambda: Kernels)
+    monkeypatch.setattr(lab, "fits", lambda m: type(m) is nn.Conv2d and m.out_channels in lab.CHANNELS)
+
+
+def small(affine=True):
+    """Two convolutions whose norms may take their sums, and one whose norm may not."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16, affine=affine),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(32, affine=affine, momentum=0.3),
+        nn.Conv2d(32, 16, 1, bias=False),
+        nn.ReLU(),
+        nn.BatchNorm2d(16),
+    ).to(memory_format=torch.channels_last)
+
+
+def compiled(model, x):
+    return torch.compile(lambda model, x: model(x), backend="aot_eager", fullgraph=True, dynamic=False)(model, x)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("call", [compiled, nn.Module.__call__])
+def test_norms_are_what_they_were(call, affine):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    x, g = torch.randn(4, 3, 6, 6), torch.randn(4, 16, 3, 3)
+    found = []
+    for quickly in (False, True):
+        model = small(affine)
+        with quick(model, quickly):
+            assert sum(isinstance(m, QuickNorm) for m in model) == 3 * quickly
+            for _ in range(2):
+                model.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = (call if quickly else nn.Module.__call__)(model, x)
+                y.backward(g.to(y.dtype))
+        assert {type(m) for m in model} == {nn.Conv2d, nn.BatchNorm2d, nn.ReLU}
+        assert not any(hasattr(m, "letter") for m in model)
+        found.append((y.detach(), [p.grad for p in model.parameters()], dict(model.named_buffers())))
+    (y, grads, buffers), (our_y, our_grads, our_buffers) = found
+    assert far(our_y, y.double()) < 0.01
+    assert far(torch.cat([g.flatten() for g in our_grads]), torch.cat([g.flatten() for g in grads]).double()) < 0.02
+    torch.testing.assert_close(our_buffers, buffers, rtol=1e-3, atol=1e-3)
+
+
+class Given(nn.Module):
+    """Stands for a convolution: something with sums."""
+
+    def forward(self, x):
+        y = x * 1.5
+        self.letter[:] = y, torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])[:, None].detach()
+        return y
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_that_is_given_its_sums(affine, monkeypatch):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(lab, "Quick", Given)
+    monkeypatch.setattr(lab, "fits", lambda m: type(m) is nn.Identity)
+    x, g = torch.randn(6, 5, 3, 4) * 3 + 2, torch.randn(6, 5, 3, 4)
+    found = []
+    for quickly in (False, True):
+        norm = nn.BatchNorm2d(5, affine=affine)
+        for p in norm.parameters():
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(3))
+        model = nn.Sequential(nn.Identity(), norm)
+        leaf = x.clone().requires_grad_()
+        with quick(model, quickly):
+            for _ in range(2):
+                model.zero_grad()
+                leaf.grad = None
+                y = compiled(model, leaf) if quickly else norm(leaf * 1.5)
+                y.backward(g)
+        found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_sums_are_taken_where_they_belong(monkeypatch):
+    torch._dynamo.reset()
+    counts = []
+    statistics = lab.statistics
+    monkeypatch.setattr(
+        lab, "statistics", lambda sums, *others: counts.append(sums.shape[2]) or statistics(sums, *others)
+    )
+    model = small()
+    x = torch.randn(4, 3, 6, 6)
+    with quick(model):
+        compiled(model, x)
+        assert counts == [16, 32]  # and not by the norm behind the ReLU
+        assert model[0].letter == []
+        counts.clear()
+        model.eval()
+        compiled(model, x)
+        model.train()(x)
+    assert counts == []
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_one_compilation_serves_two_models():
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, 6, 6)
+    count = torch._dynamo.testing.CompileCounter()
+    forward = torch.compile(lambda model, x: model(x), backend=count, fullgraph=True, dynamic=False)
+    for model in (small(), small()):
+        with quick(model):
+            forward(model, x)
+    assert count.frame_count == 1
+
+
+def test_which_norms_take_sums():
+    assert takes(nn.BatchNorm2d(16))
+    assert takes(nn.BatchNorm2d(16, affine=False))
+    assert not takes(nn.BatchNorm2d(16, momentum=None))
+    assert not takes(nn.BatchNorm2d(16, track_running_stats=False))
+    assert not takes(nn.SyncBatchNorm(16))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shapes_are_known_without_a_kernel(shape):
+    x, weight, _, (y, *_) = draw(shape)
+    found, sums = convolution(x.to("meta"), weight.to("meta"), shape[-1])
+    assert found.shape == y.shape
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert sums.shape[::2] == (2, shape[2])
 
 
 def test_what_is_not_on_a_gpu_is_left_alone():
