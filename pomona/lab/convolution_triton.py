@@ -270,7 +270,7 @@ def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: i
     wide = (columns - 1) * stride + size
     joint, piece = pieces(wide, inputs)
     patches = count * height * triton.cdiv(width, columns)
-    shares = shares or min(PROGRAMS // (size * wide // joint), triton.cdiv(patches, BLOCKS * block))
+    shares = shares or min(PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, BLOCKS * block))
     share = triton.cdiv(triton.cdiv(patches, shares), block) * block
     shares = triton.cdiv(patches, share)
     parts = weight.new_empty(shares, columns, outputs, size, wide, inputs)
