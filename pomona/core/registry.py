@@ -113,7 +113,7 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """Split "name(option=value, …)" into name and options; only literals are understood."""
+    """Split "name(option=value, …)" into name and options; only literals are understood, and TOML's true and false."""
     text = text.strip()
     if "(" not in text:
         return text, {}
@@ -121,9 +121,16 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(text, mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
             raise ValueError
-        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return call.func.id, {str(k.arg): value(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise PomonaError(f"'{text}' is not of the form name(option=value, …).") from error
+
+
+def value(node: ast.expr) -> Any:
+    """What is written for an option."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false"):
+        return node.id == "true"
+    return ast.literal_eval(node)
 
 
 def describe(record: Any) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""How options are written in a line: "dpf(every=4)"."""
+
+from __future__ import annotations
+
+import pytest
+
+from pomona.core.errors import PomonaError
+from pomona.core.registry import parse
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("dpf", ("dpf", {})),
+        (" dpf() ", ("dpf", {})),
+        ("dpf(every=4, settle=0.1)", ("dpf", {"every": 4, "settle": 0.1})),
+        ("balanced(block=8, pad=true)", ("balanced", {"block": 8, "pad": True})),
+        ("filter(of='filters', norms=False)", ("filter", {"of": "filters", "norms": False})),
+        ("block(shape=(4, 4))", ("block", {"shape": (4, 4)})),
+    ],
+)
+def test_names_and_options(text, found):
+    assert parse(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["dpf(4)", "dpf(every=", "dpf(every=four)", "a.b(c=1)", "dpf(every=1)(2)", "dpf(x=1+y)"]
+)
+def test_nothing_but_literals(text):
+    with pytest.raises(PomonaError, match="is not of the form"):
+        parse(text)
