@@ -86,17 +86,13 @@ class Packed(nn.Module):
         return ", ".join(f"{leaf}: {packed!r}" for leaf, packed in self.packed())
 
 
-class PackedLinear(Packed):
-    """A linear layer, and the ReLU behind it where `relu` is set."""
+class Weighted(Packed):
+    """A layer of one packed weight, with a bias and perhaps the ReLU behind it."""
 
-    stands_for = nn.Linear
-    options = ("in_features", "out_features")
-    in_features: int
-    out_features: int
     bias: Tensor | None
     relu = False
 
-    def __init__(self, layer: nn.Linear, weight: BalancedTensor) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, weight: BalancedTensor) -> None:
         super().__init__(layer)
         self.put("weight", weight)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
@@ -105,6 +101,15 @@ class PackedLinear(Packed):
     def weight(self) -> Tensor:
         """The dense weight, made anew each time."""
         return self.take("weight").dense()
+
+
+class PackedLinear(Weighted):
+    """A linear layer, and the ReLU behind it where `relu` is set."""
+
+    stands_for = nn.Linear
+    options = ("in_features", "out_features")
+    in_features: int
+    out_features: int
 
     def forward(self, x: Tensor) -> Tensor:
         if differentiable(x):
@@ -121,7 +126,7 @@ class PackedLinear(Packed):
         return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
 
 
-class PackedConv2d(Packed):
+class PackedConv2d(Weighted):
     """A convolution as the product of out × (in · kh · kw) with shifted views of its input.
 
     The input is copied once, all images behind each other and a gap of zeros between lines, so wide that
@@ -136,20 +141,11 @@ class PackedConv2d(Packed):
     stride: tuple[int, int]
     dilation: tuple[int, int]
     padding_mode: str
-    bias: Tensor | None
-    relu = False
 
     def __init__(self, layer: nn.Conv2d, weight: BalancedTensor) -> None:
-        super().__init__(layer)
+        super().__init__(layer, weight)
         self.ahead = list(layer._reversed_padding_repeated_twice)  # what `F.pad` takes
         self.how = conv.Geometry(self.kernel_size, self.stride, (self.ahead[2], self.ahead[0]), self.dilation)
-        self.put("weight", weight)
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, made anew each time."""
-        return self.take("weight").dense()
 
     def forward(self, x: Tensor) -> Tensor:
         if differentiable(x):
