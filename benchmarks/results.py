@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pages import DOCS, RESULTS, machine, write
+import pages
+from pages import DOCS, machine, write
 
 from pomona.lab import papers, shelf, table
 from pomona.lab.store import Run, Store
@@ -43,7 +44,7 @@ RUNS = """
 
 def store() -> Store:
     """The runs whose records are here, and no others."""
-    return Store(folders=(), records=(RESULTS / "runs",))
+    return Store(folders=(), records=(pages.RESULTS / "runs",))
 
 
 def compare(name: str, runs: Store) -> dict[str, Any]:
