@@ -24,8 +24,9 @@ A table of runs is a TOML file:
 In the paper's numbers "*" is what did not converge, and "-" a cell that it leaves out, as do we; a column without
 numbers is ours alone. `from` and a part's `columns` name columns. With `like = "dpf-table4"` columns and parts are
 those of another table, of which this one picks by `columns = ["DPF"]` and by the labels and rows of its parts.
-`show` lists what stands beside the accuracies (see `table.SHOW`), one cell a line; `across = true` prints columns as
-rows; `names` has short names for settings, `notes` what a reader should know.
+With `measure = "valid_accuracy"` runs are compared by held-out images of the training data, for choices that must not
+be made on test images. `show` lists what stands beside it (see `table.SHOW`), one cell a line; `across = true` prints
+columns as rows; `names` has short names for settings, `notes` what a reader should know.
 
 A table that is computed comes from a function: a module of `MODULES` has TABLES, by name, each a function that gives
 the `title`, `paper` and `cells`, and may take `progress(done, total)`.
@@ -54,7 +55,8 @@ from .table import SHOW
 from .tables import Entry, Table, Task, numbers
 
 MODULES = ("pomona.theory.qian", "pomona.lab.private")
-KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "show", "across", "names", "like")
+KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "measure", "show", "across", "names", "like")
+MEASURES = ("accuracy", "valid_accuracy")
 PART = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 LINK = ("from", "retrain", "budget")  # what a column says besides settings
 
@@ -123,6 +125,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Table:
         columns=tuple(given["columns"]),
         notes=given.get("notes", ""),
         queue=tuple(given.get("queue", ())),
+        measure=given.get("measure", "accuracy"),
         show=tuple(given.get("show", ())),
         across=bool(given.get("across", False)),
     )
@@ -135,6 +138,7 @@ def written(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PomonaError(f"the table '{path}' cannot be read: {error}.") from error
     known("key of a table", given, KEYS)
+    known("measure", [given.get("measure", "accuracy")], MEASURES)
     known("measure to show", given.get("show", ()), SHOW)
     given = {"columns": {}, "part": [], **given}
     if "like" in given:

@@ -581,7 +581,10 @@ def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device)
     key = repr(options)
     found = _loaded.get(key) if loops.PACKED.get() else None
     if found is None:
-        found = _loaded[key] = data.load(options.pop("name"), **options)
+        found = data.load(options.pop("name"), **options)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # others will read it on streams of their own
+        _loaded[key] = found
     return found
 
 

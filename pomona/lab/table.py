@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -26,11 +27,13 @@ def cells(runs: Iterable[Run]) -> list[dict[str, Any]]:
     return [cell(group) for group in groups.values()]
 
 
-def cell(runs: Sequence[Run]) -> dict[str, Any]:
-    """Runs that differ in their seeds as one. Accuracies are in per cent; a language model has perplexities."""
+def cell(runs: Sequence[Run], measure: str = "accuracy") -> dict[str, Any]:
+    """Runs that differ in their seeds as one, by a measure. Accuracies are in per cent; a language model has
+    perplexities in their place."""
     recipe, setting, first = runs[0]
-    measure = "accuracy" if "accuracy" in first else "perplexity"
+    measure = measure if measure in first else measure.replace("accuracy", "perplexity")
     values = [summary[measure] for _, _, summary in runs]
+    last = f"{measure}_last"  # before the weights were averaged
     return {
         "model": first["model"],
         "method": first["method"],
@@ -52,6 +55,7 @@ def cell(runs: Sequence[Run]) -> dict[str, Any]:
         "macs": first["macs"],
         "macs_left": round(statistics.mean(summary["macs_left"] for _, _, summary in runs)),
         "seconds": statistics.mean(summary["seconds"] for _, _, summary in runs),
+        **({"last": statistics.mean(summary[last] for _, _, summary in runs)} if last in first else {}),
     }
 
 
@@ -127,6 +131,7 @@ SHOW: dict[str, tuple[str, Callable[[float], str]]] = {
     "macs_left": ("MACs", "{:,.0f}".format),
     "cost": ("cost, dense epochs", "{:.1f}".format),
     "seconds": ("seconds", "{:.0f}".format),
+    "last": ("last weights", "{:.2f}".format),
 }
 
 
@@ -151,13 +156,17 @@ def layout(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def lines(cells: Sequence[Mapping[str, Any]], measures: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """One line a cell."""
-    heads = list(places(cells[0]))
-    shown = {key: SHOW[key] for key in measures}
-    texts = []
-    for cell in cells:
-        extra = ["–" if cell.get(key) is None else form(cell[key]) for key, (_, form) in shown.items()]
-        texts.append([*places(cell).values(), ours(cell), printed(cell), difference(cell), *extra])
-    return [*heads, "ours", "paper", "difference", *(name for name, _ in shown.values())], texts
+    shown: dict[str, Callable[[Mapping[str, Any]], str]] = {"ours": ours}
+    if any(map(printed, cells)):
+        shown |= {"paper": printed, "difference": difference}
+    shown |= {SHOW[key][0]: functools.partial(beside, key) for key in measures}
+    texts = [[*places(cell).values(), *(text(cell) for text in shown.values())] for cell in cells]
+    return [*places(cells[0]), *shown], texts
+
+
+def beside(measure: str, cell: Mapping[str, Any]) -> str:
+    """What stands beside a cell's accuracy."""
+    return "–" if cell.get(measure) is None else SHOW[measure][1](cell[measure])
 
 
 def places(cell: Mapping[str, Any]) -> dict[str, str]:

@@ -119,15 +119,15 @@ class Entry:
             **self.setting,
         }
 
-    def compare(self, store: Store, costs: bool = False) -> dict[str, Any]:
-        """Ours beside the paper's, by the accuracies of the last epoch."""
+    def compare(self, store: Store, measure: str = "accuracy", costs: bool = False) -> dict[str, Any]:
+        """Ours beside the paper's, by what the last epoch reached."""
         runs = [(task.recipe, task.found(store)) for task in self.tasks]
         done = [(recipe, run) for recipe, run in runs if run is not None]
         facts, (mean, std) = self.facts, numbers(self.paper)
         cell = {key: facts[key] for key in ("model", "method", "sparsity")}
         cell |= {"setting": {"data": runs[0][0].data.name, **self.setting}, "mean": None, "std": None, "runs": 0}
         if done:
-            cell |= table.cell([(recipe, self.setting, run.summary or {}) for recipe, run in done])
+            cell |= table.cell([(recipe, self.setting, run.summary or {}) for recipe, run in done], measure)
         if costs:
             known = [cost for _, run in done if (cost := run.cost()) is not None]
             cell["cost"] = statistics.mean(known) if known else None
@@ -155,7 +155,8 @@ class Table:
     columns: tuple[str, ...]
     notes: str = ""
     queue: tuple[str, ...] = ()  # labels and columns that are run first
-    show: tuple[str, ...] = ()  # what stands beside the accuracies
+    measure: str = "accuracy"  # what runs are compared by
+    show: tuple[str, ...] = ()  # what stands beside it
     across: bool = False  # columns are printed as rows
 
     def only(self, picks: Sequence[str]) -> Table:
@@ -226,7 +227,7 @@ class Table:
             "columns": list(self.columns),
             "show": list(self.show),
             "across": self.across,
-            "cells": [entry.compare(store, "cost" in self.show) for entry in self.cells],
+            "cells": [entry.compare(store, self.measure, "cost" in self.show) for entry in self.cells],
         }
 
 

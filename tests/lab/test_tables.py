@@ -124,7 +124,7 @@ def test_table_1_is_as_the_paper_prints_it():
     assert {e.own for e in found.entries if e.column == "dense"} == {""}  # a dense network has no sparsity
     rows = dict.fromkeys((e.label, e.row) for e in found.entries)
     assert len(rows) == 1 + 4 + 2 + 2 + 3 + 3 + 5
-    assert [e.column for e in found.entries[:5]] == ["dense", "SNIP", "SM", "DPF", "DPF settled"]
+    assert [e.column for e in found.entries[:6]] == ["dense", "SNIP", "SM", "DPF", "DPF settled", "DPF soft"]
 
 
 def test_all_methods_of_table_1_are_trained_alike_and_by_their_own_rules():
@@ -298,6 +298,26 @@ def test_a_filled_table_compares_with_the_paper(done):
     assert abs(again["cost"] - cells["narrow", "50 %", "DPF"]["cost"]) <= 0.5
     assert [t[0] for t in told] == sorted(t[0] for t in told)
     assert told[-1][:2] == (18, 18)
+
+
+def test_choices_are_made_on_held_out_images(here):
+    text = """
+        title = "rests"
+        measure = "valid_accuracy"
+        show = ["last"]
+        [columns]
+        rest = { "method.settle" = 0.5 }
+        [[part]]
+        label = "small"
+        recipe = { model = "mlp(hidden=[8])", method = "dpf(every=2, schedule='cubic(until=0.5)')" }
+        [part.set]
+        data = "digits(validation=400)"
+        train = { epochs = 2, batch_size = 450, device = "cpu", average = 0.5 }
+    """
+    found = tables.fill(load(here, text), jobs=1)
+    (one,), (run,) = found["cells"], Store((here / "runs",), ()).runs.values()
+    assert one["mean"] == run.summary["valid_accuracy"] != run.summary["accuracy"]
+    assert one["last"] == run.summary["valid_accuracy_last"]
 
 
 def test_what_a_longer_run_passed_through_is_a_cell_of_its_own(done):
@@ -487,6 +507,7 @@ def test_a_table_like_another_takes_some_of_its_rows_and_columns(tmp_path, monke
         ('"flops"', '"flop"', "unknown budget 'flop': did you mean 'flops'"),
         ("seeds = [0, 1]", "seeds = [0.5]", r"seeds takes whole numbers, got \[0.5\]"),
         ('show = ["cost"]', 'show = ["speed"]', "unknown measure to show 'speed'"),
+        ('show = ["cost"]', 'measure = "test_accuracy"', "unknown measure 'test_accuracy'"),
         ("[columns]", "[columns", "cannot be read"),
         ('"optimizer.lr" = 0.02', '"optimizer.lrr" = 0.02', "did you mean 'lr'"),
     ],
@@ -562,6 +583,12 @@ def test_with_measures_there_is_one_line_a_cell():
     assert heads == ["model", "", "method", "ours", "paper", "difference", "cost, dense epochs"]
     assert rows[0] == ["A", "50 %", "DPF", "91.23 ± 0.50 ×3", "90.00", "+1.23", "12.3"]
     assert rows[1] == ["A", "80 %", "DPF", "–", "*", "", "–"]
+
+
+def test_without_a_papers_numbers_there_is_no_room_for_them():
+    heads, rows = table.layout(RESULT | {"show": ["last"], "cells": [CELLS[3] | {"last": 79.5}]})
+    assert heads == ["model", "", "method", "ours", "last weights"]
+    assert rows == [["B", "80 %", "DPF", "80.00 ×1", "79.50"]]
 
 
 def test_markdown_has_a_line_a_row():
