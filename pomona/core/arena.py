@@ -102,7 +102,8 @@ class Arena:
         time on a move is a CUDA graph of one node.
         """
         if guards.capturing(self.mask) or move not in self.recordings:
-            self.play(move)
+            with RECORDING:  # Triton may still be loading a kernel for another thread
+                self.play(move)
             self.recordings.setdefault(move, None)
             return
         recording = self.recordings[move]

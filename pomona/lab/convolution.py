@@ -4,7 +4,8 @@ cuDNN works in tiles of 64 channels and more, and the first stages of CIFAR's ne
 the convolutions that the Triton kernels know (3×3 or 1×1, stride 1 or 2, padded to the same size, at most 64
 channels) run on them in bfloat16, as under autocast, and all others as ever. On the way they sum up what a batch norm
 wants to know of its input: where a step is compiled and such a norm takes the output of such a convolution, it need
-not look through it again. Afterwards the model is what it was.
+not look through it again. Of many channels on large images cuDNN is quicker, and does them. Afterwards the model is
+what it was.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 CHANNELS = (16, 32, 64)  # beyond, cuDNN's tiles are full
-PARTS = 1024  # of a norm's sums: inductor takes so many in one kernel, fewer in three, and we add them up in one
+WORK = 2**27  # inputs × outputs × pixels: beyond, cuDNN is quicker all the same
 
 
 @contextmanager
@@ -46,6 +46,8 @@ class Quick(nn.Conv2d):
     letter: list[Tensor]  # to the next norm: the output, and the sums over it
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() // self.stride[0] ** 2 * self.out_channels > WORK:
+            return super().forward(x)
         x = x.to(torch.bfloat16, memory_format=torch.channels_last)
         y, sums = convolution(x, self.weight, self.stride[0])
         self.letter[:] = y, sums
@@ -74,7 +76,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, mean, scale)
-        y = (last(x) - mean) * scale
+        y = (x.permute(0, 2, 3, 1).float() - mean) * scale  # channels last, as they lie in memory
         if weight is not None and bias is not None:
             y = y * weight + bias
         return y.to(x.dtype).permute(0, 3, 1, 2)
@@ -82,23 +84,9 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        g, normal, count = last(g), (last(x) - mean) * scale, x.numel() // x.shape[1]
-        parts = [t.reshape(gcd(count, PARTS), -1, x.shape[1]).sum(1) for t in (g, g * normal)]
-        by_bias, by_weight = total(torch.stack(parts))
         affine = weight is not None
-        gx = (g - (by_bias + normal * by_weight) / count) * (scale * weight if affine else scale)
-        return (
-            gx.to(x.dtype).permute(0, 3, 1, 2),
-            by_weight if affine else None,
-            by_bias if affine else None,
-            None,
-            None,
-        )
-
-
-def last(x: Tensor) -> Tensor:
-    """Images in float32 with channels last, as they lie in memory."""
-    return x.permute(0, 2, 3, 1).float()
+        known = None, None, mean, scale, True, 0.0  # the scale has its ε in it
+        return *torch.ops.aten.native_batch_norm_backward(g, x, weight, *known, [True, affine, affine]), None, None
 
 
 def fits(module: nn.Module) -> bool:
@@ -123,11 +111,11 @@ def takes(module: nn.Module) -> bool:
     return type(module) is nn.BatchNorm2d and module.track_running_stats and module.momentum is not None
 
 
-def tiles(weight: Tensor, stride: int) -> tuple[int, int, int]:
-    """How many neighbouring pixels are taken together, how many such patches a program takes, and its warps."""
+def tiles(weight: Tensor, stride: int) -> tuple[int, int]:
+    """How many neighbouring pixels are taken together, and how many such patches a program takes."""
     outputs, inputs, size, _ = weight.shape
-    pair = stride == 1 and size > 1 and max(inputs, outputs) < 64
-    return 1 + pair, 128, 4 if max(inputs, outputs) < 32 else 8
+    most = max(inputs, outputs)
+    return 1 + (stride == 1 and size > 1 and most < 64), 128 if most > 16 else 256
 
 
 @torch.library.custom_op("pomona::convolution", mutates_args=())
@@ -165,17 +153,11 @@ def statistics(
     return kernels().statistics(sums, count, running_mean, running_var, batches, momentum, eps)
 
 
-@torch.library.custom_op("pomona::total", mutates_args=())
-def total(parts: Tensor) -> Tensor:
-    """The sum over the rows of two tables."""
-    return kernels().total(parts)
-
-
 @convolution.register_fake
 def room(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     """Where the output of a convolution goes, and the sums over it."""
     height, width = (-(-length // stride) for length in x.shape[2:])
-    columns, block, _ = tiles(weight, stride)
+    columns, block = tiles(weight, stride)
     rows = -(-x.shape[0] * height * -(-width // columns) // block) * columns
     y = x.new_empty(x.shape[0], height, width, weight.shape[0]).permute(0, 3, 1, 2)
     return y, weight.new_empty(2, rows, weight.shape[0])
@@ -194,11 +176,6 @@ def _(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
 @statistics.register_fake
 def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return sums.new_empty(sums.shape[2]), sums.new_empty(sums.shape[2])
-
-
-@total.register_fake
-def _(parts: Tensor) -> Tensor:
-    return parts.new_empty(2, parts.shape[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:

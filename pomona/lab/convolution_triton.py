@@ -20,8 +20,10 @@ from torch import Tensor
 
 from .convolution import room, tiles
 
-PROGRAMS = 384  # at most so many for a weight's gradient, three for each multiprocessor of a large GPU
-BLOCKS = 8  # and at least so many blocks of patches for each
+# For a weight's gradient at most so many programs, three for every two multiprocessors of a large GPU, and at least so
+# many blocks of patches for each. Alone it would be quicker with more of them, among packed runs it is not.
+PROGRAMS = 192
+BLOCKS = 16
 
 
 class Plan(NamedTuple):
@@ -108,28 +110,6 @@ def product_kernel(
 
 
 @triton.jit
-def add(parts, k, rows, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of columns k of two tables."""
-    r = tl.arange(0, BLOCK)[:, None]
-    first = tl.zeros([BLOCK, k.shape[0]], tl.float32)
-    second = tl.zeros([BLOCK, k.shape[0]], tl.float32)
-    for start in range(0, rows, BLOCK):
-        at = (start + r) * CHANNELS + k[None, :]
-        first += tl.load(parts + at, mask=start + r < rows, other=0.0)
-        second += tl.load(parts + rows * CHANNELS + at, mask=start + r < rows, other=0.0)
-    return tl.sum(first, 0), tl.sum(second, 0)
-
-
-@triton.jit
-def total_kernel(parts, y, rows, CHANNELS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums over the rows of two tables."""
-    k = tl.program_id(0) * PART + tl.arange(0, PART)
-    first, second = add(parts, k, rows, CHANNELS, BLOCK)
-    tl.store(y + k, first)
-    tl.store(y + CHANNELS + k, second)
-
-
-@triton.jit
 def statistics_kernel(
     parts, mean, scale, running_mean, running_var, batches, rows, count, momentum, eps,
     CHANNELS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
@@ -137,9 +117,15 @@ def statistics_kernel(
     """Mean and 1/σ of some channels from the sums of y and y², and the running ones moved on."""
     k = tl.program_id(0) * PART + tl.arange(0, PART)
     old_mean, old_var = tl.load(running_mean + k), tl.load(running_var + k)
-    first, second = add(parts, k, rows, CHANNELS, BLOCK)
-    new_mean = first / count
-    new_var = tl.maximum(second / count - new_mean * new_mean, 0.0)
+    r = tl.arange(0, BLOCK)[:, None]
+    first = tl.zeros([BLOCK, PART], tl.float32)
+    second = tl.zeros([BLOCK, PART], tl.float32)
+    for start in range(0, rows, BLOCK):
+        at = (start + r) * CHANNELS + k[None, :]
+        first += tl.load(parts + at, mask=start + r < rows, other=0.0)
+        second += tl.load(parts + rows * CHANNELS + at, mask=start + r < rows, other=0.0)
+    new_mean = tl.sum(first, 0) / count
+    new_var = tl.maximum(tl.sum(second, 0) / count - new_mean * new_mean, 0.0)
     tl.store(mean + k, new_mean)
     tl.store(scale + k, 1 / tl.sqrt(new_var + eps))
     tl.store(running_mean + k, old_mean + (new_mean - old_mean) * momentum)
@@ -210,24 +196,25 @@ def sum_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """The convolution, and the sums over it."""
+    """The convolution, and the sums over it, for which warps wait for each other: the fewer, the better."""
     y, sums = room(x, weight, stride)
-    product(x, weight, y, sums, Plan.forward(weight.shape[2], stride, 1, tiles(weight, stride)[0]), stride)
+    columns, block = tiles(weight, stride)
+    product(x, weight, y, sums, Plan.forward(weight.shape[2], stride, 1, columns), block, 4)
     return y, sums
 
 
 def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of the input."""
     columns = 2 if stride == 2 else tiles(weight, stride)[0]
+    plan = Plan.backward(weight.shape[2], stride, stride, columns)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    product(g, weight.transpose(0, 1), y, None, Plan.backward(weight.shape[2], stride, stride, columns), stride)
+    product(g, weight.transpose(0, 1), y, None, plan, 128, 4 if max(weight.shape[:2]) < 32 else 8)
     return y
 
 
-def product(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Plan, stride: int) -> None:
-    """Run the product kernel."""
+def product(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Plan, block: int, warps: int) -> None:
+    """Run the product kernel, for so many patches a program."""
     (count, inputs, *image), (_, outputs, height, width), size = x.shape, y.shape, weight.shape[2]
-    _, block, warps = tiles(weight, stride)
     joint, piece = pieces(plan.wide, inputs)
     part = min(outputs, 64 // (plan.rows * plan.columns))
     patches = count * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
@@ -242,25 +229,11 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1/σ of a batch norm's channels."""
     mean, scale = torch.empty_like(running_mean), torch.empty_like(running_mean)
+    (_, rows, channels), part = sums.shape, 4
+    numbers = rows, count, momentum, eps, channels, part, min(1024, triton.next_power_of_2(rows))
     state = running_mean, running_var, batches
-    rows, channels, part, block = table(sums)
-    grid = (channels // part,)
-    statistics_kernel[grid](sums, mean, scale, *state, rows, count, momentum, eps, channels, part, block, num_warps=8)
+    statistics_kernel[(channels // part,)](sums, mean, scale, *state, *numbers, num_warps=8)
     return mean, scale
-
-
-def total(parts: Tensor) -> Tensor:
-    """The sums over the rows of two tables."""
-    rows, channels, part, block = table(parts)
-    y = parts.new_empty(2, channels)
-    total_kernel[(channels // part,)](parts, y, rows, channels, part, block, num_warps=8)
-    return y
-
-
-def table(parts: Tensor) -> tuple[int, int, int, int]:
-    """Rows and columns, and how many a program takes at a time."""
-    _, rows, channels = parts.shape
-    return rows, channels, 4, min(1024, triton.next_power_of_2(rows))
 
 
 def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: int | None = None) -> Tensor:
@@ -270,7 +243,7 @@ def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: i
     wide = (columns - 1) * stride + size
     joint, piece = pieces(wide, inputs)
     patches = count * height * triton.cdiv(width, columns)
-    shares = shares or min(PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, BLOCKS * block))
+    shares = shares or min(PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, BLOCKS // stride * block))
     share = triton.cdiv(triton.cdiv(patches, shares), block) * block
     shares = triton.cdiv(patches, share)
     parts = weight.new_empty(shares, columns, outputs, size, wide, inputs)

@@ -207,8 +207,11 @@ class Captured:
             for size, compiled in sizes.items():
                 run.optimizer.zero_grad()
                 self.graphs[size] = torch.cuda.CUDAGraph()
+                # All are recorded on one stream, for which cuBLAS has one workspace: each graph is to have its own.
+                torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graphs[size], stream=stream, capture_error_mode="thread_local"):
                     self.step(compiled_forward if compiled else forward, size)
+            torch._C._cuda_clearCublasWorkspaces()
             run.optimizer.zero_grad()
 
 
