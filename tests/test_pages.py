@@ -103,6 +103,17 @@ def test_the_times_of_balanced_products_are_laid_out(script: Any, empty: Path) -
     assert writer.matrices().splitlines()[2:] == [line]
     assert [row.split(" | ")[-1] for row in writer.targets().splitlines()[2:]] == ["missed |", "met |"]
     assert writer.workloads().splitlines()[2:] == ["| C | N | 2,000 | 1,500 | 1,000 | 750 | 2.00× | 1.31× |"]
+    assert writer.workloads("called", "called_ratio") == script("pages").MISSING
+    seconds |= {"dense, channels last": 1e-3, "compressed, channels last": 42.04e-6}
+    ratio = script("balanced").gain(seconds)  # the fastest of both layouts
+    found = {"seconds": seconds, "called": {**seconds, "dense": 9e-3}, "ratio": ratio, "called_ratio": 1.5}
+    record["workloads"] = {"N": {**found, "paper_ratio": 1.31}}
+    (empty / "balanced-cpu.json").write_text(json.dumps(record))
+    below = "| C | N, channels last | 1,000 |  |  | 42.0 |  |  |"
+    first = "| C | N | 2,000 | 1,500 | 1,000 | 750 | 23.79× | 1.31× |"
+    assert writer.workloads().splitlines()[2:] == [first, below]
+    called = "| C | N | 9,000 | 1,500 | 1,000 | 750 | 1.50× | 1.31× |"
+    assert writer.workloads("called", "called_ratio").splitlines()[2:] == [called, below]
 
 
 # ---- what docs/iterand.md and docs/balanced.md say in words

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # l
 
 @dataclass(frozen=True)
 class Side:
-    """One way to multiply: what it runs, the weight it means, and what it reads."""
+    """One way to multiply: what it runs, the weight it means, what it reads, and how it wants its input laid out.
+
+    Of several with one name the fastest counts.
+    """
 
     name: str
     run: Callable[[Tensor], Tensor]
     weight: Tensor
     nbytes: int
+    arrange: Callable[[Tensor], Tensor] = lambda x: x
 
 
 @dataclass(frozen=True)
@@ -132,17 +137,17 @@ def bench(
     dtype = dtype or (torch.float16 if place.type == "cuda" else torch.float32)
     require(dtype in ROUNDING, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
     states = states if place.type == "cpu" else [s for s in states if s == "cold"] or ["cold"]
-    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(seed), device=place)
     kept = block - Balanced(block=block).pruned(sparsity, block)
     found: list[Measured] = []
     with using(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
         bandwidth = reading(flush)
         for rows, columns in shapes:
-            dense = torch.randn(rows, columns, generator=generator) / columns**0.5
-            sides, missing = line_up(dense.to(place, dtype), block, 1 - kept / block)
+            dense = draw(rows, columns) / columns**0.5
+            sides, missing = line_up(dense.to(dtype), block, 1 - kept / block)
             for batch, state in product(batches, states):
-                x = torch.randn(batch, columns, generator=generator).to(place, dtype)
+                x = draw(batch, columns).to(dtype)
                 before = partial(empty, flush) if state == "cold" else None
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
                 found += compete(sides, missing, x, head, before, bandwidth, patience)
@@ -159,16 +164,19 @@ def compete(
     patience: float,
 ) -> Iterator[Measured]:
     """Check and time all sides on one input."""
-    able, failed, errors = [], dict(missing), {}
+    able, failed = [], dict(missing)
     for side in sides:
         try:
-            errors[side.name] = deviation(side, x)
-            able.append(side)
+            able.append((side, deviation(side, x)))
         except (RuntimeError, NotImplementedError, ValueError) as error:  # a peer that this shape or device has not
             failed[side.name] = str(error).splitlines()[0][:60]
-    times = race([lambda s=s: s.run(x) for s in able], x.device, before=before, patience=patience)  # type: ignore[misc]
-    base = times[[s.name for s in able].index(DENSE)]
-    for side, seconds in zip(able, times, strict=True):
+    times = race([partial(s.run, s.arrange(x)) for s, _ in able], x.device, before=before, patience=patience)
+    found: dict[str, list[tuple[float, Side, float]]] = {}
+    for (side, deviates), seconds in zip(able, times, strict=True):
+        found.setdefault(side.name, []).append((seconds, side, deviates))
+    base = found[DENSE][0][0]
+    for ways in found.values():
+        seconds, side, deviates = min(ways, key=itemgetter(0))
         nbytes = side.nbytes + x.nbytes + x.shape[0] * head["rows"] * x.element_size()
         yield Measured(
             **head,
@@ -177,16 +185,16 @@ def compete(
             speedup=base / seconds,
             limit=nbytes / bandwidth / seconds,
             nbytes=side.nbytes,
-            error=errors[side.name],
+            error=deviates,
         )
-    for name, why in failed.items():
+    for name, why in ((name, why) for name, why in failed.items() if name not in found):
         yield Measured(**head, side=name, seconds=None, speedup=None, limit=None, nbytes=None, error=None, note=why)
 
 
 def deviation(side: Side, x: Tensor) -> float:
     """How far an output is from the product in float64, which rounding must explain."""
     exact = x.double() @ side.weight.double().T
-    error = float((side.run(x).double() - exact).abs().max() / exact.abs().max())
+    error = float((side.run(side.arrange(x)).double() - exact).abs().max() / exact.abs().max())
     if not error <= ROUNDING[x.dtype]:
         raise AssertionError(f"{side.name} is wrong: it differs from float64 by {error:.1e} of the largest value")
     return error
@@ -199,7 +207,7 @@ def line_up(weight: Tensor, block: int, sparsity: float) -> tuple[list[Side], di
     packed = BalancedTensor.from_dense(pruned, block)
     sides = [
         Side(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
-        compressed_rows(pruned),
+        *compressed_rows(pruned),
         Side(BALANCED, packed.linear, pruned, packed.nbytes),
     ]
     missing: dict[str, str] = {}
@@ -211,8 +219,8 @@ def line_up(weight: Tensor, block: int, sparsity: float) -> tuple[list[Side], di
     return sides, missing
 
 
-def compressed_rows(pruned: Tensor) -> Side:
-    """CSR (MKL, cuSPARSE), with the shortest indices; a lone vector by the product for vectors."""
+def compressed_rows(pruned: Tensor) -> list[Side]:
+    """CSR (MKL, cuSPARSE), with indices of 32 bits: for lone vectors, and for several in a row or side by side."""
     csr = pruned.to_sparse_csr()
     csr = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
     nbytes = csr.values().nbytes + csr.col_indices().nbytes + csr.crow_indices().nbytes
@@ -220,7 +228,10 @@ def compressed_rows(pruned: Tensor) -> Side:
     def run(x: Tensor) -> Tensor:
         return (csr @ x[0]).unsqueeze(0) if len(x) == 1 else (csr @ x.T).T
 
-    return Side("CSR", run, pruned, nbytes)
+    return [
+        Side("CSR", run, pruned, nbytes),
+        Side("CSR", lambda turned: (csr @ turned).T, pruned, nbytes, lambda x: x.T.contiguous()),
+    ]
 
 
 def block_sparse(name: str, weight: Tensor, sparsity: float) -> Side:

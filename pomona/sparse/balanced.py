@@ -105,15 +105,13 @@ class BalancedTensor:
 
     def linear(self, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
         """x Wᵀ + bias over the last dimension of x, as `torch.nn.functional.linear`."""
-        from .ops import balanced
-
         rows, columns = self.matrix
         if x.ndim < 1 or x.shape[-1] != columns:
             raise PomonaError(
                 f"the input has {tuple(x.shape)[-1:]} features where the packed weight has {columns} columns."
             )
         flat = x if x.ndim == 2 else x.reshape(-1, columns)
-        y = balanced(flat, self.values, self.indices, bias, rows, columns, self.block, relu)
+        y = ops.balanced(flat, self.values, self.indices, bias, rows, columns, self.block, relu)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], rows)
 
     def verify(self) -> BalancedTensor:
@@ -182,3 +180,6 @@ def check(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+from . import ops  # noqa: E402 - it needs what is above, and to look for it at every call takes long

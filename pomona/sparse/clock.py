@@ -25,23 +25,25 @@ def race(
     before: Callable[[], Any] | None = None,
     repeats: int = 101,
     patience: float = 1.0,
+    called: bool = False,
 ) -> list[float]:
     """The median seconds of each side, in at most `repeats` turns and about `patience` seconds.
 
-    On CUDA those of the device: a side is recorded as a CUDA graph and replayed, and what the host does is left out.
-    `before` runs ahead of each, outside its time; without it each side runs some times ahead of itself, so
-    that none pays for what another left in the caches, and on CUDA some calls in a row are timed: the device would
-    wait for the host to launch a lone one.
+    On CUDA those of the device: a side is recorded as a CUDA graph and replayed, and what the host does is left out;
+    as `called`, a side is one plain call and the wait for its end, with all that the host does. `before` runs ahead of
+    each, outside its time; without it each side runs some times ahead of itself, so that none pays for what another
+    left in the caches, and on CUDA some calls in a row are timed: the device would wait for the host to launch a lone
+    one.
     """
-    calls = [1] * len(sides)
-    if device.type == "cuda":
+    calls, measure = [1] * len(sides), waited if called else once
+    if device.type == "cuda" and not called:
         sides, calls = zip(*[recorded(side, 1 if before else AHEAD) for side in sides], strict=True)
     times: list[list[float]] = [[] for _ in sides]
     start = time.perf_counter()
     for turn in range(-WARM, repeats):
         for side, taken in zip(sides, times, strict=True):
             warm(side) if before is None else before()
-            seconds = once(side, device)
+            seconds = measure(side, device)
             if turn >= 0:
                 taken.append(seconds)
         if turn >= 4 and time.perf_counter() - start > patience:
@@ -110,12 +112,20 @@ def warm(side: Callable[[], Any]) -> None:
             return
 
 
+def waited(side: Callable[[], Any], device: torch.device) -> float:
+    """The seconds of one call until the device is done with it."""
+    wait: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else bool
+    wait()
+    start = time.perf_counter()
+    side()
+    wait()
+    return time.perf_counter() - start
+
+
 def once(side: Callable[[], Any], device: torch.device) -> float:
     """The seconds of one call; on CUDA between two marks on the device."""
     if device.type != "cuda":
-        start = time.perf_counter()
-        side()
-        return time.perf_counter() - start
+        return waited(side, device)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     side()

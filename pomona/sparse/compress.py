@@ -21,7 +21,7 @@ from ..models.summary import example as zeros
 from ..patterns.base import matrix
 from .balanced import DTYPES, WIDEST, BalancedTensor, index_bits
 from .clock import emptying, last_cache, race
-from .layers import Packed, PackedConv2d, PackedLinear, PackedLSTM
+from .layers import Packed, PackedConv2d, PackedLinear, PackedLSTM, channels_last
 
 SPARSE = 0.3  # zeros below which nothing is gained by leaving them out
 SAMPLE = 256  # rows that are looked at to find the blocks
@@ -54,6 +54,7 @@ class Compression:
     layers: tuple[Layer, ...]
     batch: int
     seconds: dict[str, float] = field(default_factory=dict)  # whole model: dense, all packed, compressed
+    called: dict[str, float] = field(default_factory=dict)  # the same with the host's time, on a GPU
     caches: str = "warm"  # when a layer was timed alone; cold where the model is too large for the last of them
 
     @property
@@ -64,12 +65,13 @@ class Compression:
     def facts(self) -> dict[str, Any]:
         """Everything as plain values."""
         layers = [asdict(layer) for layer in self.layers]
-        return {"batch": self.batch, "seconds": dict(self.seconds), "caches": self.caches, "layers": layers}
+        times = {"seconds": dict(self.seconds), "called": dict(self.called)}
+        return {"batch": self.batch, **times, "caches": self.caches, "layers": layers}
 
     def __rich__(self) -> Table:
         table = Table("layer", "shape", "zeros", "blocks", "bytes", "dense, µs", "packed, µs", "", show_footer=True)
         if any(layer.seconds for layer in self.layers):
-            table.caption = f"layers timed alone, with {self.caches} caches"
+            table.caption = f"layers timed alone, with {self.caches} caches{self.plainly()}"
         for layer in self.layers:
             sizes = "" if layer.bytes is None else f"{layer.bytes[0]:,} → {layer.bytes[1]:,}"
             times = ("", "") if layer.seconds is None else [f"{1e6 * s:,.1f}" for s in layer.seconds]
@@ -82,6 +84,14 @@ class Compression:
             table.columns[6].footer = f"{1e6 * self.seconds['compressed']:,.1f}"
             table.columns[7].footer = f"all packed {1e6 * self.seconds['all packed']:,.1f} µs"
         return table
+
+    def plainly(self) -> str:
+        """What plain calls take, where the host has a part in it, and what to do where that is longer than before."""
+        if not self.called:
+            return ""
+        dense, small = self.called["dense"], self.called["compressed"]
+        slower = "; slower that way: capture it in a CUDA graph" if small > NOISE * dense else ""
+        return f"; called plainly, with the host's time, {1e6 * dense:,.1f} → {1e6 * small:,.1f} µs{slower}"
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=150, color_system=None)
@@ -112,9 +122,10 @@ def compress(
     Linear, Conv2d and LSTM layers are packed where that is faster than the dense layer on this machine for
     the `example`, a batch or the shape of one sample; without one a linear layer and an LSTM are timed on one
     vector. Where the model is larger than the last cache its layers find their weights in memory, and so they are
-    timed with emptied caches. `keep="all"` packs all that is sparse. Blocks are found in the weights unless `block`
-    names their width. `dtype` stores the values as another kind, such as torch.float16. `patience` is how many
-    seconds the whole model is timed for, and each layer a third of that.
+    timed with emptied caches. On a GPU the device's time decides, as in a CUDA graph; what the whole model takes as
+    it is called is told beside it. `keep="all"` packs all that is sparse. Blocks are found in the weights unless
+    `block` names their width. `dtype` stores the values as another kind, such as torch.float16. `patience` is how
+    many seconds the whole model is timed for, and each layer a third of that.
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
@@ -132,15 +143,18 @@ def compress(
             full = swap(full, module, packed)
     fuse(full)
     result = without(full, [layer.name for layer in layers if not layer.packed])
-    seconds = {}
+    seconds: dict[str, float] = {}
+    called: dict[str, float] = {}
     if batch is not None and any(layer.seconds for layer in layers):
         sides = {"dense": dense, "all packed": full, "compressed": result}
-        seconds = dict(zip(sides, whole(list(sides.values()), batch, patience), strict=True))
+        seconds, called = whole(sides, batch, patience)
         if keep == "faster" and seconds["compressed"] > NOISE * seconds["dense"]:  # layers gain alone, not together
             layers = [replace(layer, packed=False, reason=layer.reason + ALONE * layer.packed) for layer in layers]
-            result, seconds["compressed"] = without(full, [layer.name for layer in layers]), seconds["dense"]
-    caches = "warm" if before is None else "cold"
-    result.compression = Compression(tuple(layers), 1 if batch is None else len(batch), seconds, caches)  # type: ignore
+            result = without(full, [layer.name for layer in layers])
+            for times in filter(None, (seconds, called)):
+                times["compressed"] = times["dense"]
+    caches, count = "warm" if before is None else "cold", 1 if batch is None else len(batch)
+    result.compression = Compression(tuple(layers), count, seconds, called, caches)  # type: ignore
     return result
 
 
@@ -277,24 +291,38 @@ def watch(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 def time_layer(
     dense: nn.Module, packed: Packed, weight: Tensor, given: Any, before: Callable[[], None] | None, patience: float
 ) -> tuple[float, float] | None:
-    """Seconds of both on the input that was seen, or on one vector; None for a convolution of unknown images."""
+    """Seconds of both on the input that was seen, or on one vector; None for a convolution of unknown images.
+
+    Where images have their channels last, the packed layer's time is that of giving them so, too.
+    """
     if given is None:
         if isinstance(dense, nn.Conv2d):
             return None
         size = weight.shape[1]
         given = (torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),)
-    sides = [lambda: dense(*given), lambda: packed(*given)]
     modes = dense.training, packed.training
     dense.eval(), packed.eval()
+    turn = isinstance(dense, nn.Conv2d) and channels_last(dense(*given))
+
+    def small() -> Any:
+        y = packed(*given)
+        return y.contiguous(memory_format=torch.channels_last) if turn else y
+
+    sides = [lambda: dense(*given), small]
     one, other = race(sides, weight.device, before=before, patience=patience)
     dense.train(modes[0]), packed.train(modes[1])
     return one, other
 
 
-def whole(models: Sequence[nn.Module], batch: Tensor, patience: float) -> list[float]:
-    """Seconds of each model for the batch, in evaluation mode."""
-    ready = [copy.deepcopy(model).eval() for model in models]
-    return race([lambda model=model: model(batch) for model in ready], batch.device, patience=patience)  # type: ignore[misc]
+def whole(models: dict[str, nn.Module], batch: Tensor, patience: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each model for the batch, in evaluation mode; on a GPU, besides, as it is called."""
+    ready = [copy.deepcopy(model).eval() for model in models.values()]
+
+    def times(called: bool) -> dict[str, float]:
+        sides = [lambda model=model: model(batch) for model in ready]
+        return dict(zip(models, race(sides, batch.device, patience=patience, called=called), strict=True))
+
+    return times(called=False), times(called=True) if batch.is_cuda else {}
 
 
 def places(model: nn.Module, module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

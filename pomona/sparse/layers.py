@@ -23,6 +23,11 @@ def differentiable(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def channels_last(images: Tensor) -> bool:
+    """Whether a tensor has its channels side by side."""
+    return images.ndim == 4 and images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+
+
 class Packed(nn.Module):
     """A layer with packed weights, `values` and `indices` among its buffers.
 
@@ -48,10 +53,14 @@ class Packed(nn.Module):
         self.register_buffer(f"{leaf}_values", packed.values)
         self.register_buffer(f"{leaf}_indices", packed.indices)
 
+    def held(self, name: str) -> Tensor:
+        """A buffer, without the time that a module takes to look for one."""
+        return self._buffers[name]  # type: ignore[return-value]
+
     def take(self, leaf: str) -> BalancedTensor:
         """A packed weight."""
         return BalancedTensor(
-            self.get_buffer(f"{leaf}_values"), self.get_buffer(f"{leaf}_indices"), self.shapes[leaf], self.blocks[leaf]
+            self.held(f"{leaf}_values"), self.held(f"{leaf}_indices"), self.shapes[leaf], self.blocks[leaf]
         )
 
     def packed(self) -> Iterator[tuple[str, BalancedTensor]]:
@@ -60,8 +69,8 @@ class Packed(nn.Module):
 
     def product(self, leaf: str, x: Tensor, bias: Tensor | None, relu: bool = False, turned: bool = False) -> Tensor:
         """The operator on one of the weights."""
-        values, indices = self._buffers[f"{leaf}_values"], self._buffers[f"{leaf}_indices"]
-        return balanced(x, values, indices, bias, *self.sizes[leaf], relu, turned)
+        packed = self.held(f"{leaf}_values"), self.held(f"{leaf}_indices")
+        return balanced(x, *packed, bias, *self.sizes[leaf], relu, turned)
 
     def empty(self) -> nn.Module:
         """The dense layer, without values yet."""
@@ -75,7 +84,8 @@ class Packed(nn.Module):
         mine |= {
             name: buffer for name, buffer in self._buffers.items() if name in layer._parameters and buffer is not None
         }
-        layer.load_state_dict({name: tensor.clone() for name, tensor in mine.items()}, assign=True)
+        mine = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()}
+        layer.load_state_dict(mine, assign=True)
         return layer.train(self.training)
 
     def plan(self) -> dict[str, Any]:
@@ -115,12 +125,13 @@ class PackedLinear(Weighted):
         if differentiable(x):
             y = F.linear(x, self.weight.to(x.dtype), self.bias)
             return y.relu() if self.relu else y
-        if x.shape[-1] != self.in_features:
-            raise PomonaError(f"the input has {x.shape[-1]} features where the layer has {self.in_features}.")
-        if x.ndim == 2:
-            return self.product("weight", x, self.bias, self.relu)
-        y = self.product("weight", x.reshape(-1, self.in_features), self.bias, self.relu)
-        return y.view(*x.shape[:-1], self.out_features)
+        *outer, features = x.shape
+        if features != self.in_features:
+            raise PomonaError(f"the input has {features} features where the layer has {self.in_features}.")
+        if len(outer) == 1:
+            return self.product("weight", x, self.held("bias"), self.relu)
+        y = self.product("weight", x.reshape(-1, features), self.bias, self.relu)
+        return y.view(*outer, self.out_features)
 
     def empty(self) -> nn.Linear:
         return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
@@ -131,7 +142,8 @@ class PackedConv2d(Weighted):
 
     The input is copied once, all images behind each other and a gap of zeros between lines, so wide that
     it serves the line before on its right and the line after on its left. Then the input of every column
-    is one contiguous run, which begins at an offset of its own: nothing is unfolded.
+    is one contiguous run, which begins at an offset of its own: nothing is unfolded. Images of any layout are taken;
+    what comes out has its lines in a row. The dense layer is given back in its own layout.
     """
 
     stands_for = nn.Conv2d
@@ -146,6 +158,7 @@ class PackedConv2d(Weighted):
         super().__init__(layer, weight)
         self.ahead = list(layer._reversed_padding_repeated_twice)  # what `F.pad` takes
         self.how = conv.Geometry(self.kernel_size, self.stride, (self.ahead[2], self.ahead[0]), self.dilation)
+        self.layout = torch.channels_last if channels_last(layer.weight) else torch.contiguous_format
 
     def forward(self, x: Tensor) -> Tensor:
         if differentiable(x):
@@ -170,14 +183,14 @@ class PackedConv2d(Weighted):
         """Whether there is a kernel for the whole convolution."""
         if x.device.type not in WHOLE or not self.framed():
             return False
-        values = self.get_buffer("weight_values")
+        values = self.held("weight_values")
         return x.dtype == values.dtype and conv.fits(x.dtype, values.shape[2], self.blocks["weight"], self.how)
 
     def gather(self, x: Tensor) -> Tensor:
         """By an operator that takes the columns from the images itself."""
         rows, _, block = self.sizes["weight"]
-        packed = self.get_buffer("weight_values"), self.get_buffer("weight_indices")
-        return balanced_conv2d(x, *packed, self.bias, rows, block, *self.how.pairs, self.relu)
+        packed = self.held("weight_values"), self.held("weight_indices"), self.held("bias")
+        return balanced_conv2d(x, *packed, rows, block, *self.how.pairs, self.relu)
 
     def slide(self, x: Tensor) -> Tensor:
         """Stride 1: every column of the matrix sees the input from another offset."""
@@ -213,6 +226,10 @@ class PackedConv2d(Weighted):
         columns = F.unfold(padded, self.kernel_size, self.dilation, 0, self.stride)
         y = self.product("weight", columns.transpose(0, 1).flatten(1), self.bias, self.relu, turned=True)
         return y.view(self.out_channels, x.shape[0], high, wide).transpose(0, 1)
+
+    @torch.no_grad()
+    def dense(self) -> nn.Module:
+        return super().dense().to(memory_format=self.layout)  # type: ignore[call-overload]
 
     def empty(self) -> nn.Conv2d:
         options = {name: getattr(self, name) for name in self.options}
@@ -287,7 +304,7 @@ class PackedLSTM(Packed):
         """Both biases of a direction, or zeros."""
         if not self.has_bias:
             return like.new_zeros(4 * self.hidden_size)
-        return self.get_buffer(f"bias_ih{name}").float() + self.get_buffer(f"bias_hh{name}").float()
+        return self.held(f"bias_ih{name}").float() + self.held(f"bias_hh{name}").float()
 
     def forward(self, x: Any, state: tuple[Tensor, Tensor] | None = None) -> Any:
         if isinstance(x, PackedSequence) or differentiable(x, *(state or ())):
@@ -306,12 +323,12 @@ class PackedLSTM(Packed):
         """Whether all can be done in one operator."""
         if not all(self.joint_blocks) or x.shape[1] > lstm.MOST or x.numel() == 0 or (self.dropout and self.training):
             return False
-        return self.get_buffer("joint_values_l0").dtype == x.dtype and x.shape[2] == self.input_size
+        return self.held("joint_values_l0").dtype == x.dtype and x.shape[2] == self.input_size
 
     def leap(self, x: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Every layer and direction over (time, batch, features), by the joint matrices."""
         parts = ("values", "indices", "biases")
-        joint = [[self.get_buffer(f"joint_{part}_l{layer}") for layer in range(self.num_layers)] for part in parts]
+        joint = [[self.held(f"joint_{part}_l{layer}") for layer in range(self.num_layers)] for part in parts]
         x, h, c = balanced_lstm(x, h, c, *joint, self.joint_blocks)
         return x, (h, c)
 

@@ -8,7 +8,9 @@ For an LSTM, x is time × n × features, and there is one packed matrix a layer;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +37,34 @@ LIBRARY.define(
     "int[2] stride, int[2] padding, int[2] dilation, bool relu=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-balanced = torch.ops.pomona.balanced
-balanced_lstm, balanced_conv2d = torch.ops.pomona.balanced_lstm, torch.ops.pomona.balanced_conv2d
 BACKENDS = {"cpu": native.product, "cuda": gpu.product}  # each may decline, and then the reference does it
+
+
+def watched(x: Tensor, *given: Any) -> bool:
+    """Whether anybody sees which operators are called: a compiler, tracer, mode, transform or profiler, or autograd."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.is_meta
+        or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *given)))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def operator(compute: Callable[..., Any], fake: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """An operator that is computed without torch's dispatch, which takes as long as a product, where nobody watches."""
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pomona::{name}", fake, lib=LIBRARY)
+    registered = getattr(torch.ops.pomona, name)
+
+    @wraps(compute)
+    def call(x: Tensor, *given: Any) -> Any:
+        return registered(x, *given) if watched(x, *given) else compute(x, *given)
+
+    return call
 
 
 def reference(
@@ -65,10 +92,11 @@ def compute(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, row
     """The fastest way there is for these tensors."""
     admit(x, values, indices, bias, rows, columns, block, turned)
     backend = BACKENDS.get(x.device.type)
-    y = None
     if backend is not None and x.numel() > 0 and rows > 0:
         y = backend(x, values, indices, bias, rows, columns, block, relu, turned)
-    return reference(x, values, indices, bias, rows, columns, block, relu, turned) if y is None else y
+        if y is not None:
+            return y
+    return reference(x, values, indices, bias, rows, columns, block, relu, turned)
 
 
 def fake(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, columns: int, block: int,
@@ -91,8 +119,7 @@ def admit(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows:
         raise PomonaError(f"x is on {x.device}, the packed weight on {values.device}: move one of them.")
 
 
-LIBRARY.impl("balanced", compute, "CompositeExplicitAutograd")
-torch.library.register_fake("pomona::balanced", fake, lib=LIBRARY)
+balanced = operator(compute, fake, "balanced")
 
 
 # ---- a convolution
@@ -140,8 +167,7 @@ def conv_admit(
     return torch.Size((images, rows, high, wide))
 
 
-LIBRARY.impl("balanced_conv2d", conv_compute, "CompositeExplicitAutograd")
-torch.library.register_fake("pomona::balanced_conv2d", conv_fake, lib=LIBRARY)
+balanced_conv2d = operator(conv_compute, conv_fake, "balanced_conv2d")
 
 
 # ---- an LSTM
@@ -238,5 +264,4 @@ def lstm_admit(x: Tensor, h: Tensor | None, c: Tensor | None, values: Packs, ind
             raise PomonaError(f"a state has shape {tuple(given.shape)} where {state} is needed.")
 
 
-LIBRARY.impl("balanced_lstm", lstm_compute, "CompositeExplicitAutograd")
-torch.library.register_fake("pomona::balanced_lstm", lstm_fake, lib=LIBRARY)
+balanced_lstm = operator(lstm_compute, lstm_fake, "balanced_lstm")

@@ -51,6 +51,20 @@ def test_a_wrong_side_is_told() -> None:
         bench.deviation(wrong, torch.randn(2, 4))
 
 
+def test_of_several_ways_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.eye(4)
+    sides = [
+        bench.Side("dense", lambda x: x @ weight, weight, 64),
+        bench.Side("CSR", lambda x: x @ weight, weight, 1),
+        bench.Side("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
+        bench.Side("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
+    ]
+    monkeypatch.setattr(bench, "race", lambda runs, *_, **options: [6.0, 3.0, 2.0][: len(runs)])
+    head = {"rows": 4, "columns": 4, "batch": 3, "state": "warm"}
+    dense, csr = bench.compete(sides, {}, torch.randn(3, 4), head, None, 1.0, 0.0)
+    assert (dense.side, csr.side, csr.seconds, csr.speedup, csr.nbytes) == ("dense", "CSR", 2.0, 3.0, 2)
+
+
 def test_models_are_pruned_where_they_are_by_default() -> None:
     torch.manual_seed(0)
     model = bench.prune(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(64, 10)), 0.9, 32)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pomona as pm
 from pomona.sparse import BalancedTensor, clock, decompress, layers
 from pomona.sparse import compress as patient_compress
-from pomona.sparse.compress import Compression, Fused, find_block
+from pomona.sparse.compress import Compression, Fused, Layer, find_block
 from pomona.sparse.layers import Packed, PackedConv2d, PackedLinear, PackedLSTM
 
 compress = functools.partial(patient_compress, patience=0.0)
@@ -316,7 +316,7 @@ def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.M
     monkeypatch.setattr(
         module, "time_layer", lambda dense, *_: (2.0, 1.0) if isinstance(dense, nn.LSTM) else (1.0, 2.0)
     )
-    monkeypatch.setattr(module, "whole", lambda *_: [2.0, 1.0, 1.0])
+    monkeypatch.setattr(module, "whole", lambda sides, *_: (dict(zip(sides, [2.0, 1.0, 1.0], strict=True)), {}))
     x = torch.randn(2, 4, 6, 6)
     small = compress(net, x)
     packed = [name for name, m in small.named_modules() if isinstance(m, Packed)]
@@ -330,7 +330,8 @@ def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.M
 def test_a_model_that_is_slower_in_all_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[find_block.__module__]
     monkeypatch.setattr(module, "time_layer", lambda *_: (2.0, 1.0))
-    monkeypatch.setattr(module, "whole", lambda *_: [1.0, 1.5, 1.5])
+    taken = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # alone, and as called
+    monkeypatch.setattr(module, "whole", lambda sides, *_: tuple(dict(zip(sides, t, strict=True)) for t in taken))
     x = torch.randn(2, 4, 6, 6)
     small = compress(net, x)
     assert not any(isinstance(m, Packed) for m in small.modules())
@@ -338,7 +339,59 @@ def test_a_model_that_is_slower_in_all_stays_dense(net: nn.Module, monkeypatch: 
     told = report(small)
     assert told.dense["lstm"] == "2.0× faster alone, but the whole model is faster dense"
     assert told.seconds == {"dense": 1.0, "all packed": 1.5, "compressed": 1.0}
+    assert told.called == {"dense": 3.0, "all packed": 4.0, "compressed": 3.0}
     assert any(isinstance(m, Packed) for m in compress(net, x, keep="all").modules())
+
+
+def test_the_report_tells_what_plain_calls_take() -> None:
+    seconds = {"dense": 3e-5, "all packed": 1e-5, "compressed": 1e-5}
+
+    def told(compressed: float) -> str:
+        called = {"dense": 6e-5, "all packed": compressed, "compressed": compressed}
+        layer = Layer("0", "Linear", (8, 8), 0.9, True, "3.0× faster", seconds=(3e-5, 1e-5))
+        return " ".join(str(Compression((layer,), 1, seconds, called)).split())
+
+    assert "called plainly, with the host's time, 60.0 → 50.0 µs" in told(5e-5)
+    assert "slower" not in told(5e-5)
+    assert "60.0 → 70.0 µs; slower that way: capture it in a CUDA graph" in told(7e-5)
+
+
+def test_calls_are_timed_with_all_that_the_host_does() -> None:
+    counts = [0, 0]
+
+    def side(which: int) -> None:
+        counts[which] += 1
+
+    sides = [functools.partial(side, which) for which in range(2)]
+    times = clock.race(sides, torch.device("cpu"), repeats=6, called=True)
+    assert len(times) == 2
+    assert counts[0] == counts[1] == (clock.WARM + 6) * (clock.AHEAD + 1)
+
+
+def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers keep their layout, packed ones give the same, and are timed with the conversion."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Conv2d(8, 8, 1))
+    model = cut(model, 4, 1).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
+    layouts: list[bool] = []
+
+    def race(sides: Any, *_: Any, **options: Any) -> list[float]:
+        outputs = [side() for side in sides]
+        layouts.extend(layers.channels_last(y) for y in outputs)
+        return [1.0] * len(sides)
+
+    monkeypatch.setattr(sys.modules[find_block.__module__], "race", race)
+    small = compress(model, x)
+    assert all(layouts[:6])  # both sides of every layer
+    assert not any(isinstance(m, Packed) for m in small.modules())
+    full = compress(model, x, keep="all")
+    assert sum(isinstance(m, Packed) for m in full.modules()) == 3
+    with torch.no_grad():
+        assert agree(full(x), model(x))
+    for back in (small, decompress(full)):
+        assert same_state(back, model)
+        assert all(p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4)
 
 
 def test_a_model_that_no_cache_holds_is_timed_with_emptied_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,14 @@ def product(
     if x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return product(x, values, indices, bias, rows, columns, block, relu, turned)
-    flat = x.reshape(columns, -1).T if turned else x if x.ndim == 2 else x.reshape(len(x), columns)
-    y = x.new_empty((rows, len(flat)) if turned else (len(flat), rows))
+    flat = x.reshape(columns, -1).T if turned else x if x.ndim == 2 else x.reshape(x.shape[0], columns)
+    n = flat.shape[0]
+    y = x.new_empty((rows, n) if turned else (n, rows))
     given = flat, values, indices, bias, y.T if turned else y, columns, block, relu
-    return y if any(kernel.multiply(*given) for kernel in kernels(len(flat))) else None
+    for kernel in kernels(n):
+        if kernel.multiply(*given):
+            return y
+    return None
 
 
 def kernels(n: int) -> Iterator[ModuleType]:

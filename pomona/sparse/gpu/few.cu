@@ -9,10 +9,14 @@
  *
  * With STEP the matrix is an LSTM's, [W_ih W_hh], of whole blocks both: those of x go before those of the state h. Its
  * rows are in the order unit, gate, so that four lanes have the gates of a unit and turn them into its new c and h. All
- * is there for each direction, blockIdx.z, one behind the other.
+ * is there for each direction, blockIdx.z, one behind the other. If it is EARLY, it was launched ahead of the end of the
+ * kernel before it.
  */
 #ifndef STEP
 #define STEP 0
+#endif
+#ifndef EARLY
+#define EARLY 0
 #endif
 
 #if KIND == 0
@@ -26,6 +30,24 @@
 #define LOWEST (KIND == 1 ? 0x04000400u : 0x00800080u)
 #define SIGN 0x80008000u
 #endif
+
+/* Let the next kernel be launched, and wait for what the one before has written. */
+__device__ __forceinline__ void take_turns() {
+#if EARLY && !defined EMULATED
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* How an LSTM's matrix is read: the next step wants it again, so it may stay in the cache. */
+__device__ __forceinline__ Policy lasting() {
+#ifdef EMULATED
+  return fleeting();
+#else
+  Policy policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+#endif
+}
 
 /* The signs of those numbers that are infinite or NaN: their exponents are all ones and run over. */
 __device__ __forceinline__ unsigned wild(unsigned numbers) { return (numbers & EXPONENT) + LOWEST & SIGN; }
@@ -191,10 +213,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES)
 few(const Value *values, const Word *indices, const float *bias, const Value *x0, const Value *x1, const Value *h0,
     const Value *h1, const Value *c, Value *y0, Value *y1, Value *c_next, Value *last, int units, int columns,
     int x_pitch, int h_pitch, int y_pitch, int blocks) {
+  take_turns();
   const bool back = blockIdx.z;
   const int first = (columns + BLOCK - 1) / BLOCK, rows = 4 * units;
   const Place place = {{}, {}, Input(back ? x1 : x0, x_pitch, columns, 0), Input(back ? h1 : h0, h_pitch, units, first),
-                       first, fleeting()};
+                       first, lasting()};
   multiply(place, values, indices, rows, blocks, blocks, [=](float sum, int row, int vector) {
     const float gate = sum + (row < rows ? bias[back * rows + row] : 0);
     const float open = row % 4 == 2 ? tanhf(gate) : 1 / (1 + expf(-gate)); /* in, forget, cell, out */

@@ -12,7 +12,8 @@ from .compiled import KINDS, Kernel, kernel, legible
 
 WIDEST = 32  # the columns of a block that a warp holds
 MOST = 16  # vectors
-REGISTERS = 48  # of a thread, that may wait for what is on its way
+WARPS = 16  # of a thread block
+REGISTERS = 56  # of a thread, for sums and what is on its way: of 64, so that a processor holds two thread blocks
 
 
 def multiply(
@@ -20,16 +21,18 @@ def multiply(
 ) -> bool:
     """y = x Wᵀ + bias; False where this is not for this kernel."""
     (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
-    if n > MOST or block > WIDEST or x.dtype != values.dtype:
+    dtype = values.dtype
+    if n > MOST or block > WIDEST or x.dtype != dtype:
         return False
-    made = plan(values.dtype, n, kept, block, groups, blocks, x.get_device())
+    made = plan(dtype, n, kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
     together, go = made
     if x.stride(1) != 1:
         x = x.contiguous()
-    bias, wide = legible(bias, values.dtype)
-    sizes = rows, columns, x.stride(0), blocks, y.stride(1), y.stride(0), wide, relu
+    bias, wide = legible(bias, dtype)
+    y_vector, y_row = y.stride()
+    sizes = rows, columns, x.stride(0), blocks, y_row, y_vector, wide, relu
     go((-(-groups // together), 1, 1), (values, indices, x, bias, y), sizes)
     return True
 
@@ -39,15 +42,23 @@ def plan(
     dtype: torch.dtype, n: int, kept: int, block: int, groups: int, blocks: int, device: int
 ) -> tuple[int, Kernel] | None:
     """How many groups of rows a warp works on, and the kernel."""
-    together, warps, unroll = shape(n, kept, groups, blocks)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    together, warps, unroll = shape(n, kept, groups, blocks, processors)
     macros = {"KIND": KINDS[dtype], "KEPT": kept, "BLOCK": block, "BATCH": n}
     made = kernel("few", device, warps * LANES, **macros, GROUPS=together, WARPS=warps, UNROLL=unroll)
     return None if made is None else (together, made)
 
 
-def shape(n: int, kept: int, groups: int, blocks: int) -> tuple[int, int, int]:
-    """How many groups of rows a warp works on, how many warps share them, and the blocks on their way at a time."""
-    together = 2 if 3 <= n <= 8 and groups * n >= 2048 else 1
-    waiting = together * (kept + -(-kept // 3)) + n  # registers of a block
-    unroll = next(u for u in (8, 4, 2, 1) if u * waiting <= REGISTERS or u == 1)
-    return together, min(16, 1 << (blocks - 1).bit_length()), unroll
+def shape(n: int, kept: int, groups: int, blocks: int, processors: int) -> tuple[int, int, int]:
+    """How many groups of rows a warp works on, how many warps share them, and the blocks on their way at a time.
+
+    Two groups read x once for both, which pays for several vectors as long as all processors have work; their thread
+    blocks may have half the warps, and twice the registers each. Of a lone vector, eight blocks are on their way where
+    registers allow it; of several, four are enough.
+    """
+    together = 2 if 3 <= n <= 8 and groups >= 3 * processors else 1
+    waiting, sums = together * (kept + -(-kept // 3)) + n, together * n  # registers for a block, and for all
+    ways = [(WARPS // half, unroll) for unroll in (8, 4, 2, 1)[n > 1 :] for half in (1, 2)[:together]]
+    fits = (way for way in ways if way[1] * waiting + sums <= REGISTERS * WARPS // way[0])
+    warps, unroll = next(fits, (WARPS, 1))
+    return together, min(warps, 1 << (blocks - 1).bit_length()), unroll

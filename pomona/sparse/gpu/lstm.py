@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..balanced import LANES
-from .compiled import KINDS, Kernel, kernel
+from .compiled import KINDS, Kernel, kernel, overlaps
 from .few import shape
 
 WIDEST = 32  # columns of a block
@@ -38,30 +38,34 @@ def run(
         return None
     h, c = (t if t is None else t.to(x.dtype).contiguous() for t in (h, c))
     h_next, c_next = (x.new_empty(len(values) * directions, n, units) for _ in range(2))
+    size = x.element_size() * directions * n * units  # bytes of a layer's states
     for layer, (go, *packed) in enumerate(zip(made, values, indices, biases, strict=True)):
-        mine = slice(layer * directions, (layer + 1) * directions)
-        first, cells = (None if t is None else t[mine] for t in (h, c))
-        x = sweep(go, packed, x, first, cells, h_next[mine], c_next[mine])
+        states = [0 if t is None else t.data_ptr() + layer * size for t in (h, c, h_next, c_next)]
+        x = sweep(go, packed, x, *states)
     return x, h_next, c_next
 
 
-def sweep(
-    go: Kernel, packed: Sequence[Tensor], x: Tensor, h: Tensor | None, c: Tensor | None, h_next: Tensor, c_next: Tensor
-) -> Tensor:
-    """One layer over all steps, from the first on and, if there are two directions, from the last on."""
+def sweep(go: Kernel, packed: Sequence[Tensor], x: Tensor, h: int, c: int, h_next: int, c_next: int) -> Tensor:
+    """One layer over all steps, from the first on and, if there are two directions, from the last on.
+
+    States are addresses, and so is what a step reads and writes: a tensor for each would take the host longer than the
+    step takes the device.
+    """
     x = x if x.stride(2) == 1 else x.contiguous()
-    (steps, _, columns), (directions, _, units) = x.shape, h_next.shape
-    y = x.new_empty(*x.shape[:2], directions * units)
-    inputs, outputs = x.unbind(), [way.unbind() for way in y.split(units, 2)]
-    states: Sequence[Tensor | None] = (None, None) if h is None else h.unbind()
-    pitch = units
-    for step in range(steps):
-        here, there = step, steps - 1 - step
-        new, last = (outputs[0][here], outputs[-1][there]), h_next if here == steps - 1 else None
-        tensors = *packed, inputs[here], inputs[there], states[0], states[-1], c, *new, c_next, last
-        sizes = units, columns, x.stride(1), pitch, y.stride(1), packed[0].shape[1]
-        go((-(-4 * units // LANES), 1, directions), tensors, sizes)
-        states, c, pitch = new, c_next, y.stride(1)
+    (steps, n, columns), (directions, rows) = x.shape, packed[2].shape
+    units, size = rows // 4, x.element_size()
+    y = x.new_empty(steps, n, directions * units)
+    weights, (ahead, x_pitch, _), (y_ahead, y_pitch, _) = [t.data_ptr() for t in packed], x.stride(), y.stride()
+    inputs = [x.data_ptr() + size * ahead * step for step in range(steps)]
+    outputs = [[y.data_ptr() + size * (y_ahead * step + units * way) for step in range(steps)] for way in range(2)]
+    grid, blocks, pitch = (-(-rows // LANES), 1, directions), packed[0].shape[1], units
+    before = h, h and h + size * n * units  # of the other direction, where there is one
+    for here in range(steps):
+        there = steps - 1 - here
+        new, last = (outputs[0][here], outputs[1][there]), 0 if there else h_next
+        pointers = *weights, inputs[here], inputs[there], *before, c, *new, c_next, last
+        go.launch(grid, pointers, (units, columns, x_pitch, pitch, y_pitch, blocks))
+        before, c, pitch = new, c_next, y_pitch
     return y
 
 
@@ -69,6 +73,6 @@ def sweep(
 def plan(dtype: torch.dtype, n: int, size: Sequence[int], block: int, device: int) -> Kernel | None:
     """The kernel for a layer."""
     _, blocks, kept, _ = size
-    _, warps, unroll = shape(n, kept, 1, blocks)
-    macros = {"KIND": KINDS[dtype], "KEPT": kept, "BLOCK": block, "BATCH": n, "STEP": 1}
+    _, warps, unroll = shape(n, kept, 1, blocks, 1)
+    macros = {"KIND": KINDS[dtype], "KEPT": kept, "BLOCK": block, "BATCH": n, "STEP": 1, "EARLY": int(overlaps(device))}
     return kernel("few", device, warps * LANES, **macros, GROUPS=1, WARPS=warps, UNROLL=unroll)

@@ -82,7 +82,7 @@ def product(
     wide, where = (begins if turned else lengthwise)(x if x.dtype is torch.float32 else x.float(), n)
     if bias is not None:
         bias = bias.float().contiguous()
-    y = torch.empty((rows, n) if turned else (n, rows), dtype=torch.float32)
+    y = wide.new_empty(rows, n) if turned else wide.new_empty(n, rows)
     failed = call(
         values.data_ptr(),
         indices.data_ptr(),
@@ -117,7 +117,7 @@ def lengthwise(x: Tensor, n: int) -> tuple[Tensor, int]:
 def begins(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """x (columns … × n) with contiguous runs of n, and where each column's run begins."""
     x = x if x.stride(-1) == 1 or n == 1 else x.contiguous()
-    where = torch.zeros((), dtype=torch.int64)
+    where = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is: C reads it
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        where = where.unsqueeze(-1) + torch.arange(size) * stride
+        where = where.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return x, where.flatten()

@@ -62,11 +62,6 @@ INLINE const uint16_t *words_at(const Matrix *m, int64_t group, int64_t block) {
   return m->indices + (group * m->blocks + block) * m->words * LANES;
 }
 
-INLINE float activate(const Matrix *m, int64_t row, float sum) {
-  sum += m->bias ? m->bias[row] : 0.0f;
-  return m->relu && sum < 0 ? 0.0f : sum; /* a NaN is not below 0 and stays */
-}
-
 INLINE float from_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
@@ -120,6 +115,16 @@ static int all_runs_finite(const float *x, const int64_t *offsets, int64_t colum
   for (int64_t c = 0; c < columns; c++)
     if (!all_finite(x + offsets[c], n)) return 0;
   return 1;
+}
+
+/* The bias and the activation of sums side by side: all of one row, or of the rows from there on. */
+static VECTORIZED void activate(const Matrix *m, int64_t row, int one, float *restrict sums, int64_t count) {
+  if (m->bias && one)
+    for (int64_t i = 0; i < count; i++) sums[i] += m->bias[row];
+  if (m->bias && !one)
+    for (int64_t i = 0; i < count; i++) sums[i] += m->bias[row + i];
+  if (m->relu)
+    for (int64_t i = 0; i < count; i++) sums[i] = sums[i] < 0 ? 0.0f : sums[i]; /* a NaN is not below 0 and stays */
 }
 
 /* ---- lanes are rows */
@@ -216,31 +221,30 @@ INLINE V pick(const float *x, I index, int bits, int windows) {
 
 #define PARTS (LANES / WIDTH)
 
-/* What `slots` ≤ 3 slots under one word add to the sums of `tile` vectors x. */
+/* What `slots` ≤ 3 slots under one word add to the sums of `tile` vectors x. All is read in the order of memory. */
 INLINE void add_word(const char *values, const uint16_t *words, const float *x, int64_t ldx, int slots, int tile,
                      int kind, int bits, int windows, V sums[][PARTS]) {
+  I word[PARTS];
 #pragma GCC unroll 4
-  for (int part = 0; part < PARTS; part++) {
-    I word = load_words(words + part * WIDTH), index[3];
-    V value[3];
+  for (int part = 0; part < PARTS; part++) word[part] = load_words(words + part * WIDTH);
 #pragma GCC unroll 3
-    for (int s = 0; s < slots; s++) {
-      value[s] = load(values, s * LANES + part * WIDTH, kind);
-      index[s] = shift(word, bits * s);
-    }
-#pragma GCC unroll 3
-    for (int s = 0; s < slots; s++)
+  for (int s = 0; s < slots; s++)
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part++) {
+      V value = load(values, s * LANES + part * WIDTH, kind);
+      I index = shift(word[part], bits * s);
 #pragma GCC unroll 8
       for (int t = 0; t < tile; t++)
-        sums[t][part] = add_product(value[s], pick(x + t * ldx, index[s], bits, windows), sums[t][part]);
-  }
+        sums[t][part] = add_product(value, pick(x + t * ldx, index, bits, windows), sums[t][part]);
+    }
 }
 
 /* `together` groups of rows times `tile` vectors. */
 INLINE void add_groups(const Matrix *m, int64_t group, const float *x, int64_t ldx, float *y, int together, int tile,
                        int kind, int bits, int windows) {
   union { V wide[TILE][PARTS]; float narrow[TILE][LANES]; } sums[TOGETHER];
-  memset(sums, 0, sizeof sums);
+#pragma GCC unroll 4
+  for (int g = 0; g < together; g++) memset(sums[g].wide, 0, tile * sizeof *sums[g].wide);
   const int per = 16 / bits, rest = m->kept % per;
   const int64_t full = m->kept / per, step = LANES * size(kind);
   const int64_t values_apart = m->blocks * m->kept * step, words_apart = m->blocks * m->words * LANES;
@@ -259,9 +263,10 @@ INLINE void add_groups(const Matrix *m, int64_t group, const float *x, int64_t l
 #undef ADD
   for (int g = 0; g < together; g++) {
     int64_t first = (group + g) * LANES, count = least(LANES, m->rows - first);
-    for (int t = 0; t < tile; t++)
-      for (int64_t i = 0; i < count; i++)
-        y[t * m->rows + first + i] = activate(m, first + i, sums[g].narrow[t][i]);
+    for (int t = 0; t < tile; t++) {
+      activate(m, first, 0, sums[g].narrow[t], count);
+      memcpy(y + t * m->rows + first, sums[g].narrow[t], count * sizeof *y);
+    }
   }
 }
 
@@ -396,7 +401,8 @@ static void fetch(const Matrix *m, const Vectors *v, int64_t first, int64_t from
     turn_all(v->x + first * v->ldx + from, v->ldx, count, end - from, tile + from * RUN, RUN);
 }
 
-/* What the blocks from `from` to `to` add to the sums of one row. */
+/* What the blocks from `from` to `to` add to the sums of one row. A word is widened to 64 bits: where GCC puts 16 of
+ * them on the stack and reads 32 back, each survivor waits for it. */
 INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, int64_t to, const float *tile,
                     float *sums, int kind, int bits) {
   const int per = 16 / bits, mask = (1 << bits) - 1;
@@ -413,13 +419,13 @@ INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, i
   for (int64_t block = from; block < to; block++, tile += m->block * RUN) {
     int64_t left = m->kept;
     for (; left >= per; left -= per, words += LANES, values += per * LANES * size(kind)) {
-      uint32_t word = *words;
+      uint64_t word = *words;
       ADD(0);
       if (per > 1) ADD(1);
       if (per > 2) ADD(2);
     }
     if (left) {
-      uint32_t word = *words;
+      uint64_t word = *words;
       ADD(0);
       if (left > 1) ADD(1);
       words += LANES, values += left * LANES * size(kind);
@@ -460,8 +466,7 @@ static void add_tile(const Matrix *m, const Vectors *v, int64_t group, int64_t f
   memset(sums, 0, (end - group) * LANES * RUN * sizeof *sums);
   for (int64_t block = 0; block < m->blocks; block += chunk)
     add_rows(m, group, end, block, least(m->blocks, block + chunk), tile, sums);
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t i = 0; i < count; i++) sums[row * RUN + i] = activate(m, top + row, sums[row * RUN + i]);
+  for (int64_t row = 0; row < rows; row++) activate(m, top + row, 1, sums + row * RUN, count);
   if (v->offsets)
     for (int64_t row = 0; row < rows; row++)
       memcpy(v->y + (top + row) * v->n + first, sums + row * RUN, count * sizeof *sums);
