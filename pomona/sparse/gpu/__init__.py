@@ -14,6 +14,7 @@ from . import conv, few, lstm, some
 __all__ = ["conv", "few", "lstm", "product", "some"]
 
 FEW = 8  # vectors up to which shuffles beat the tensor cores
+SMALL = 1 << 26  # entries of a matrix, of which twice as many vectors are few: it leaves the tensor cores idle
 
 
 def product(
@@ -32,18 +33,18 @@ def product(
         with torch.cuda.device(x.device):
             return product(x, values, indices, bias, rows, columns, block, relu, turned)
     flat = x.reshape(columns, -1).T if turned else x if x.ndim == 2 else x.reshape(x.shape[0], columns)
-    n = flat.shape[0]
+    n, size = flat.shape[0], rows * columns
     y = x.new_empty((rows, n) if turned else (n, rows))
     given = flat, values, indices, bias, y.T if turned else y, columns, block, relu
-    for kernel in kernels(n):
+    for kernel in kernels(n, size):
         if kernel.multiply(*given):
             return y
     return None
 
 
-def kernels(n: int) -> Iterator[ModuleType]:
-    """Those for so many vectors, the fastest first."""
-    yield from (few, some) if n <= FEW else (some, few)
+def kernels(n: int, size: int) -> Iterator[ModuleType]:
+    """Those for so many vectors and a matrix of this size, the fastest first."""
+    yield from (few, some) if n <= FEW * (1 + (size <= SMALL)) else (some, few)
     try:
         from . import many
     except ImportError:  # no Triton

@@ -15,7 +15,7 @@ from .some import LIMIT, PICKED, ROWS, SIDE, WIDEST, Shape, registers
 
 MOST = 31  # taps of a kernel: a bit each
 WARPS, BUSY = 8, 0.6  # of a thread block; of the processors, that are worth more positions to each of them
-CLUSTER = 8  # thread blocks
+CLUSTER, SPAN = 8, 4  # thread blocks; steps of x at a time, at least
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int
     slabs, steps = -(-groups * LANES // ROWS), -(-blocks // SIDE)
     team = next(t for t in (8, 4, 2, 1) if t == 1 or slabs * t <= WARPS)
     best, most = None, 0
-    for eights in (e for e in (8, 4, 2, 1) if e <= registers(kept)):
+    for eights in (e for e in (4, 2, 1) if e <= registers(kept)):
         thread_blocks = -(-slabs * team // WARPS) * -(-n // (8 * eights))
         room = min(CLUSTER if clusters else 1, max(1, processors // thread_blocks), max(1, steps // team))
         split = 1 << room.bit_length() - 1
-        shape = Shape(width, eights, WARPS, team, split, tiles, max(team, 2), 2)
+        shape = Shape(width, eights, WARPS, team, split, tiles, max(team, SPAN), 2)
         if thread_blocks * split > most and shape.shared(kept) <= LIMIT:
             best, most = shape, thread_blocks * split
         if most >= BUSY * processors:
