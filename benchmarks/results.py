@@ -33,6 +33,8 @@ OTHERS = """
 |---|---|---|---:|
 """
 
+QUEUE = "dpf-first"  # cells of other tables
+
 SAME = ("label", "column", "model", "method", "sparsity", "setting", "mean", "paper")  # by which a cell is known again
 
 RUNS = """
@@ -73,14 +75,14 @@ def line(run: Run) -> str:
 def page() -> str:
     """The whole page."""
     kept = store()
-    names = sorted(shelf.tables(), key=lambda name: "figure" in name)  # tables first
+    names = sorted(shelf.tables().keys() - {QUEUE}, key=lambda name: ("figure" in name, name))  # tables first
     results = [compare(name, kept) for name in names]
     sections, told, rest = [], set(), []
     for result in results:
         cells = {json.dumps([c[key] for key in SAME]) for c in result["cells"] if c["runs"]}
         if cells - told or (cells and result["show"]):  # more than stands above
             sections.append(f"## {result['title']}\n\n{begun(result)}")
-        else:
+        elif not cells:
             rest.append(f"| `{result['name']}` | {result['title']} | {result['paper']} | {result['runs']} |")
         told |= cells
     runs = sorted((run for run in kept.runs.values() if run.summary is not None), key=lambda run: run.recipe.name)
