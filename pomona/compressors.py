@@ -94,7 +94,7 @@ class Soft(Compressor):
         )
 
     def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor:
-        """s and t, for each output."""
+        """s and t, for each output; `arena_triton` has the same for all layers at once."""
         magnitude = latent.abs()
         inner = [dim for dim in range(latent.ndim) if dim != rows] or [0]
         whole = magnitude.mean(inner, keepdim=True) + 1e-6

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..allocation import LAYERWISE, floors, read
+from ..compressors import Soft
 from ..patterns import Unstructured
 from ..patterns.base import zeros
 from . import guards
@@ -31,6 +32,7 @@ class Arena:
         # Targets come before their companions, so that figures over the targets are over a front part.
         self.slots = sorted(slots, key=lambda slot: slot.leader is not None)
         self.targets = [slot for slot in self.slots if slot.leader is None]
+        self.names = [slot.name for slot in self.targets]
         self.sizes = [slot.mask.numel() for slot in self.targets]
         self.count = sum(self.sizes)
         self.ends = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
@@ -41,12 +43,19 @@ class Arena:
         self.drawn = self.pool("drawn")
         self.seen = self.pool("seen")
         self.flipped = self.pool("flipped")
+        self.gauge = self.pool("gauge")
+        self.past: Tensor | None = self.seen  # the masks before an update, where kernels look for them
+        compressor = getattr(self.method, "compressor", None)
+        self.soft = compressor if isinstance(compressor, Soft) else None  # the projection has a gauge that kernels know
         self.selection: Any = None  # of the highest scores, where kernels do it
         self.floor: Any = None  # the same of those that each layer keeps at least, where it has a floor
         self.score: Tensor | None = None  # |latent|, where they do it by that
-        self.kernel = kernels() if self.fuses() else None
+        self.aimed: float | None = None  # the sparsity that they select for
+        self.kernel = kernels() if self.mask.is_cuda and self.fuses() else None
         self.addresses = self.locate()  # of the parameters when the table was made
         self.table: tuple[Tensor, ...] = ()
+        self.rows: Any = None  # the scales and thresholds of all outputs, where kernels shrink by them
+        self.figures: Any = None  # what they note of an update
         self.recordings: dict[str, torch.cuda.CUDAGraph | None] = {}
 
     def pool(self, field: str) -> Any:
@@ -61,18 +70,18 @@ class Arena:
         buffer = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         offset = 0
         for slot, tensor in zip(slots, tensors, strict=True):
-            view = buffer.as_strided(tensor.shape, dense_strides(slot.parameter), offset)
+            like = slot.parameter if tensor.shape == slot.parameter.shape else tensor
+            view = buffer.as_strided(tensor.shape, dense_strides(like), offset)
             setattr(slot, field, view.copy_(tensor))
             offset += tensor.numel()
         return buffer
 
     def fuses(self) -> bool:
         """Whether the kernels can do what the method does."""
-        first = self.slots[0].parameter
         dense = all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
-        plain = self.method.plain and self.method.weights != "free"
+        plain = self.method.plain or (self.soft is not None and all(map(outputs, self.slots)))
         alike = self.weight is None or len(self.targets) == len(self.slots)
-        return first.is_cuda and dense and plain and alike and self.mask.numel() < 2**31
+        return dense and plain and self.method.weights != "free" and alike and self.mask.numel() < 2**31
 
     def locate(self) -> tuple[int, ...]:
         """Where the parameters lie."""
@@ -93,6 +102,9 @@ class Arena:
         if not self.table:
             sizes = [slot.mask.numel() for slot in self.slots]
             self.table = self.kernel.table(self.addresses, sizes, self.mask.device)
+            self.figures = self.kernel.Figures(self.sizes, self.mask.device)
+            if self.soft is not None:
+                self.rows = self.kernel.Rows(self.gauge, [*map(outputs, self.slots)], sizes, self.soft.rescale)
         return True
 
     def launch(self, move: str) -> None:
@@ -122,18 +134,23 @@ class Arena:
 
     def play(self, move: str) -> None:
         """The kernels of a move."""
+        parameter, dense = self.slots[0].parameter, self.latent if self.weight is None else self.weight
 
         def run(name: str, values: Tensor | None) -> None:
-            self.kernel.move(name, self.table, values, self.mask, self.slots[0].parameter)  # type: ignore[union-attr]
+            self.kernel.move(name, self.table, values, self.mask, parameter, self.rows)  # type: ignore[union-attr]
 
         if move == "pick":
             self.select(torch.abs(self.latent[: self.count], out=self.score))
-            return
-        if move == "follow":
+        elif move == "measure":
+            self.rows.measure(self.latent, self.mask)
+        elif move == "note":
+            self.figures.run(self.table, dense, self.mask, self.past, parameter, self.rows)
+        elif move == "follow":
             run("take", self.latent)
             self.select(self.latent)
-        scored = self.weight is not None and move in ("follow", "project")
-        run("project" if scored else move, self.weight if scored else self.latent)
+            run("project", dense)
+        else:
+            run(move, dense if move == "project" else self.latent)
 
     def select(self, scores: Tensor) -> None:
         """mask ← the highest scores; what a floor keeps of a layer comes before all others."""
@@ -206,6 +223,32 @@ class Arena:
             self.score = torch.empty_like(self.latent[: self.count])
         self.launch("pick")
 
+    def measure(self) -> None:
+        """Note what the method is to know of the masks."""
+        if self.gauge is not None and self.ready():
+            self.launch("measure")
+            return
+        for slot in self.targets:
+            slot.measure(slot.mask)
+
+    def remember(self) -> Tensor:
+        """The masks that an update is about to change, or has changed since the last record."""
+        if self.seen is not None:
+            return self.seen
+        mask = self.mask[: self.count]
+        if not self.ready():
+            return mask.clone()
+        if self.past is None:  # a recording looks for them in one and the same place
+            self.past = torch.empty_like(mask)
+        return self.past.copy_(mask)
+
+    def note(self) -> Tensor | None:
+        """What an update changed in each target; None where kernels cannot tell."""
+        if not self.ready():
+            return None
+        self.launch("note")
+        return self.figures.values.clone()
+
     def aim(self, sparsity: float) -> bool:
         """How sparse `follow` and `pick` are to leave the model; False where kernels cannot do it."""
         if (
@@ -214,6 +257,9 @@ class Arena:
             or self.latent.dtype == torch.float64
         ):
             return False
+        if sparsity == self.aimed:
+            return True
+        self.aimed = sparsity
         name, floor = read(self.method.allocation)
         layerwise = LAYERWISE.get(name)
         sizes = [self.count] if layerwise is None else self.sizes
@@ -262,6 +308,12 @@ def arenas(slots: Sequence[Slot]) -> list[Arena]:
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The strides of a copy: those of the parameter where it has no gaps."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def outputs(slot: Slot) -> int:
+    """How many outputs a gauge tells apart; 0 where it is none, or they do not lie one after another."""
+    number, mask = 0 if slot.gauge is None else slot.gauge[0].numel(), slot.mask
+    return number if number == 1 or (slot.target.rows == 0 and mask.stride(0) * number == mask.numel()) else 0
 
 
 def layout(parameter: Tensor) -> tuple[int, int] | None:

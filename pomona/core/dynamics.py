@@ -27,29 +27,27 @@ def change(
 
 def change_one(arena: Arena, masks: Mapping[str, Tensor] | None, time: Time) -> dict[str, Any]:
     """The same for one arena, in as few kernels as will do."""
-    mask = arena.mask[: arena.count]
-    before = mask.clone() if arena.seen is None else arena.seen.clone()
+    mask, before = arena.mask[: arena.count], arena.remember()
     if masks is None:
         arena.pick()
     else:
         arena.put(masks)
-    for slot in arena.targets:
-        slot.measure(slot.mask)
+    arena.measure()
+    noted = arena.note()
+    figures = look(arena, before) if noted is None else noted
+    if arena.flipped is not None:
+        arena.flipped.masked_fill_(before ^ mask, time.step)
     if arena.seen is not None:
         arena.seen.copy_(mask)
-    flips = before ^ mask
-    if arena.flipped is not None:
-        arena.flipped.masked_fill_(flips, time.step)
-    lost, whole = norms(arena)
-    return {
-        "names": [slot.name for slot in arena.targets],
-        "sizes": arena.sizes,
-        "ends": mask.cumsum(0)[arena.ends],  # how many are kept up to the end of each target
-        "flips": flips.sum(),
-        "before": before.sum(),
-        "lost": lost,
-        "whole": whole,
-    }
+    return {"names": arena.names, "sizes": arena.sizes, "figures": figures}
+
+
+def look(arena: Arena, before: Tensor) -> list[Tensor]:
+    """How many are kept of each target; how many flipped and were kept, ‖w − w̃‖ and ‖w‖, of each or of all."""
+    mask = arena.mask[: arena.count]
+    ends = mask.cumsum(0)[arena.ends]
+    figures = [(before ^ mask).sum(), before.sum(), *norms(arena)]
+    return [ends.diff(prepend=ends.new_zeros(1)), *(figure[None] for figure in figures)]
 
 
 def norms(arena: Arena) -> tuple[Tensor, Tensor]:
@@ -72,15 +70,12 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
     """A record of `change` as the user sees it."""
     if "parts" not in record:
         return record
-    parts: list[dict[str, Any]] = [
-        {k: v.tolist() if isinstance(v, Tensor) else v for k, v in part.items()} for part in record["parts"]
-    ]
-    kept = [b - a for part in parts for a, b in zip([0, *part["ends"]], part["ends"], strict=False)]
-    sizes = [size for part in parts for size in part["sizes"]]
-    shares = dict(zip([n for part in parts for n in part["names"]], zip(kept, sizes, strict=True), strict=True))
-    flips, before = (sum(part[key] for part in parts) for key in ("flips", "before"))
-    lost, whole = (sum(part[key] ** 2 for part in parts) for key in ("lost", "whole"))
-    common = sum(kept) + before - flips  # 2 |A ∩ B|, from |A|, |B| and |A △ B|
+    parts = [[part["names"], part["sizes"], *lists(part["figures"])] for part in record["parts"]]
+    names, sizes, kept, *rows = ([one for part in parts for one in part[i]] for i in range(7))
+    flips, before = (int(sum(row)) for row in rows[:2])
+    lost, whole = (sum(norm**2 for norm in row) for row in rows[2:])
+    shares = dict(zip(names, zip(kept, sizes, strict=True), strict=True))
+    common = int(sum(kept)) + before - flips  # 2 |A ∩ B|, from |A|, |B| and |A △ B|
     return {
         "step": record["step"],
         "sparsity": record["sparsity"],
@@ -89,6 +84,11 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
         "iou": common / (common + 2 * flips) if common + flips else 1.0,
         "layers": [1 - shares[name][0] / shares[name][1] for name in record["names"]],
     }
+
+
+def lists(figures: Tensor | list[Tensor]) -> list[list[float]]:
+    """Figures on the host."""
+    return figures.tolist() if isinstance(figures, Tensor) else [figure.tolist() for figure in figures]
 
 
 def settled(flipped: Sequence[Tensor], steps_per_epoch: int) -> list[float]:

@@ -24,6 +24,9 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf": lambda: pm.DPF(sparsity=0.9, every=4),
     "dpf filters": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter()),
     "dpf soft": lambda: pm.DPF(sparsity=0.9, every=4, settle=0.3, schedule=pm.Cubic(until=0.5), compressor="soft"),
+    "dpf soft floor": lambda: pm.DPF(
+        sparsity=0.9, every=4, settle=0.3, allocation="global(floor=0.05)", compressor="soft(rescale=False)"
+    ),
     "dpf floor": lambda: pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.05)"),
     "dpf balanced": lambda: pm.DPF(sparsity=0.75, every=4, pattern=pm.Balanced(block=12)),
     "dpf 2:4 quantized": lambda: pm.DPF(every=4, pattern=pm.NM(2, 4), allocation="uniform", compressor=pm.Quantize(4)),
