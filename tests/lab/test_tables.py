@@ -163,6 +163,13 @@ def test_tables_share_their_runs():
     assert tuned < small
 
 
+def test_what_is_first_is_in_the_papers_tables():
+    first, *others = (
+        {task.key for task in papers.find(f"dpf-{name}").tasks()} for name in ("first", "table1", "table2", "table5")
+    )
+    assert first <= set.union(*others)
+
+
 def test_table_5_prunes_filters():
     for entry in papers.find("dpf-table5").only(["column=SFP,DPF"]).entries:
         assert entry.tasks[0].recipe.method["pattern"] == {"name": "filter", "norm": 2, "of": "filters", "norms": False}
