@@ -34,6 +34,7 @@ FINEST = 5e-4  # of the grid of privacy losses; a finer one lowers ε by less th
 POINTS = 1_000, 20_000  # of the grid, at least and at most, from 0 to its end
 SMALLEST = 1e-4  # end of the grid: below it the differences that it is made from are rounding
 DEVIATIONS = 10.0  # of the Gaussian loss within the grid: what is beyond weighs 1e−23
+LARGEST = 700.0  # loss of which the exponential is a float
 PLACES = 12  # at which the spent ε is worked out in advance
 CLOSE = 1e-4  # relative: how near a solved σ comes to the smallest that will do
 
@@ -73,7 +74,7 @@ class Pair:
         """The privacy-loss distribution of dp-accounting, rounded up."""
         pmf, pld = library()
         spread = 0.0 if self.sigma is None else 1 / (2 * self.sigma**2) + DEVIATIONS / self.sigma
-        end = math.log1p(self.rate * math.expm1(min(sum(self.pure) + spread, 700.0)))
+        end = math.log1p(self.rate * math.expm1(min(sum(self.pure) + spread, LARGEST)))
         count = min(max(math.ceil(end / FINEST), POINTS[0]), POINTS[1])
         interval, places = max(end, SMALLEST) / count, np.arange(-count, count + 1)
         losses = np.asarray(places * interval, dtype=np.float64)
@@ -91,8 +92,12 @@ class Pair:
                 yield one.self_compose(count)
 
     def epsilon(self, steps: int, delta: float) -> float:
-        """What so many steps cost at this δ."""
-        return float(next(self.composed(steps)).get_epsilon_for_delta(delta))
+        """What so many steps cost at this δ: no more than all their losses together, where each has a largest one."""
+        pure = sum(self.pure)
+        bounded = self.sigma is None and pure < LARGEST
+        most = steps * math.log1p(self.rate * math.expm1(pure)) if bounded else math.inf
+        with np.errstate(all="ignore"):  # a loss above 709 is beyond what floats can tell, and becomes infinite
+            return min(float(next(self.composed(steps)).get_epsilon_for_delta(delta)), most)
 
     def delta(self, steps: int, epsilon: float) -> float:
         """What so many steps cost at this ε."""

@@ -143,6 +143,10 @@ def test_a_cost_is_never_negative_and_never_above_plain_addition(rate, sigma, pu
         assert cost <= most + steps * 1e-7
 
 
+def test_a_loss_that_is_beyond_floats_is_bounded_all_the_same():
+    assert Pair(0.5, None, (5.0,)).epsilon(282, 1e-6) == pytest.approx(282 * math.log1p(0.5 * math.expm1(5)))
+
+
 @settings(max_examples=25, deadline=None)
 @given(rate=st.floats(0.01, 1.0), sigma=st.floats(0.5, 20.0), index=st.floats(0.0, 2.0), epsilon=st.floats(0.0, 3.0))
 def test_divergences_are_ordered_as_they_must_be(rate, sigma, index, epsilon):
