@@ -19,7 +19,7 @@ from pomona.lab.convolution import Quick, QuickNorm, convolution, fits, quick, t
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-4) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-5)
+DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-5) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-6)
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
     (2, 3, 16, 8, 8, 3, 1),
     (2, 16, 16, 7, 5, 3, 1),
@@ -31,8 +31,8 @@ SHAPES = [  # images, inputs, outputs, height, width, size, stride
     (1, 64, 64, 4, 4, 3, 1),
     (1, 64, 16, 1, 1, 3, 1),
 ]
-if DEVICE == "cuda":  # those of a ResNet-20, since kernels are compiled for each, and an odd one
-    SHAPES = [
+if DEVICE == "cuda":  # those of a ResNet-20, too
+    SHAPES += [
         (32, 3, 16, 32, 32, 3, 1),
         (32, 16, 16, 32, 32, 3, 1),
         (32, 16, 32, 32, 32, 3, 2),
@@ -41,8 +41,12 @@ if DEVICE == "cuda":  # those of a ResNet-20, since kernels are compiled for eac
         (32, 32, 64, 16, 16, 3, 2),
         (32, 32, 64, 16, 16, 1, 2),
         (32, 64, 64, 8, 8, 3, 1),
-        (2, 16, 16, 7, 5, 3, 1),
     ]
+
+
+def summed(shape):
+    """How far a sum may be off: over the positions of a batch of 32 more than over those of a few images."""
+    return SUMMED * (10 if shape[0] >= 32 else 1)
 
 
 def draw(shape, dtype=torch.float32):
@@ -74,10 +78,10 @@ class TestKernel:
         stride = shape[-1]
         found, sums = kernels.forward(x, weight, stride)
         assert far(found, y) < NEAR
-        assert far(sums.sum(1), torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])) < SUMMED
+        assert far(sums.sum(1), torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])) < summed(shape)
         if shape[1] >= 16:
             assert far(kernels.input_gradient(g, x, weight, stride), gx) < NEAR
-        assert far(kernels.weight_gradient(g, x, weight, stride), gw) < SUMMED
+        assert far(kernels.weight_gradient(g, x, weight, stride), gw) < summed(shape)
 
     @pytest.mark.parametrize("shares", [1, 2, 3])
     def test_any_number_of_shares(self, shares):
@@ -140,7 +144,7 @@ def test_the_operator_and_its_gradients(shape):
     out, _ = convolution(x, weight, shape[-1])
     out.backward(g)
     assert far(out, y) < NEAR
-    assert far(weight.grad, gw) < SUMMED
+    assert far(weight.grad, gw) < summed(shape)
     assert weight.grad.dtype == torch.float32
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
     if x.requires_grad:

@@ -121,10 +121,8 @@ def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
 
 
 @gpu
-@pytest.mark.parametrize(
-    ("method", "steps"),
-    [("dpf(sparsity=0.9, every=4)", 22), ("rigl(sparsity=0.9, every=8)", 30)],  # at the end of an epoch, and within one
-)
+@pytest.mark.parametrize("method", ["dpf(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)"])
+@pytest.mark.parametrize("steps", [22, 30])  # at the end of an epoch, and within one
 def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
     one = recipe(method, model="lenet300", checkpoint_steps=5)  # cuDNN's convolutions add up in any order
     train(one, tmp_path / "whole")
@@ -145,30 +143,30 @@ def test_the_loops_share_their_checkpoints(tmp_path):
 
 
 @gpu
-def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_path):
-    """Bit for bit, without convolutions: each thread has cuDNN choose anew how to do them, and SNIP's first look at
-    a gradient makes much of little."""
-    methods = [method for method in METHODS if not method.startswith("sfp")]  # which has no filters to prune here
-    recipes = [dataclasses.replace(recipe(method, model="lenet300"), seed=k) for k, method in enumerate(methods)]
+@pytest.mark.parametrize("model", ["digits_cnn", "lenet300"])
+def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_path, model):
+    """Bit for bit without convolutions, for which each thread has cuDNN choose anew."""
+    exact = model == "lenet300"
+    methods = [method for method in METHODS if not (exact and method.startswith("sfp"))]  # it has no filters
+    recipes = [dataclasses.replace(recipe(method, model=model), seed=k) for k, method in enumerate(methods)]
     wild = dataclasses.replace(recipe(), optimizer=dataclasses.replace(recipe().optimizer, lr=1e9))
-    jobs = [Job(one, tmp_path / str(k)) for k, one in enumerate([wild, *recipes])]
+    jobs = [Job(one, tmp_path / str(k)) for k, one in enumerate([*recipes, wild])]
     found = dict(packed.run(jobs, 4, print))
-    assert "the loss is" in found.pop(0)["error"]
-    for k, one in enumerate(recipes, 1):
+    assert "the loss is" in found[len(recipes)]["error"]
+    for k, one in enumerate(recipes):
         assert "error" not in found[k], found[k]
+        assert found[k]["seed"] == k
         alone = train(one, tmp_path / f"alone{k}")
-        assert [found[k][key] for key in ("seed", "sparsity", "accuracy")] == [
-            alone[key] for key in ("seed", "sparsity", "accuracy")
-        ]
-        assert torch.equal(losses(tmp_path / str(k)), losses(tmp_path / f"alone{k}"))
+        assert found[k]["sparsity"] == alone["sparsity"]
+        ours, theirs = losses(tmp_path / str(k)), losses(tmp_path / f"alone{k}")
+        torch.testing.assert_close(ours, theirs, rtol=0 if exact else 0.15, atol=0 if exact else 0.03)
+        assert found[k]["accuracy"] == alone["accuracy"] or not exact
 
 
 @gpu
 def test_packed_runs_that_are_cut_off_go_on(tmp_path):
-    short = recipe(model="lenet300", epochs=1)
-    long = recipe("dpf(sparsity=0.9, every=4)", model="lenet300", epochs=200)
-    jobs = [Job(long, tmp_path / str(k)) for k in range(3)]
-    coming = packed.run([Job(short, tmp_path / "short"), *jobs], 4, print)
+    jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
+    coming = packed.run([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
     assert next(coming)[0] == 0
     coming.close()  # the others are under way
     assert all((job.folder / "checkpoint").exists() and not (job.folder / "summary.json").exists() for job in jobs)
