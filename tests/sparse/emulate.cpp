@@ -1,10 +1,13 @@
 // Runs a CUDA kernel on a CPU: every thread is a fiber, and what a warp, a thread block or a cluster does together
-// waits for all of it. Copies that are under way arrive when they are waited for, no sooner.
+// waits for all of it. Clusters run one after another, in another order at every launch. Copies that are under way arrive
+// when they are waited for, no sooner.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <tuple>
 #include <ucontext.h>
 #include <utility>
@@ -17,17 +20,18 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __cluster_dims__(x, y, z)
-#ifndef SPLIT
-#define SPLIT 1 // thread blocks of a cluster, which are run together
+#ifndef CLUSTER
+#define CLUSTER 1 // thread blocks of a cluster, which are run together
 #endif
 #ifndef STAGES
 #define STAGES 2
 #endif
 
 struct Index { int x, y, z; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 
 // ---- fibers
 
@@ -35,7 +39,7 @@ static const int STACK = 1 << 16;
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(STACK);
-  bool done;
+  bool done, vote;
   int turns, barriers, meetings; // how often it has met its warp, its thread block, its cluster
   std::vector<std::vector<std::function<void()>>> copies; // groups that are under way; the last one is still open
 };
@@ -55,7 +59,7 @@ struct Memory {
     return std::all_of((const uint8_t *)guard, (const uint8_t *)(guard + 64), [](int byte) { return byte == DIRT; });
   }
 };
-static Memory memories[SPLIT];
+static Memory memories[CLUSTER];
 #define memory (memories[current / threads].shared)
 
 static void enter() {
@@ -97,6 +101,21 @@ static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 // ---- thread blocks
 
 static void __syncthreads() { gather(&Fiber::barriers, current / threads * threads, threads); }
+static bool __syncthreads_or(bool mine) {
+  fibers[current].vote = mine;
+  __syncthreads();
+  const auto first = fibers.begin() + current / threads * threads;
+  const bool any = std::any_of(first, first + threads, [](Fiber &fiber) { return fiber.vote; });
+  __syncthreads();
+  return any;
+}
+static void __threadfence() {}
+static float4 fresh(const float4 *from) { return *from; }
+static unsigned atomicInc(unsigned *at, unsigned most) {
+  const unsigned old = *at;
+  *at = old >= most ? 0 : old + 1;
+  return old;
+}
 
 typedef int Policy;
 static Policy fleeting() { return 0; }
@@ -115,7 +134,7 @@ static void copy(uint4 *to, const void *from, bool there) {
 static void commit() { fibers[current].copies.emplace_back(); }
 static void wait() {
   auto &groups = fibers[current].copies;
-  for (; groups.size() > STAGES - 2 + 1; groups.erase(groups.begin()))
+  for (; groups.size() > (STAGES > 1 ? STAGES - 2 : 0) + 1; groups.erase(groups.begin()))
     for (auto &go : groups[0]) go();
 }
 static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
@@ -124,7 +143,7 @@ static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
   for (int i = 0; i < 4; i++) got |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return got;
 }
-static void meet() { gather(&Fiber::meetings, 0, threads * SPLIT); }
+static void meet() { gather(&Fiber::meetings, 0, threads * CLUSTER); }
 static float4 across(const float4 *here, int rank) {
   return *(const float4 *)((const char *)here + ((const char *)memories[rank].shared - (const char *)memory));
 }
@@ -152,10 +171,16 @@ template <class... Given> static void call(void (*kernel)(Given...), void **give
 }
 
 extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
-  fibers.resize(threads * SPLIT);
+  static std::mt19937 random;
+  std::vector<int> order(grid_x * grid_y / CLUSTER * grid_z);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  fibers.resize(threads * CLUSTER);
+  gridDim = {grid_x, grid_y, grid_z};
   body = [=] { call(KERNEL, given); };
   memset(memories, DIRT, sizeof memories);
-  for (int cluster = 0; cluster < grid_x * grid_z; cluster++) {
+  for (int cluster : order) {
+    const int x = cluster % grid_x, y = cluster / grid_x % (grid_y / CLUSTER), z = cluster / grid_x / (grid_y / CLUSTER);
     for (Fiber &fiber : fibers) {
       fiber.done = false, fiber.turns = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {});
       getcontext(&fiber.context);
@@ -165,13 +190,13 @@ extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
     }
     for (bool left = true; left;) {
       left = false;
-      for (current = 0; current < threads * SPLIT; current++)
+      for (current = 0; current < threads * CLUSTER; current++)
         if (!fibers[current].done) {
           left = true;
-          threadIdx = {current % threads, 0, 0}, blockIdx = {cluster % grid_x, current / threads, cluster / grid_x};
+          threadIdx = {current % threads, 0, 0}, blockIdx = {x, y * CLUSTER + current / threads, z};
           swapcontext(&scheduler, &fibers[current].context);
         }
     }
   }
-  return grid_y == SPLIT && std::all_of(memories, memories + SPLIT, [](Memory &one) { return one.sound(); });
+  return grid_y % CLUSTER == 0 && std::all_of(memories, memories + CLUSTER, [](Memory &one) { return one.sound(); });
 }

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from pomona.sparse import BalancedTensor, gpu, ops
 from pomona.sparse.balanced import DTYPES, LANES
-from pomona.sparse.gpu import conv, few, lstm, some
+from pomona.sparse.gpu import conv, few, lstm, some, tickets
 from pomona.sparse.gpu.compiled import FOLDER
 from pomona.sparse.ops import balanced, balanced_lstm, join
 
@@ -66,6 +66,9 @@ class Emulated:
         assert within, "a store went past the end of shared memory, or the grid does not fit the cluster"
 
 
+COUNTERS = torch.zeros(1000, dtype=torch.int32)  # one launch after another, as on a stream
+
+
 def emulated(name: str, device: int, threads: int, shared: int = 0, **macros: int) -> Emulated:
     """In place of `compiled.kernel`."""
     assert threads == macros["WARPS"] * LANES
@@ -83,7 +86,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for module in modules:
         monkeypatch.setattr(module, "kernel", emulated)
         module.plan.cache_clear()
+    monkeypatch.setattr(some, "tickets", lambda many, device: COUNTERS[:many])
     yield properties
+    assert not COUNTERS.any(), "the last thread block sets its ticket back"
     for module in modules:
         module.plan.cache_clear()
 
@@ -148,11 +153,15 @@ class TestEmulated:
     @pytest.mark.parametrize(
         "other",
         [
-            {"tiles": 1, "stages": 2},
-            {"tiles": 2, "stages": 4},
+            {"tiles": 1, "stages": 2, "span": 4},
+            {"tiles": 2, "stages": 4, "team": 1, "span": 2},
             {"tiles": 4, "team": 2, "span": 8, "stages": 3},
-            {"warps": 4, "team": 2, "split": 4, "span": 4},
-            {"warps": 16, "team": 8, "split": 1, "span": 8},
+            {"warps": 4, "team": 2, "split": 4, "cluster": 4, "span": 4, "stages": 2},
+            {"warps": 16, "team": 8, "split": 1, "cluster": 1, "span": 8, "stages": 2},
+            {"team": 1, "split": 7, "cluster": 1, "span": 3, "stages": 1},
+            {"team": 2, "split": 6, "cluster": 2, "span": 4, "stages": 1},
+            {"team": 4, "split": 1, "cluster": 1, "span": 21, "stages": 1, "tiles": 2},
+            {"warps": 4, "team": 2, "split": 10, "cluster": 2, "span": 2, "stages": 2},  # one has no columns
         ],
         ids=str,
     )
@@ -162,14 +171,16 @@ class TestEmulated:
         monkeypatch.setattr(some, "cut", lambda *sizes: replace(usual, **other))
         weight = balanced_weight(140, 2600, block=32, kept=3).half()  # several stages
         x = torch.randn(11, 2600).half()
-        assert close(multiply(some, x, weight, 32), x.double() @ weight.double().T)
+        y = multiply(some, x, weight, 32)
+        assert close(y, x.double() @ weight.double().T)
+        assert torch.equal(y, multiply(some, x, weight, 32)), "whoever is the last"
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rows=st.integers(1, 300), columns=st.integers(32, 400), n=st.integers(1, 20), biased=st.booleans())
     def test_any_matrix_and_any_number_of_vectors(
         self, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, n: int, biased: bool
     ) -> None:
-        monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 1, 4, 2, 2, 4, 2, 3))
+        monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 1, 4, 2, 4, 4, 2, 3, 2))
         weight = balanced_weight(rows, columns, block=32, kept=3).half()
         x, bias = torch.randn(n, columns).half(), torch.randn(rows) if biased else None
         exact = x.double() @ weight.double().T
@@ -251,7 +262,8 @@ class TestConvolution:
     @pytest.mark.parametrize(
         "shape",
         [
-            some.Shape(32, 2, 8, 1, 8, 4, 2, 2),
+            some.Shape(32, 2, 8, 1, 8, 4, 2, 2, 8),
+            some.Shape(32, 2, 8, 1, 6, 4, 2, 2, 2),
             some.Shape(32, 4, 8, 2, 2, 4, 4, 2),
             some.Shape(32, 1, 8, 8, 1, 2, 8, 3),
         ],
@@ -311,8 +323,8 @@ class TestConvolution:
         assert shape.shared(kept) <= some.LIMIT
         assert shape.warps % shape.team == shape.span % shape.team == 0
         assert shape.warps * LANES % (8 * shape.eights) == 0
-        assert shape.rows // 4 % shape.split == 0
-        assert clusters or shape.split == 1
+        assert shape.split % shape.cluster == shape.rows // 4 % shape.cluster == 0
+        assert clusters or shape.cluster == 1
 
 
 Network = tuple[nn.LSTM, tuple[list[Tensor], ...], list[int]]
@@ -436,7 +448,7 @@ class TestFew:
 class TestCut:
     @pytest.mark.parametrize(
         ("groups", "n", "warps", "team", "split"),
-        [(512, 16, 16, 4, 2), (512, 64, 8, 2, 2), (256, 16, 16, 8, 2), (128, 16, 8, 8, 2), (8192, 16, 16, 1, 1)],
+        [(512, 16, 16, 1, 8), (512, 64, 8, 1, 4), (256, 16, 16, 4, 4), (128, 16, 8, 8, 2), (8192, 16, 16, 1, 1)],
     )
     def test_all_processors_have_work(self, groups: int, n: int, warps: int, team: int, split: int) -> None:
         shape = some.cut(n, 3, 32, groups, groups, 132, True)
@@ -447,10 +459,15 @@ class TestCut:
         shapes = [some.cut(n, 3, 32, 512, 512, 132, True) for n in (64, 72, 128, 136)]
         assert [shape.eights for shape in shapes if shape] == [8, 5, 8, 6]
 
-    def test_without_clusters_nothing_is_split(self) -> None:
-        shape = some.cut(8, 3, 32, 8, 512, 132, False)
+    def test_a_device_with_less_shared_memory(self) -> None:
+        shape = some.cut(16, 3, 32, 512, 512, 108, False, 163 << 10)
         assert shape is not None
-        assert shape == replace(shape, split=1)
+        assert shape.shared(3) <= 163 << 10
+        assert some.cut(16, 3, 32, 512, 512, 108, False, 8 << 10) is None
+
+    def test_x_stays_in_shared_memory_where_it_has_room(self) -> None:
+        shapes = [some.cut(n, 3, 32, 512, 512, 132, True) for n in (16, 64)]
+        assert [(shape.stages, shape.span) for shape in shapes if shape] == [(1, 16), (2, 4)]
 
     @given(
         n=st.integers(1, 300),
@@ -468,10 +485,44 @@ class TestCut:
         if shape is None:
             assert kept > 12
             return
-        pieces = shape.span * some.SIDE * shape.width // 8
         assert shape.shared(kept) <= some.LIMIT
-        assert shape.warps * LANES % pieces == shape.warps % shape.team == shape.span % shape.team == 0
-        assert shape.rows // 4 % shape.split == 0
+        assert shape.warps % shape.team == shape.split % shape.cluster == 0
+        assert shape.rows // 4 % shape.cluster == 0
+        assert clusters or shape.cluster == 1
+        if shape.stages == 1:
+            assert shape.span * shape.split * some.SIDE >= blocks
+        else:
+            assert shape.span % shape.team == 0
+
+
+class TestTickets:
+    """Counters, where there is no GPU."""
+
+    @pytest.fixture
+    def pool(self, monkeypatch: pytest.MonkeyPatch) -> tickets.Pool:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        return tickets.Pool(torch.device("cpu"))
+
+    def test_a_stream_has_its_own(self, pool: tickets.Pool) -> None:
+        one, other = (pool.tickets(5, stream, False) for stream in (1, 2))
+        one += 1
+        assert not other.any()
+        assert pool.tickets(5, 1, False) is one
+        assert not pool.tickets(tickets.CHUNK, 1, False).any(), "more than there were"
+
+    def test_a_captured_launch_has_its_own(self, pool: tickets.Pool) -> None:
+        eager = pool.tickets(5, 1, False)
+        captured = [pool.tickets(5, 1, True) for _ in range(tickets.CHUNK // 5 + 10)]  # more than are ready
+        for counters in captured:
+            assert len(counters) == 5
+            counters += 1
+        assert all((counters == 1).all() for counters in captured)
+        assert not eager.any()
+        pool.tickets(5, 1, False)
+        assert not pool.tickets(5, 1, True).any(), "there are new ones after a launch that is not captured"
+
+    def test_before_all_other_launches(self, pool: tickets.Pool) -> None:
+        assert not pool.tickets(5, 1, True).any()
 
 
 # ---- Triton
@@ -621,6 +672,36 @@ def test_a_convolution_on_a_device(
         y = conv.convolve(given, packed.values, packed.indices, bias.cuda(), rows, 32, how, True)
         assert y is not None
         assert close(y.cpu(), exact)
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 2, 16, 2, 4, 2, 8, 1))
+    some.plan.cache_clear()
+    packed = BalancedTensor.from_dense(balanced_weight(2048, 4096, block=32, kept=3).half(), 32).to("cuda")
+    given, streams = torch.randn(2, 16, 4096).half().cuda(), [torch.cuda.Stream() for _ in range(2)]
+
+    def product(x: Tensor) -> Tensor:
+        y = x.new_empty(16, 2048)
+        assert some.multiply(x, packed.values, packed.indices, None, y, 4096, 32, False)
+        return y
+
+    alone = [product(x) for x in given]
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in given], []
+    for graph, x in zip(graphs, given, strict=True):
+        with torch.cuda.graph(graph):
+            captured.append([product(x) for _ in range(10)])
+    called: list[list[Tensor]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for x, stream, graph, into in zip(given, streams, graphs, called, strict=True):
+            with torch.cuda.stream(stream):
+                into.append(product(x))
+                graph.replay()
+    torch.cuda.synchronize()
+    for one, some_called, some_captured in zip(alone, called, captured, strict=True):
+        assert all(torch.equal(one, y) for y in (*some_called, *some_captured))
+    some.plan.cache_clear()
 
 
 @pytest.mark.gpu

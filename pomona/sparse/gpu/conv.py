@@ -68,9 +68,9 @@ def convolve(
     seen = taps(channels, height, width, how, block, shape.width, blocks + SIDE * shape.span, x.device)
     bias, floats = legible(bias, values.dtype)
     y = x.new_empty(images, rows, high, wide)
-    grid = -(-n // (8 * shape.eights)), shape.split, -(-groups * LANES // shape.rows)
+    grid = shape.grid(n, groups)
     sizes = rows, blocks, n, floats, relu, channels * height * width, height, width, wide, high * wide
-    go(grid, (values, indices, x.contiguous(), bias, y, seen), sizes)
+    go(grid, (values, indices, x.contiguous(), bias, y, *shape.exchange(grid, x.device), seen), sizes)
     return y
 
 
@@ -118,9 +118,9 @@ def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int
     best, most = None, 0
     for eights in (e for e in (4, 2, 1) if e <= registers(kept)):
         thread_blocks = -(-slabs * team // WARPS) * -(-n // (8 * eights))
-        room = min(CLUSTER if clusters else 1, max(1, processors // thread_blocks), max(1, steps // team))
+        room = min(CLUSTER, max(1, processors // thread_blocks), max(1, steps // team))
         split = 1 << room.bit_length() - 1
-        shape = Shape(width, eights, WARPS, team, split, tiles, max(team, SPAN), 2)
+        shape = Shape(width, eights, WARPS, team, split, tiles, max(team, SPAN), 2, split if clusters else 1)
         if thread_blocks * split > most and shape.shared(kept) <= LIMIT:
             best, most = shape, thread_blocks * split
         if most >= BUSY * processors:

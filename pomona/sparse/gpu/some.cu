@@ -10,12 +10,15 @@
  * selector for the instruction that picks bytes from two registers. More of them are written out in full.
  *
  * TEAM warps take turns at the steps of the same rows. All warps of a thread block share x, which comes through shared
- * memory, SPAN steps at a time, cut in the same way. SPLIT thread blocks, a cluster, share the columns. All add their
- * sums up at the end, in a fixed order: no atomics.
+ * memory, SPAN steps at a time, cut in the same way. Where there is room for all of it, that is one stage, and a warp
+ * waits for no other until the end. SPLIT thread blocks share the columns. They add their sums up in a fixed order:
+ * first those of a CLUSTER, which see each other's memory, then the clusters. Each of these leaves its sums in `parts`
+ * and takes a ticket; who has the last one adds them all up.
  *
  * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
- * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, TILES of 16 rows spread out at a time (1, 2 or 4),
- * SPAN, and STAGES of x in shared memory. x is n × pitch, of which `columns` are there, a multiple of 8.
+ * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, CLUSTER, TILES of 16 rows spread out at a time (1, 2 or
+ * 4), SPAN, and STAGES of x in shared memory: with one, SPAN is all steps of a thread block, else a multiple of TEAM.
+ * x is n × pitch, of which `columns` are there, a multiple of 8.
  *
  * With CONV, x is images, channels × height × width each, and a vector is what one position of a convolution's kernel
  * sees: threads gather it when they bring it to shared memory. Then there are macros for both sizes of the kernel, its
@@ -33,15 +36,19 @@
 #define DEEP (WIDTH * SIZE / 4)            /* words of a row in a block */
 #define OWN (2 * TILES * DEEP)             /* words of a lane */
 #define PARTS (WIDTH / 8)                  /* pieces, of 16 bytes, of a vector in a block */
+#define VECTORS (EIGHTS * 8)
 #define RUN (SPAN * SIDE * PARTS)          /* pieces of a vector in a stage */
-#define STAGE (EIGHTS * 8 * RUN)           /* pieces of x in a stage */
+#define STAGE (VECTORS * RUN)              /* pieces of x in a stage */
 #define THREADS (WARPS * LANES)
-#define EVERY (THREADS / RUN)              /* vectors that all threads copy at a time */
 #define SLABS (WARPS / TEAM)               /* of ROWS rows, in a thread block */
 /* Where in a line of a stage a lane finds its piece: turned, so that those who write it hit banks of their own, too. */
 #define TURN(lane, part) (CONV ? (lane) ^ (lane) >> 3 : (lane) ^ (part) * (8 / PARTS))
 #define RESIDENT ((EIGHTS <= 2 ? 16 : 8) / WARPS ? (EIGHTS <= 2 ? 16 : 8) / WARPS : 1) /* thread blocks at a time */
 #define PITCH (SLABS * ROWS + 4)           /* sums of a vector, and some against bank conflicts */
+#define QUADS (SLABS * ROWS / 4 / CLUSTER) /* fours of rows that a thread block finishes */
+#define MINE (VECTORS * QUADS)             /* fours of sums */
+#define BATCH (MINE < 4 * THREADS ? (MINE + THREADS - 1) / THREADS : 4) /* of them, that a thread reads at a time */
+#define SHARES (SPLIT / CLUSTER)           /* of a sum, that are added up with tickets */
 
 #ifndef EMULATED
 extern __shared__ uint4 memory[];
@@ -52,7 +59,9 @@ __device__ __forceinline__ void copy(uint4 *to, const void *from, bool there) {
                "r"(there ? 16 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES > 1 ? STAGES - 2 : 0) : "memory");
+}
 
 __device__ __forceinline__ void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
 #if KIND == 1
@@ -74,7 +83,7 @@ __device__ __forceinline__ unsigned pick_bytes(unsigned low, unsigned high, unsi
 
 /* All threads of the cluster. */
 __device__ __forceinline__ void meet() {
-#if SPLIT == 1
+#if CLUSTER == 1
   __syncthreads();
 #else
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -83,7 +92,7 @@ __device__ __forceinline__ void meet() {
 
 /* What lies at the same place in the shared memory of another thread block. */
 __device__ __forceinline__ float4 across(const float4 *here, int rank) {
-#if SPLIT == 1
+#if CLUSTER == 1
   return *here;
 #else
   unsigned there;
@@ -98,12 +107,22 @@ __device__ __forceinline__ float4 across(const float4 *here, int rank) {
   return got;
 #endif
 }
+
+/* What another thread block has written: not what a cache nearby may have of it. */
+__device__ __forceinline__ float4 fresh(const float4 *from) {
+  float4 got;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(got.x), "=f"(got.y), "=f"(got.z), "=f"(got.w)
+               : "l"(from)
+               : "memory");
+  return got;
+}
 #endif
 
-#if SPLIT == 1
-#define CLUSTER
+#if CLUSTER == 1
+#define TOGETHER
 #else
-#define CLUSTER __cluster_dims__(1, SPLIT, 1)
+#define TOGETHER __cluster_dims__(1, CLUSTER, 1)
 #endif
 
 /* The survivors of eight rows in one block, two rows a register. */
@@ -132,7 +151,6 @@ struct Source {
 };
 
 #if CONV
-#define VECTORS (EIGHTS * 8)
 #define AT_ONCE (THREADS / VECTORS) /* pieces of a vector */
 
 /* One thread's position, and where its pieces of it go. */
@@ -178,30 +196,31 @@ struct Feed {
   }
 };
 #else
-/* One thread's place in x, and in a stage of it: the same piece of every EVERYth vector. */
+#define AT_ONCE (THREADS / SIDE / PARTS) /* vectors that all threads copy a step of at a time */
+
+/* One thread's place in x, and in a step of it: the same piece of every AT_ONCEth vector. */
 struct Feed {
   const Value *x;
-  int pitch, columns, vectors, piece, vector; /* columns and vectors from its own first one to the last */
+  int pitch, columns, vectors, piece; /* columns from its own first one to the last */
 
   __device__ __forceinline__ Feed(const Value *all, int wide, int pitch, int n) : pitch(pitch) {
-    piece = threadIdx.x % RUN, vector = threadIdx.x / RUN;
-    x = all + (long long)(blockIdx.x * EIGHTS * 8 + vector) * pitch + piece * 8;
-    columns = wide - piece * 8, vectors = n - blockIdx.x * EIGHTS * 8 - vector;
-  }
-
-  /* As lanes will read it. */
-  __device__ __forceinline__ int place(int vector) const {
-    const int step = piece / (SIDE * PARTS), part = piece % PARTS, side = piece / PARTS % SIDE;
-    return ((step * EIGHTS + vector / 8) * PARTS + part) * LANES + TURN(vector % 8 * SIDE + side, part);
+    piece = threadIdx.x % (SIDE * PARTS);
+    x = all + (long long)blockIdx.x * VECTORS * pitch + piece * 8;
+    columns = wide - piece * 8, vectors = n - blockIdx.x * VECTORS;
   }
 
   __device__ __forceinline__ void fetch(int step, int end, uint4 *stage) const {
-    const int column = step * SIDE * WIDTH;
+    const int part = piece % PARTS, side = piece / PARTS;
     if (step < end)
-#pragma unroll
-      for (int i = 0; i < EIGHTS * 8; i += EVERY)
-        if (EIGHTS * 8 % EVERY == 0 || vector + i < EIGHTS * 8)
-          copy(stage + place(vector + i), x + (long long)i * pitch + column, column < columns && i < vectors);
+#pragma unroll 8
+      for (int i = 0; i < SPAN * VECTORS; i += AT_ONCE) {
+        const int at = i + threadIdx.x / (SIDE * PARTS), vector = at % VECTORS;
+        const int column = (step + at / VECTORS) * SIDE * WIDTH;
+        if (SPAN * VECTORS % AT_ONCE && at >= SPAN * VECTORS) break;
+        uint4 *const to = stage + (at / 8 * PARTS + part) * LANES; /* as lanes will read it */
+        copy(to + TURN(vector % 8 * SIDE + side, part), x + (long long)vector * pitch + column,
+             column < columns && vector < vectors);
+      }
     commit();
   }
 };
@@ -269,6 +288,54 @@ __device__ __forceinline__ void multiply(const unsigned *own, const Survivors &f
   }
 }
 
+/* Where the ith four of sums belongs: threads side by side write side by side. */
+#define VECTOR(i) (CONV ? (i) % VECTORS : (i) / QUADS)
+#define QUAD(i) (blockIdx.y % CLUSTER * QUADS + (CONV ? (i) / VECTORS : (i) % QUADS))
+/* The kth of a batch; where there is none, the last of all once more. */
+#define OF(k) (MINE % (BATCH * THREADS) ? min(i + (k) * THREADS, MINE - 1) : i + (k) * THREADS)
+
+__device__ __forceinline__ void add(float4 &sum, float4 part) {
+  sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+}
+
+/* What all teams of the cluster have of it. */
+__device__ __forceinline__ float4 of_cluster(int i) {
+  float4 sum = {};
+#pragma unroll
+  for (int j = 0; j < CLUSTER * TEAM; j++) {
+    const float *const here = (float *)memory + (j % TEAM * VECTORS + VECTOR(i)) * PITCH + QUAD(i) * 4;
+    add(sum, across((const float4 *)here, j / TEAM));
+  }
+  return sum;
+}
+
+/* Whether this thread block is the last of SHARES to come here; then it sees what the others have written. */
+__device__ __forceinline__ bool last(unsigned *ticket) {
+  bool mine = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    mine = atomicInc(ticket, SHARES - 1) == SHARES - 1; /* which makes it zero again */
+    __threadfence();
+  }
+  return __syncthreads_or(mine);
+}
+
+/* Finishes four rows of a vector. */
+__device__ __forceinline__ void store(float4 sum, Value *y, long long stride, const void *bias, int wide, int row,
+                                      int rows, int relu) {
+  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  Value made[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (row + i < rows) made[i] = finish(sums[i], bias, wide, row + i, relu);
+  if (stride == 1 && row + 4 <= rows && (unsigned long long)y % 8 == 0)
+    *(uint2 *)y = {made[0] | (unsigned)made[1] << 16, made[2] | (unsigned)made[3] << 16};
+  else
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (row + i < rows) y[i * stride] = made[i];
+}
+
 #if CONV
 #define GIVEN const uint4 *taps, int rows, int blocks, int n, int wide, int relu, int image, int height, int width, \
               int line, int area
@@ -276,8 +343,9 @@ __device__ __forceinline__ void multiply(const unsigned *own, const Survivors &f
 #define GIVEN int rows, int columns, int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, RESIDENT)
-some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, GIVEN) {
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)
+some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, float4 *parts,
+     unsigned *tickets, GIVEN) {
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, side = lane % SIDE, eighth = lane / SIDE;
   const int steps = (blocks + SIDE - 1) / SIDE, share = (steps + SPLIT - 1) / SPLIT;
   const int begin = blockIdx.y * share, end = min(begin + share, steps);
@@ -296,7 +364,7 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   const Feed feed(x, columns, pitch, n);
 #endif
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) feed.fetch(begin + i * SPAN, end, stages + i * STAGE);
+  for (int i = 0; i < (STAGES > 1 ? STAGES - 1 : 1); i++) feed.fetch(begin + i * SPAN, end, stages + i * STAGE);
   unsigned *const own = (unsigned *)memory + warp * OWN * LANES + lane;
 #pragma unroll
   for (int i = 0; i < OWN; i++) own[i * LANES] = 0;
@@ -305,7 +373,7 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   for (int from = begin, at = 0; from < end; from += SPAN, at = at + 1 < STAGES ? at + 1 : 0) {
     wait();
     __syncthreads(); /* the stage is there for all, and all are done with the one before */
-    feed.fetch(from + (STAGES - 1) * SPAN, end, stages + (at ? at - 1 : STAGES - 1) * STAGE);
+    if (STAGES > 1) feed.fetch(from + (STAGES - 1) * SPAN, end, stages + (at ? at - 1 : STAGES - 1) * STAGE);
 #pragma unroll 1
     for (int step = warp % TEAM; step < min(SPAN, end - from); step += TEAM) {
       source.load(from + step + TEAM, next);
@@ -320,7 +388,6 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
     }
   }
 
-  float *const parts = (float *)memory;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < EIGHTS * 4; i++) { /* rows 8g to 8g + 7 are in one lane: the tiles have two of them each */
@@ -328,30 +395,40 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
     const float *low = sums[tile][eight] + odd, *high = sums[tile + 1][eight] + odd;
     const int vector = (warp % TEAM * EIGHTS + eight) * 8 + side * 2 + odd;
     const int row = warp / TEAM * ROWS + eighth * 8 + tile * 2;
-    *(float4 *)(parts + vector * PITCH + row) = {low[0], low[2], high[0], high[2]};
+    *(float4 *)((float *)memory + vector * PITCH + row) = {low[0], low[2], high[0], high[2]};
   }
   meet();
-  const int quads = SLABS * ROWS / 4 / SPLIT; /* fours of rows that this thread block finishes */
-  for (int i = threadIdx.x; i < EIGHTS * 8 * quads; i += THREADS) { /* threads side by side write side by side */
-    const int mine = CONV ? i % (EIGHTS * 8) : i / quads, vector = blockIdx.x * EIGHTS * 8 + mine;
-    const int quad = blockIdx.y * quads + (CONV ? i / (EIGHTS * 8) : i % quads);
-    float sum[4] = {};
+
+#if SHARES > 1
+  const int mine = (blockIdx.z * gridDim.x + blockIdx.x) * CLUSTER + blockIdx.y % CLUSTER;
+  parts += (long long)mine * SHARES * MINE;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < MINE; i += BATCH * THREADS) {
+    float4 sum[BATCH];
 #pragma unroll
-    for (int j = 0; j < SPLIT * TEAM; j++) {
-      const float *const here = parts + (j % TEAM * EIGHTS * 8 + mine) * PITCH + quad * 4;
-      const float4 part = across((const float4 *)here, j / TEAM);
-      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-    }
+    for (int k = 0; k < BATCH; k++) sum[k] = of_cluster(OF(k));
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int row = blockIdx.z * SLABS * ROWS + quad * 4 + j;
-#if CONV
-      const long long at = ((long long)(vector / area) * rows + row) * area + vector % area;
-#else
-      const long long at = (long long)row * y_row + (long long)vector * y_vector;
+    for (int k = 0; k < BATCH; k++) parts[blockIdx.y / CLUSTER * MINE + OF(k)] = sum[k];
+  }
+  meet();
+  if (!last(tickets + mine)) return;
 #endif
-      if (row < rows && vector < n) y[at] = finish(sum[j], bias, wide, row, relu);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < MINE; i += BATCH * THREADS) {
+    float4 sum[BATCH] = {};
+#pragma unroll
+    for (int k = 0; k < BATCH * SHARES; k++)
+      add(sum[k / SHARES], SHARES > 1 ? fresh(parts + k % SHARES * MINE + OF(k / SHARES)) : of_cluster(OF(k)));
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      const int vector = blockIdx.x * VECTORS + VECTOR(OF(k)), row = blockIdx.z * SLABS * ROWS + QUAD(OF(k)) * 4;
+#if CONV
+      const long long y_row = area, start = (long long)(vector / area) * rows * area + vector % area;
+#else
+      const long long start = (long long)vector * y_vector;
+#endif
+      if (vector < n) store(sum[k], y + start + (long long)row * y_row, y_row, bias, wide, row, rows, relu);
     }
   }
-  if (SPLIT > 1) meet(); /* others may still be reading here */
+  if (SPLIT == CLUSTER && CLUSTER > 1) meet(); /* others may still be reading here */
 }

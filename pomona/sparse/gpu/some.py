@@ -11,11 +11,14 @@ from torch.nn.functional import pad
 
 from ..balanced import LANES
 from .compiled import KINDS, Kernel, kernel, legible
+from .tickets import tickets
 
 WIDEST = 32  # columns of a block
 ROWS, SIDE = 64, 4  # of a warp; blocks side by side
 PICKED = 3  # survivors of a block that stay in registers
-LIMIT = 227 << 10  # bytes of shared memory that a thread block may have
+LIMIT = 227 << 10  # bytes of shared memory that a thread block may have, where a device does not say
+MOST = 16  # thread blocks that share the columns
+PACE, START, BARRIER, TICKET = 64, 2000, 1500, 2500  # bytes a cycle that a processor has from the cache; cycles
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Shape:
     tiles: int
     span: int
     stages: int
+    cluster: int = 1
 
     def macros(self) -> dict[str, int]:
         return {name.upper(): value for name, value in asdict(self).items()}
@@ -39,11 +43,28 @@ class Shape:
         """Rows of a thread block."""
         return self.warps // self.team * ROWS
 
+    @property
+    def shares(self) -> int:
+        """Of a sum, that are added up with tickets."""
+        return self.split // self.cluster
+
+    def grid(self, n: int, groups: int) -> tuple[int, int, int]:
+        """The thread blocks for so many vectors and groups of rows."""
+        return -(-n // (8 * self.eights)), self.split, -(-groups * LANES // self.rows)
+
     def shared(self, kept: int) -> int:
         """Bytes of shared memory: first what is spread out and x, at the end all sums."""
         spread = self.warps * LANES * 2 * self.tiles * self.width * (1 if kept <= PICKED else 2)
         stages = self.stages * self.span * SIDE * self.width * self.eights * 8 * 2
         return max(spread + stages, self.team * self.eights * 8 * (self.rows + 4) * 4)
+
+    def exchange(self, grid: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Where thread blocks leave shares of their sums, and their tickets; nothing where there is but one share."""
+        if self.shares == 1:
+            return None, None
+        tiles = grid[0] * grid[2]
+        parts = torch.empty(tiles * self.shares * self.eights * 8 * self.rows, device=device, dtype=torch.float32)
+        return parts, tickets(tiles * self.cluster, device)
 
 
 def multiply(
@@ -59,9 +80,9 @@ def multiply(
     shape, go = made
     x, columns = arrange(x, blocks, block, shape.width)
     bias, wide = legible(bias, values.dtype)
-    grid = -(-n // (8 * shape.eights)), shape.split, -(-groups * LANES // shape.rows)
+    grid = shape.grid(n, groups)
     sizes = rows, columns, x.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
-    go(grid, (values, indices, x, bias, y), sizes)
+    go(grid, (values, indices, x, bias, y, *shape.exchange(grid, x.device)), sizes)
     return True
 
 
@@ -80,7 +101,8 @@ def plan(
 ) -> tuple[Shape, Kernel] | None:
     """How the work is cut on this device, and the kernel."""
     properties = torch.cuda.get_device_properties(device)
-    shape = cut(n, kept, block, groups, blocks, properties.multi_processor_count, properties.major >= 9)
+    limit = getattr(properties, "shared_memory_per_block_optin", LIMIT)
+    shape = cut(n, kept, block, groups, blocks, properties.multi_processor_count, properties.major >= 9, limit)
     if shape is None or properties.major < 8:
         return None
     macros = {"KIND": KINDS[dtype], "KEPT": kept, **shape.macros()}
@@ -93,20 +115,41 @@ def registers(kept: int) -> int:
     return (200 - 14 * kept) // 18
 
 
-def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool) -> Shape | None:
-    """How the work is cut: all processors busy, x read by as few of them as can be; None where registers run out."""
-    width, tiles = 16 if block <= 16 else 32, 4 if kept <= PICKED else 2
+def cut(
+    n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool, limit: int = LIMIT
+) -> Shape | None:
+    """How the work is cut: as is fastest by `cycles`; None where registers or shared memory run out."""
     fit = registers(kept)
     if fit < 1:
         return None
     slices = -(-n // (8 * fit))
-    eights = -(-n // (8 * slices))
-    slabs, room = -(-groups // 2) * slices, processors * (16 if eights <= 2 else 8)  # warps, if each has its own rows
-    share = min(room // slabs, -(-blocks // SIDE))  # of them, for the same rows
-    split = 2 if clusters and share > 1 else 1  # larger clusters leave processors without one
-    for team in (8, 4, 2, 1):
-        warps = 16 if eights <= 2 and 2 * slabs * team * split > room else 8
-        shape = Shape(width, eights, warps, team, split, tiles, max(team, 4 if eights <= 2 else 2), 2)
-        if team == 1 or (team * split <= share and shape.shared(kept) <= LIMIT):
-            return shape
-    raise AssertionError("a team of one fits")
+    width, eights, steps = 16 if block <= 16 else 32, -(-n // (8 * slices)), -(-blocks // SIDE)
+    shapes = [
+        Shape(width, eights, warps, team, split, *stages, 2 if clusters and split % 2 == 0 else 1)
+        for warps in ((16, 8) if eights <= 2 else (8,))
+        for team in (8, 4, 2, 1)
+        for split in range(1, min(MOST, steps) + 1)  # in pairs: larger clusters leave processors without one
+        for stages in ways(kept, team, -(-steps // split))
+    ]
+    possible = (shape for shape in shapes if shape.shared(kept) <= limit)
+    return min(possible, key=lambda shape: cycles(shape, shape.grid(n, groups), steps, processors), default=None)
+
+
+def ways(kept: int, team: int, share: int) -> list[tuple[int, int, int]]:
+    """Tiles, span and stages: all of a thread block's x in shared memory for good, or a few steps at a time."""
+    tiles = 4 if kept <= PICKED else 2
+    return [(tiles, share, 1), (tiles // 2, share, 1), (tiles, max(team, 4), 2), (tiles, max(team, 2), 2)]
+
+
+def cycles(shape: Shape, grid: tuple[int, int, int], steps: int, processors: int) -> float:
+    """About how long it takes, from what an H200 was measured to do."""
+    share, sums = -(-steps // shape.split), 8 * shape.eights * shape.rows
+    waves = -(-grid[0] * grid[1] * grid[2] // processors)
+    step = 120 + shape.eights * (40 + 16 * (4 // shape.tiles - 1))  # of a warp: tiles share what they read of x
+    work = -(-share // shape.team) * (shape.warps + 4) * step  # a few warps do not keep a processor busy
+    if shape.stages == 1:
+        x = share * SIDE * shape.width * shape.eights * 8 * 2 / PACE
+    else:
+        x = -(-share // shape.span) * BARRIER
+    end = TICKET + (1 + shape.shares) * sums * 4 / shape.cluster / PACE if shape.shares > 1 else 0
+    return waves * (START + x + work) + end
