@@ -25,7 +25,12 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf filters": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter()),
     "dpf soft": lambda: pm.DPF(sparsity=0.9, every=4, settle=0.3, schedule=pm.Cubic(until=0.5), compressor="soft"),
     "dpf soft floor": lambda: pm.DPF(
-        sparsity=0.9, every=4, settle=0.3, allocation="global(floor=0.05)", compressor="soft(rescale=False)"
+        sparsity=0.9,
+        every=4,
+        settle=0.3,
+        schedule=pm.Cubic(until=0.5),
+        allocation="global(floor=0.05)",
+        compressor="soft(rescale=False)",
     ),
     "dpf floor": lambda: pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.05)"),
     "dpf balanced": lambda: pm.DPF(sparsity=0.75, every=4, pattern=pm.Balanced(block=12)),
