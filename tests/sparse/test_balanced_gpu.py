@@ -118,6 +118,8 @@ class TestEmulated:
             (torch.float32, 40, 70, 32, 32, 1),
             (torch.float16, 96, 33, 32, 2, 16),
             (torch.float16, 33, 9000, 32, 2, 1),  # several turns of all warps
+            (torch.bfloat16, 70, 1107, 32, 3, 1),  # pairs of blocks, and some that are left
+            (torch.float16, 40, 2000, 25, 5, 1),
         ],
     )
     def test_a_few_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
@@ -209,6 +211,15 @@ class TestEmulated:
             exact = x.double() @ weight.double().T
             assert close(multiply(kernel, x, weight, block, relu=True), exact.relu())
             assert exact[1].isnan().any()
+
+    @pytest.mark.parametrize("at", [5, 1030, 1099])  # in a pair of blocks, in a single one, in the last
+    def test_a_lone_vector_with_an_infinity(self, at: int) -> None:
+        weight = balanced_weight(40, 1100, block=32, kept=3).half()
+        x = torch.randn(1, 1100).half()
+        x[0, at] = torch.inf
+        exact = x.double() @ weight.double().T
+        assert close(multiply(few, x, weight, 32), exact)
+        assert exact.isnan().any()
 
     def test_what_a_kernel_is_not_for(self, device: SimpleNamespace) -> None:
         def takes(kernel: ModuleType, n: int, block: int, kept: int, dtype: torch.dtype) -> bool:
@@ -443,6 +454,9 @@ class TestFew:
         assert together * n * warps * LANES * 4 <= 48 << 10, "the sums of all warps lie in shared memory"
         assert {together, warps, unroll} <= {1, 2, 4, 8, 16}
         assert warps < 2 * blocks
+        pairs = few.twins(torch.float16, n, kept, blocks, warps)
+        assert pairs * 2 * warps <= blocks, "all warps have some"
+        assert n == 1 or pairs == 0
 
 
 class TestCut:

@@ -7,6 +7,9 @@
  * Given as macros: KIND of values and x (0 float, 1 half, 2 bfloat16), KEPT of a BLOCK, BATCH vectors, GROUPS, WARPS,
  * and UNROLL, the blocks that are on their way at a time. x is BATCH × pitch, of which `columns` are there.
  *
+ * With TWINS, for one vector of 16 bits, so many pairs of blocks are on their way instead: a half of the warp has one
+ * block of a pair, the other half the other, and a lane two rows of it, so that it reads twice as much with one load.
+ *
  * With STEP the matrix is an LSTM's, [W_ih W_hh], of whole blocks both: those of x go before those of the state h. Its
  * rows are in the order unit, gate, so that four lanes have the gates of a unit and turn them into its new c and h. All
  * is there for each direction, blockIdx.z, one behind the other. If it is EARLY, it was launched ahead of the end of the
@@ -18,6 +21,10 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
+#ifndef TWINS
+#define TWINS 0
+#endif
+#define RESIDENT (TWINS ? 2 : 1) /* thread blocks of a processor */
 
 #if KIND == 0
 #define PAIRS BATCH /* registers that hold one column of x: a float each, or two halves */
@@ -164,6 +171,58 @@ template <int COUNT> struct Run {
   }
 };
 
+#if TWINS
+#define HALF (LANES / 2)
+
+/* What a lane reads of TWINS pairs of blocks. */
+struct Twins {
+  unsigned word[TWINS][WORDS], value[TWINS][KEPT]; /* of two rows */
+  unsigned column[TWINS];                          /* of both blocks */
+
+  __device__ __forceinline__ Twins(const Place &place, int at) {
+    const int lane = threadIdx.x % LANES, mine = at + lane / HALF;
+    const unsigned *const indices = (const unsigned *)(place.indices[0] - lane) + mine * WORDS * HALF + lane % HALF;
+    const unsigned *const values = (const unsigned *)(place.values[0] - lane) + mine * KEPT * HALF + lane % HALF;
+#pragma unroll
+    for (int u = 0; u < TWINS; u++) {
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) word[u][w] = stream(indices + (2 * u * WORDS + w) * HALF, place.policy);
+#pragma unroll
+      for (int s = 0; s < KEPT; s++) value[u][s] = stream(values + (2 * u * KEPT + s) * HALF, place.policy);
+      unsigned first, second;
+      place.load_column(at + 2 * u, BLOCK == LANES, &first);
+      place.load_column(at + 2 * u + 1, BLOCK == LANES, &second);
+      column[u] = first | second << 16;
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float *sums, unsigned &strange) const {
+    const int mine = threadIdx.x % LANES / HALF * 16;
+#pragma unroll
+    for (int u = 0; u < TWINS; u++) {
+      strange |= wild(column[u]);
+#pragma unroll
+      for (int i = 0; i < 2 * KEPT; i++) {
+        const int s = i / 2, row = i % 2 * 16;
+        const unsigned picked = __shfl_sync(ALL, column[u], word[u][s / 3] >> (row + 5 * (s % 3)));
+        sums[i % 2] += widen(value[u][s] >> row) * widen(picked >> mine);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float shuffle(float value, int lane) { return from_bits(__shfl_sync(ALL, to_bits(value), lane)); }
+
+/* The sums of both halves of the warp, of two rows a lane, as those of a row a lane. */
+__device__ __forceinline__ float apart(const float *sums) {
+  const int lane = threadIdx.x % LANES;
+  float both[2];
+#pragma unroll
+  for (int row = 0; row < 2; row++) both[row] = shuffle(sums[row] + shuffle(sums[row], lane ^ HALF), lane / 2);
+  return both[lane % 2];
+}
+#endif
+
 /* All of the product for GROUPS × 32 rows. One of the warps is done(sum, row, vector) with each, a row a lane. */
 template <class Done>
 __device__ __forceinline__ void multiply(Place place, const Value *values, const Word *indices, int rows, int blocks,
@@ -180,9 +239,16 @@ __device__ __forceinline__ void multiply(Place place, const Value *values, const
 
   float sums[GROUPS][BATCH] = {};
   unsigned strange = 0;
-  const int runs = whole / UNROLL;
-  for (int run = warp; run < runs; run += WARPS) Run<UNROLL>(place, run * UNROLL).multiply(sums, strange);
-  for (int at = runs * UNROLL + warp; at < blocks; at += WARPS) Run<1>(place, at).multiply(sums, strange);
+#if TWINS
+  const int straight = whole / (2 * TWINS) * 2 * TWINS;
+  float twins[2] = {};
+  for (int at = warp * 2 * TWINS; at < straight; at += WARPS * 2 * TWINS) Twins(place, at).multiply(twins, strange);
+  sums[0][0] = apart(twins);
+#else
+  const int straight = whole / UNROLL * UNROLL;
+  for (int at = warp * UNROLL; at < straight; at += WARPS * UNROLL) Run<UNROLL>(place, at).multiply(sums, strange);
+#endif
+  for (int at = straight + warp; at < blocks; at += WARPS) Run<1>(place, at).multiply(sums, strange);
   if (__any_sync(ALL, strange))
     for (int at = 0; at < blocks; at++) Run<1>(place, at).poison(sums);
 
@@ -198,7 +264,7 @@ __device__ __forceinline__ void multiply(Place place, const Value *values, const
 }
 
 #if !STEP
-extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+extern "C" __global__ void __launch_bounds__(WARPS * LANES, RESIDENT)
 few(const Value *values, const Word *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
     int pitch, int blocks, int y_row, int y_vector, int wide, int relu) {
   const Input input(x, pitch, columns, 0);

@@ -45,7 +45,8 @@ def plan(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     together, warps, unroll = shape(n, kept, groups, blocks, processors)
     macros = {"KIND": KINDS[dtype], "KEPT": kept, "BLOCK": block, "BATCH": n}
-    made = kernel("few", device, warps * LANES, **macros, GROUPS=together, WARPS=warps, UNROLL=unroll)
+    cut = {"GROUPS": together, "WARPS": warps, "UNROLL": unroll, "TWINS": twins(dtype, n, kept, blocks, warps)}
+    made = kernel("few", device, warps * LANES, **macros, **cut)
     return None if made is None else (together, made)
 
 
@@ -62,3 +63,14 @@ def shape(n: int, kept: int, groups: int, blocks: int, processors: int) -> tuple
     fits = (way for way in ways if way[1] * waiting + sums <= REGISTERS * WARPS // way[0])
     warps, unroll = next(fits, (WARPS, 1))
     return together, min(warps, 1 << (blocks - 1).bit_length()), unroll
+
+
+def twins(dtype: torch.dtype, n: int, kept: int, blocks: int, warps: int) -> int:
+    """How many pairs of blocks are on their way at a time, if a lone vector's are taken in pairs.
+
+    As many as the registers hold, up to four, but so that all warps have some.
+    """
+    if n > 1 or dtype == torch.float32:
+        return 0
+    each = kept + -(-kept // 3) + 2  # registers for a pair
+    return next((many for many in (4, 2, 1) if many * each <= REGISTERS and 2 * many * warps <= blocks), 0)

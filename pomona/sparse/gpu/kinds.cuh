@@ -38,6 +38,11 @@ __device__ __forceinline__ unsigned short stream(const unsigned short *from, Pol
   asm volatile(STREAM ".u16 %0, [%1], %2;" : "=h"(got) : "l"(from), "l"(policy) : "memory");
   return got;
 }
+__device__ __forceinline__ unsigned stream(const unsigned *from, Policy policy) {
+  unsigned got;
+  asm volatile(STREAM ".u32 %0, [%1], %2;" : "=r"(got) : "l"(from), "l"(policy) : "memory");
+  return got;
+}
 __device__ __forceinline__ float stream(const float *from, Policy policy) {
   float got;
   asm volatile(STREAM ".f32 %0, [%1], %2;" : "=f"(got) : "l"(from), "l"(policy) : "memory");
