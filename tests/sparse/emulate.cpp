@@ -40,7 +40,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(STACK);
   bool done, vote;
-  int turns, barriers, meetings; // how often it has met its warp, its thread block, its cluster
+  int turns, groups, barriers, meetings; // how often it has met its warp, its four warps, its thread block, its cluster
   std::vector<std::vector<std::function<void()>>> copies; // groups that are under way; the last one is still open
 };
 static std::vector<Fiber> fibers;
@@ -53,7 +53,7 @@ static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 // The shared memory of a thread block, which nothing may be read from before it is written, nor when it has gone.
 static const int threads = WARPS * 32, DIRT = 0xA5;
 struct Memory {
-  uint4 shared[SHARED / 16], guard[64];
+  uint4 shared[(SHARED + 15) / 16], guard[64];
   void spoil() { memset(shared, DIRT, sizeof shared); }
   bool sound() const {
     return std::all_of((const uint8_t *)guard, (const uint8_t *)(guard + 64), [](int byte) { return byte == DIRT; });
@@ -159,7 +159,64 @@ static void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
     }
 }
 
-#include "kinds.cuh"
+// ---- what those of Hopper do: barriers with a parity, and products of what is in shared memory, which are under way
+// until they are waited for
+
+static void hold(const uint4 *&) {}
+static void together() { __syncthreads(); }
+static bool any_of(bool mine) { return __syncthreads_or(mine); }
+
+struct Barrier { uint16_t many, missing; unsigned parity; };
+static void prepare(Barrier *at, unsigned many) { *at = {(uint16_t)many, (uint16_t)many, 0}; }
+static void arrive(Barrier *at) {
+  if (!at->missing) abort();
+  if (--at->missing == 0) at->missing = at->many, at->parity ^= 1;
+}
+static void await(Barrier *at, unsigned parity) { while (at->parity == parity) yield(); }
+
+static const unsigned FIRST = 1024, RANK = 1 << 24; // the address of shared memory; from one of a cluster to the next
+static unsigned address(const void *at) {
+  return (const char *)at - (const char *)memory + FIRST + current / threads * RANK;
+}
+static void put(unsigned at, int offset, unsigned value) {
+  const uint16_t low = value;
+  memcpy((char *)memory + ((at + offset) % RANK - FIRST), &low, 2);
+}
+static void show() {}
+static void of_group(int) { gather(&Fiber::groups, current / 128 * 128, 128); }
+template <int> static void take() {}
+template <int> static void give() {}
+
+typedef uint64_t Description;
+static bool eager; // products are done when they are begun, or when they are waited for
+static float element(Description of, int row, int column) {
+  const unsigned start = (of & 0x3FFF) << 4, columns = (of >> 16 & 0x3FFF) << 4, rows = (of >> 32 & 0x3FFF) << 4;
+  if (of >> 46) abort();
+  const unsigned at = start + column / 8 * columns + row / 8 * rows + row % 8 * 16 + column % 8 * 2;
+  uint16_t bits;
+  memcpy(&bits, (const char *)memory + (at - FIRST), 2);
+  return widen(bits);
+}
+static void open() {}
+static void close() { fibers[current].copies.emplace_back(); }
+static void finished() {
+  auto &groups = fibers[current].copies;
+  for (; groups.size() > 1; groups.erase(groups.begin()))
+    for (auto &go : groups[0]) go();
+}
+#ifdef TURNED
+static void multiply(float *sums, Description a, Description b) {
+  const int many = TURNED ? 256 : EIGHTS * 8;
+  const auto go = [=] {
+    const int g = current % 32 / 4, t = current % 4, warp = current / 32 % 4;
+    for (int i = 0; i < many / 2; i++)
+      for (int k = 0; k < 16; k++)
+        sums[i] += element(a, warp * 16 + g + i / 2 % 2 * 8, k) * element(b, i / 4 * 8 + 2 * t + i % 2, k);
+  };
+  if (eager) go(); else fibers[current].copies.back().push_back(go);
+}
+#endif
+
 #include SOURCE
 
 // ---- launch, with pointers to the arguments as CUDA has it; false where the kernel did what it must not
@@ -176,13 +233,14 @@ extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   fibers.resize(threads * CLUSTER);
+  eager = random() % 2;
   gridDim = {grid_x, grid_y, grid_z};
   body = [=] { call(KERNEL, given); };
   memset(memories, DIRT, sizeof memories);
   for (int cluster : order) {
     const int x = cluster % grid_x, y = cluster / grid_x % (grid_y / CLUSTER), z = cluster / grid_x / (grid_y / CLUSTER);
     for (Fiber &fiber : fibers) {
-      fiber.done = false, fiber.turns = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {});
+      fiber.done = false, fiber.turns = fiber.groups = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {});
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
       fiber.context.uc_link = nullptr;

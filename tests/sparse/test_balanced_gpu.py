@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from pomona.sparse import BalancedTensor, gpu, ops
 from pomona.sparse.balanced import DTYPES, LANES
-from pomona.sparse.gpu import conv, few, lstm, some, tickets
+from pomona.sparse.gpu import conv, few, hopper, lstm, some, tickets
 from pomona.sparse.gpu.compiled import FOLDER
 from pomona.sparse.ops import balanced, balanced_lstm, join
 
@@ -69,10 +69,11 @@ class Emulated:
 COUNTERS = torch.zeros(1000, dtype=torch.int32)  # one launch after another, as on a stream
 
 
-def emulated(name: str, device: int, threads: int, shared: int = 0, **macros: int) -> Emulated:
-    """In place of `compiled.kernel`."""
-    assert threads == macros["WARPS"] * LANES
-    return Emulated(emulator(name, SHARED=shared, **macros))
+def emulated(name: str, device: int, threads: int, shared: int = 0, **macros: int | str) -> Emulated:
+    """In place of `compiled.kernel`; macros that are text are for the assembler."""
+    numbers = {macro: value for macro, value in macros.items() if isinstance(value, int)}
+    assert threads == numbers["WARPS"] * LANES
+    return Emulated(emulator(name, SHARED=shared, **numbers))
 
 
 @pytest.fixture
@@ -82,11 +83,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the one of a tensor that is on no GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(lstm, "overlaps", lambda device: True)
-    modules = (few, some, lstm, conv)
+    modules = (few, some, hopper, lstm, conv)
     for module in modules:
         monkeypatch.setattr(module, "kernel", emulated)
         module.plan.cache_clear()
     monkeypatch.setattr(some, "tickets", lambda many, device: COUNTERS[:many])
+    monkeypatch.setattr(hopper, "LEAST", 1)
     yield properties
     assert not COUNTERS.any(), "the last thread block sets its ticket back"
     for module in modules:
@@ -146,10 +148,13 @@ class TestEmulated:
             (torch.bfloat16, 20, 31, 32, 2, 70),  # fewer columns than a block
         ],
     )
-    def test_some_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
+    @pytest.mark.parametrize("kernel", [some, hopper])
+    def test_some_vectors(
+        self, kernel: ModuleType, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int
+    ) -> None:
         weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
         x, bias = torch.randn(n, columns).to(dtype), torch.randn(rows, dtype=dtype)
-        y = multiply(some, x, weight, block, bias, relu=True)
+        y = multiply(kernel, x, weight, block, bias, relu=True)
         assert close(y, (x.double() @ weight.double().T + bias.double()).relu())
 
     @pytest.mark.parametrize(
@@ -177,29 +182,62 @@ class TestEmulated:
         assert close(y, x.double() @ weight.double().T)
         assert torch.equal(y, multiply(some, x, weight, 32)), "whoever is the last"
 
+    @pytest.mark.parametrize(
+        ("shape", "kept"),  # up to four survivors' places are kept, those of more are found again
+        [
+            (hopper.Shape(32, 2, 1, 1, 1, 2, 0), 4),
+            (hopper.Shape(32, 3, 2, 4, 2, 3, 0), 3),
+            (hopper.Shape(32, 1, 2, 7, 1, 6, 0), 5),
+            (hopper.Shape(32, 4, 1, 6, 2, 1, 0), 3),
+            (hopper.Shape(32, 8, 2, 2, 2, 2, 1), 3),
+            (hopper.Shape(32, 8, 1, 9, 1, 4, 1), 7),
+            (hopper.Shape(32, 2, 2, 10, 2, 4, 0), 2),  # one has no columns
+        ],
+        ids=str,
+    )
+    def test_every_way_to_cut_the_work_on_hopper(
+        self, shape: hopper.Shape, kept: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(hopper, "cut", lambda *sizes: shape)
+        weight = balanced_weight(300, 1100, block=32, kept=kept).half()
+        x = torch.randn(11, 1100).half()
+        y = multiply(hopper, x, weight, 32)
+        assert close(y, x.double() @ weight.double().T)
+        assert torch.equal(y, multiply(hopper, x, weight, 32)), "whoever is the last"
+
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(rows=st.integers(1, 300), columns=st.integers(32, 400), n=st.integers(1, 20), biased=st.booleans())
+    @given(
+        kernel=st.sampled_from([some, hopper]),
+        rows=st.integers(1, 300),
+        columns=st.integers(32, 400),
+        n=st.integers(1, 20),
+        biased=st.booleans(),
+    )
     def test_any_matrix_and_any_number_of_vectors(
-        self, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, n: int, biased: bool
+        self, monkeypatch: pytest.MonkeyPatch, kernel: ModuleType, rows: int, columns: int, n: int, biased: bool
     ) -> None:
         monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 1, 4, 2, 4, 4, 2, 3, 2))
+        monkeypatch.setattr(hopper, "cut", lambda *sizes: hopper.Shape(32, 1, 1, 4, 2, 3, 0))
         weight = balanced_weight(rows, columns, block=32, kept=3).half()
         x, bias = torch.randn(n, columns).half(), torch.randn(rows) if biased else None
         exact = x.double() @ weight.double().T
-        assert close(multiply(some, x, weight, 32, bias), exact if bias is None else exact + bias)
+        assert close(multiply(kernel, x, weight, 32, bias), exact if bias is None else exact + bias)
 
     def test_inputs_and_outputs_of_any_strides(self) -> None:
         weight = balanced_weight(70, 96, block=32, kept=3).half()
         packed = BalancedTensor.from_dense(weight, 32)
         exact = torch.randn(96, 9).half()
         for x in (exact.T, exact.T.contiguous(), torch.cat([exact, exact]).T.contiguous()[:, 96:]):
-            for kernel in (few, some):
+            for kernel in (few, some, hopper):
                 y = torch.full((70, 9), torch.nan).half()
                 assert kernel.multiply(x, packed.values, packed.indices, None, y.T, 96, 32, False)
                 assert close(y, weight.double() @ exact.double())
 
     @pytest.mark.parametrize("block", [32, 20])
-    @pytest.mark.parametrize(("kernel", "dtype"), [(few, torch.float32), (few, torch.float16), (some, torch.bfloat16)])
+    @pytest.mark.parametrize(
+        ("kernel", "dtype"),
+        [(few, torch.float32), (few, torch.float16), (some, torch.bfloat16), (hopper, torch.bfloat16)],
+    )
     def test_infinities_and_nans_go_where_the_dense_product_has_them(
         self, kernel: ModuleType, dtype: torch.dtype, block: int
     ) -> None:
@@ -228,17 +266,22 @@ class TestEmulated:
             return kernel.multiply(x, packed.values, packed.indices, None, y, 64, block, False)
 
         assert not takes(few, 17, 32, 3, torch.float16)
-        for kernel in (few, some):
+        for kernel in (few, some, hopper):
             assert not takes(kernel, 8, 64, 3, torch.float16)
             assert not takes(kernel, 8, 32, 3, torch.bfloat16)
-        assert not takes(some, 8, 32, 30, torch.float16)
-        device.major = 7
-        assert not takes(some, 8, 32, 4, torch.float16)
+        for kernel, major in ((some, 7), (hopper, 8), (hopper, 10)):
+            device.major = 9
+            assert not takes(kernel, 8, 32, 30, torch.float16)
+            device.major = major
+            assert not takes(kernel, 8, 32, 4, torch.float16)
+
+
+MAJORS = pytest.mark.parametrize("major", [8, hopper.MAJOR])  # by some.cu, by hopper.cu
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.usefixtures("device")
 class TestConvolution:
+    @MAJORS
     @pytest.mark.parametrize(
         ("dtype", "shape", "images", "block", "kept", "how"),
         [
@@ -259,8 +302,9 @@ class TestConvolution:
     )
     def test_any_geometry(
         self, dtype: torch.dtype, shape: tuple[int, ...], images: tuple[int, ...], block: int, kept: int,
-        how: tuple[tuple[int, int], ...],
+        how: tuple[tuple[int, int], ...], major: int, device: SimpleNamespace,
     ) -> None:  # fmt: skip
+        device.major = major
         weight = balanced_weight(shape[0], *shape[1:], block=block, kept=kept, dtype=dtype)
         x, bias = torch.randn(images).to(dtype), torch.randn(shape[0])
         packed = BalancedTensor.from_dense(weight, block)
@@ -277,11 +321,19 @@ class TestConvolution:
             some.Shape(32, 2, 8, 1, 6, 4, 2, 2, 2),
             some.Shape(32, 4, 8, 2, 2, 4, 4, 2),
             some.Shape(32, 1, 8, 8, 1, 2, 8, 3),
+            hopper.Shape(32, 1, 1, 2, 2, 2, 0),
+            hopper.Shape(32, 2, 2, 6, 2, 3, 0),
+            hopper.Shape(32, 4, 1, 3, 1, 4, 0),
+            hopper.Shape(32, 8, 2, 4, 2, 4, 1),
         ],
         ids=str,
     )
-    def test_every_way_to_cut_the_work(self, shape: some.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(conv, "cut", lambda *sizes: shape)
+    def test_every_way_to_cut_the_work(
+        self, shape: some.Cut, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device.major = hopper.MAJOR if isinstance(shape, hopper.Shape) else 8
+        for module in (conv, hopper):
+            monkeypatch.setattr(module, "cut", lambda *sizes: shape)
         weight = balanced_weight(140, 150, 3, 3, block=32, kept=3, dtype=torch.float16)
         packed = BalancedTensor.from_dense(weight, 32)
         x = torch.randn(2, 150, 5, 6).half()
@@ -290,7 +342,11 @@ class TestConvolution:
         assert y is not None
         assert close(y, F.conv2d(x.double(), weight.double(), padding=1))
 
-    def test_infinities_and_nans_go_where_the_dense_convolution_has_them(self) -> None:
+    @MAJORS
+    def test_infinities_and_nans_go_where_the_dense_convolution_has_them(
+        self, major: int, device: SimpleNamespace
+    ) -> None:
+        device.major = major
         weight = balanced_weight(40, 8, 3, 3, block=32, kept=5, dtype=torch.float16)
         packed = BalancedTensor.from_dense(weight, 32)
         x = torch.randn(2, 8, 9, 7).half()
@@ -509,6 +565,43 @@ class TestCut:
             assert shape.span % shape.team == 0
 
 
+class TestHopper:
+    """How the work is cut on a Hopper GPU."""
+
+    @pytest.mark.parametrize(
+        ("size", "n", "eights", "groups", "split"),
+        [
+            (16384, 16, 2, 2, 4),
+            (16384, 32, 4, 2, 4),
+            (16384, 64, 8, 2, 4),
+            (8192, 16, 2, 2, 8),
+            (8192, 64, 8, 2, 8),
+            (2048, 16, 2, 1, 16),
+        ],
+    )
+    def test_all_processors_have_work(self, size: int, n: int, eights: int, groups: int, split: int) -> None:
+        shape = hopper.cut(n, 3, 32, size // 32, size // 32, 132)
+        assert shape == replace(shape, eights=eights, groups=groups, split=split, cluster=2, turned=eights == 8)
+
+    @given(
+        n=st.integers(1, 3000),
+        kept=st.integers(1, hopper.KEPT),
+        block=st.integers(12, 32),
+        groups=st.integers(1, 2000),
+        blocks=st.integers(1, 2000),
+        processors=st.integers(1, 200),
+        gather=st.booleans(),
+    )
+    def test_every_cut_can_be_done(
+        self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, gather: bool
+    ) -> None:
+        shape = hopper.cut(n, kept, block, groups, blocks, processors, gather)
+        assert shape.shared <= some.LIMIT
+        assert shape.split % shape.cluster == shape.rows // 4 % shape.cluster == 0
+        assert shape.turned == (shape.eights == 8)
+        assert not gather or shape.eights in (1, 2, 4, 8), "a lane's position is always the same"
+
+
 class TestTickets:
     """Counters, where there is no GPU."""
 
@@ -601,6 +694,7 @@ def test_triton_in_its_interpreter() -> None:
 
 
 LARGE, UNEVEN, WIDE = (1000, 2048, 32, 3), (70, 130, 25, 4), (64, 500, 50, 9)  # rows, columns, block, kept
+TALL = (700, 330, 25, 7)
 
 
 # Each case is a kernel of its own, and to compile it takes longer than all the rest of a test.
@@ -616,6 +710,10 @@ LARGE, UNEVEN, WIDE = (1000, 2048, 32, 3), (70, 130, 25, 4), (64, 500, 50, 9)  #
         ("some", torch.float16, LARGE, 16),
         ("some", torch.bfloat16, UNEVEN, 17),
         ("some", torch.float16, LARGE, 200),
+        ("hopper", torch.float16, LARGE, 9),
+        ("hopper", torch.bfloat16, LARGE, 20),
+        ("hopper", torch.float16, TALL, 40),
+        ("hopper", torch.bfloat16, TALL, 200),
         ("many", torch.float32, LARGE, 200),
         ("many", torch.float16, WIDE, 1),
         ("many", torch.bfloat16, WIDE, 64),
@@ -625,6 +723,8 @@ def test_every_kernel_on_a_device(
     kernel: str, dtype: torch.dtype, matrix: tuple[int, int, int, int], n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, columns, block, kept = matrix
+    if kernel == "hopper" and torch.cuda.get_device_properties(0).major != hopper.MAJOR:
+        pytest.skip("for a Hopper GPU")
     wanted = importlib.import_module(f"pomona.sparse.gpu.{kernel}")
     assert wanted in list(gpu.kernels(n, rows * columns))
     monkeypatch.setattr(gpu, "kernels", lambda n, size: [wanted])
@@ -664,8 +764,8 @@ def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None
 
 
 def test_the_fastest_kernel_comes_first() -> None:
-    assert [next(gpu.kernels(n, 16384**2)) for n in (1, 8, 9)] == [few, few, some]
-    assert [next(gpu.kernels(n, 8192**2)) for n in (8, 16, 17)] == [few, few, some]
+    assert [next(gpu.kernels(n, 16384**2)) for n in (1, 8, 9)] == [few, few, hopper]
+    assert [next(gpu.kernels(n, 8192**2)) for n in (8, 16, 17)] == [few, few, hopper]
 
 
 @pytest.mark.gpu
@@ -689,15 +789,22 @@ def test_a_convolution_on_a_device(
 
 
 @pytest.mark.gpu
-def test_streams_and_graphs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(some, "cut", lambda *sizes: some.Shape(32, 2, 16, 2, 4, 2, 8, 1))
-    some.plan.cache_clear()
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [(some, some.Shape(32, 2, 16, 2, 4, 2, 8, 1)), (hopper, hopper.Shape(32, 2, 2, 4, 2, 4, 0))],
+    ids=["some", "hopper"],
+)
+def test_streams_and_graphs_side_by_side(kernel: ModuleType, shape: some.Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel is hopper and torch.cuda.get_device_properties(0).major != hopper.MAJOR:
+        pytest.skip("for a Hopper GPU")
+    monkeypatch.setattr(kernel, "cut", lambda *sizes: shape)
+    kernel.plan.cache_clear()
     packed = BalancedTensor.from_dense(balanced_weight(2048, 4096, block=32, kept=3).half(), 32).to("cuda")
     given, streams = torch.randn(2, 16, 4096).half().cuda(), [torch.cuda.Stream() for _ in range(2)]
 
     def product(x: Tensor) -> Tensor:
         y = x.new_empty(16, 2048)
-        assert some.multiply(x, packed.values, packed.indices, None, y, 4096, 32, False)
+        assert kernel.multiply(x, packed.values, packed.indices, None, y, 4096, 32, False)
         return y
 
     alone = [product(x) for x in given]
@@ -715,7 +822,7 @@ def test_streams_and_graphs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.cuda.synchronize()
     for one, some_called, some_captured in zip(alone, called, captured, strict=True):
         assert all(torch.equal(one, y) for y in (*some_called, *some_captured))
-    some.plan.cache_clear()
+    kernel.plan.cache_clear()
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     handle = SimpleNamespace(func=ctypes.c_void_p(77), set_shared_memory_config=lambda size: None)
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda text, name: handle, raising=False)
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda text, name, only: handle, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda._utils, "_get_gpu_runtime_library", lambda: made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)

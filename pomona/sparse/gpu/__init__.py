@@ -1,5 +1,5 @@
-"""The kernels for CUDA: in CUDA C++ one for a few vectors or an LSTM and one for more or a convolution, and in Triton
-one for all that is left."""
+"""The kernels for CUDA: in CUDA C++ one for a few vectors or an LSTM and two for more or a convolution, of which one is
+for Hopper alone; and in Triton one for all that is left."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import conv, few, lstm, some
+from . import conv, few, hopper, lstm, some
 
-__all__ = ["conv", "few", "lstm", "product", "some"]
+__all__ = ["conv", "few", "hopper", "lstm", "product", "some"]
 
 FEW = 8  # vectors up to which shuffles beat the tensor cores
 SMALL = 1 << 26  # entries of a matrix, of which twice as many vectors are few: it leaves the tensor cores idle
@@ -44,7 +44,7 @@ def product(
 
 def kernels(n: int, size: int) -> Iterator[ModuleType]:
     """Those for so many vectors and a matrix of this size, the fastest first."""
-    yield from (few, some) if n <= FEW * (1 + (size <= SMALL)) else (some, few)
+    yield from (few, hopper, some) if n <= FEW * (1 + (size <= SMALL)) else (hopper, some, few)
     try:
         from . import many
     except ImportError:  # no Triton

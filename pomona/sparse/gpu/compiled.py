@@ -6,6 +6,7 @@ torch's own launch looks for the driver at every call, which takes longer than m
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ONLY = {"hopper": "90a"}  # the architecture of kernels that are for one alone
 HEAD = "7I2PI4x"  # CUlaunchConfig: grid, thread block and its memory, stream, attributes and how many
 BUFFER, SIZE, END = 1, 2, 0  # how the driver is told of arguments that lie in one buffer
 EARLY = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1))  # the attribute: ahead of the last kernel's end
@@ -24,10 +26,14 @@ STRANGE = 201  # the driver's error where a thread has not met the device yet
 LOCK = Lock()  # launches share the memory that their arguments lie in
 
 
-def source(name: str, **macros: int) -> str:
+def source(name: str, **macros: int | str) -> str:
     """The text of a kernel, for one set of its parameters."""
-    lines = [f"#define {macro} {value}\n" for macro, value in macros.items()]
-    return "".join([*lines, (FOLDER / "kinds.cuh").read_text(), (FOLDER / f"{name}.cu").read_text()])
+    return "".join([*(f"#define {macro} {value}\n" for macro, value in macros.items()), text(f"{name}.cu")])
+
+
+def text(name: str) -> str:
+    """A file's text, with that of those it includes."""
+    return re.sub(r'#include "(.*)"\n', lambda match: text(match[1]), (FOLDER / name).read_text())
 
 
 class Kernel:
@@ -36,8 +42,8 @@ class Kernel:
     One that is EARLY waits by itself for the kernel before it, and is launched ahead of that one's end.
     """
 
-    def __init__(self, name: str, threads: int, shared: int = 0, **macros: int) -> None:
-        self.made = torch.cuda._compile_kernel(source(name, **macros), name)
+    def __init__(self, name: str, threads: int, shared: int = 0, **macros: int | str) -> None:
+        self.made = torch.cuda._compile_kernel(source(name, **macros), name, ONLY.get(name))
         self.made.set_shared_memory_config(shared)
         self.device, self.block = torch.cuda.current_device(), (threads, 1, 1, shared)
         self.attributes = (ctypes.addressof(EARLY), 1) if macros.get("EARLY") else (0, 0)
@@ -76,7 +82,7 @@ def frame(pointers: int, integers: int) -> tuple[struct.Struct, ctypes.Array[cty
 
 
 @cache
-def kernel(name: str, device: int, threads: int, shared: int = 0, **macros: int) -> Kernel | None:
+def kernel(name: str, device: int, threads: int, shared: int = 0, **macros: int | str) -> Kernel | None:
     """The same, compiled once; None where torch cannot compile it for this device."""
     try:
         with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""Convolutions: some.cu, where threads gather what each position sees on its way to shared memory."""
+"""Convolutions: hopper.cu or some.cu, where threads gather what each position sees on its way to shared memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..balanced import LANES
+from . import hopper
 from .compiled import KINDS, Kernel, kernel, legible
-from .some import LIMIT, PICKED, ROWS, SIDE, WIDEST, Shape, registers
+from .some import LIMIT, PICKED, ROWS, SIDE, WIDEST, Cut, Shape, registers
 
 MOST = 31  # taps of a kernel: a bit each
 WARPS, BUSY = 8, 0.6  # of a thread block; of the processors, that are worth more positions to each of them
@@ -65,7 +66,7 @@ def convolve(
     if made is None:
         return None
     shape, go = made
-    seen = taps(channels, height, width, how, block, shape.width, blocks + SIDE * shape.span, x.device)
+    seen = taps(channels, height, width, how, block, shape.width, blocks + SIDE * max(SPAN, WARPS), x.device)
     bias, floats = legible(bias, values.dtype)
     y = x.new_empty(images, rows, high, wide)
     grid = shape.grid(n, groups)
@@ -92,11 +93,14 @@ def taps(
 @cache
 def plan(
     dtype: torch.dtype, n: int, kept: int, block: int, groups: int, blocks: int, how: Geometry, device: int
-) -> tuple[Shape, Kernel] | None:
+) -> tuple[Cut, Kernel] | None:
     """How the work is cut on this device, and the kernel."""
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8 or not fits(dtype, kept, block, how):
         return None
+    newest = hopper.plan(dtype, n, kept, block, groups, blocks, device, CONV=1, **how.macros())
+    if newest is not None:
+        return newest
     shape = cut(n, kept, block, groups, blocks, properties.multi_processor_count, properties.major >= 9)
     macros = {"KIND": KINDS[dtype], "KEPT": kept, "CONV": 1, **shape.macros(), **how.macros()}
     made = kernel("some", device, shape.warps * LANES, shape.shared(kept), **macros)

@@ -25,6 +25,7 @@
 #define TWINS 0
 #endif
 #define RESIDENT (TWINS ? 2 : 1) /* thread blocks of a processor */
+#include "kinds.cuh"
 
 #if KIND == 0
 #define PAIRS BATCH /* registers that hold one column of x: a float each, or two halves */

@@ -11,9 +11,7 @@
  *
  * TEAM warps take turns at the steps of the same rows. All warps of a thread block share x, which comes through shared
  * memory, SPAN steps at a time, cut in the same way. Where there is room for all of it, that is one stage, and a warp
- * waits for no other until the end. SPLIT thread blocks share the columns. They add their sums up in a fixed order:
- * first those of a CLUSTER, which see each other's memory, then the clusters. Each of these leaves its sums in `parts`
- * and takes a ticket; who has the last one adds them all up.
+ * waits for no other until the end. SPLIT thread blocks share the columns, as in sums.cuh.
  *
  * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
  * of vectors a thread block multiplies, its WARPS, TEAM, SPLIT, CLUSTER, TILES of 16 rows spread out at a time (1, 2 or
@@ -27,32 +25,23 @@
 #ifndef CONV
 #define CONV 0
 #endif
+#include "kinds.cuh"
+#define THREADS (WARPS * LANES)
+#define SLABS (WARPS / TEAM)               /* of ROWS rows, in a thread block */
+#include "sums.cuh"
 
-#define ROWS 64                            /* of a warp */
-#define SIDE 4                             /* blocks side by side */
 #define LINE (4 * LANES)                   /* bytes of a word of every lane */
 #define PICK (KEPT <= 3)                   /* bytes that pick, or values */
 #define SIZE (PICK ? 1 : 2)                /* bytes of a place */
 #define DEEP (WIDTH * SIZE / 4)            /* words of a row in a block */
 #define OWN (2 * TILES * DEEP)             /* words of a lane */
-#define PARTS (WIDTH / 8)                  /* pieces, of 16 bytes, of a vector in a block */
-#define VECTORS (EIGHTS * 8)
 #define RUN (SPAN * SIDE * PARTS)          /* pieces of a vector in a stage */
 #define STAGE (VECTORS * RUN)              /* pieces of x in a stage */
-#define THREADS (WARPS * LANES)
-#define SLABS (WARPS / TEAM)               /* of ROWS rows, in a thread block */
 /* Where in a line of a stage a lane finds its piece: turned, so that those who write it hit banks of their own, too. */
 #define TURN(lane, part) (CONV ? (lane) ^ (lane) >> 3 : (lane) ^ (part) * (8 / PARTS))
 #define RESIDENT ((EIGHTS <= 2 ? 16 : 8) / WARPS ? (EIGHTS <= 2 ? 16 : 8) / WARPS : 1) /* thread blocks at a time */
-#define PITCH (SLABS * ROWS + 4)           /* sums of a vector, and some against bank conflicts */
-#define QUADS (SLABS * ROWS / 4 / CLUSTER) /* fours of rows that a thread block finishes */
-#define MINE (VECTORS * QUADS)             /* fours of sums */
-#define BATCH (MINE < 4 * THREADS ? (MINE + THREADS - 1) / THREADS : 4) /* of them, that a thread reads at a time */
-#define SHARES (SPLIT / CLUSTER)           /* of a sum, that are added up with tickets */
 
 #ifndef EMULATED
-extern __shared__ uint4 memory[];
-
 /* 16 bytes on their way to shared memory, zeros where there is nothing to copy. */
 __device__ __forceinline__ void copy(uint4 *to, const void *from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
@@ -81,100 +70,14 @@ __device__ __forceinline__ unsigned pick_bytes(unsigned low, unsigned high, unsi
   return got;
 }
 
-/* All threads of the cluster. */
-__device__ __forceinline__ void meet() {
-#if CLUSTER == 1
-  __syncthreads();
-#else
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
-}
-
-/* What lies at the same place in the shared memory of another thread block. */
-__device__ __forceinline__ float4 across(const float4 *here, int rank) {
-#if CLUSTER == 1
-  return *here;
-#else
-  unsigned there;
-  float4 got;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(there)
-               : "r"((unsigned)__cvta_generic_to_shared(here)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(got.x), "=f"(got.y), "=f"(got.z), "=f"(got.w)
-               : "r"(there)
-               : "memory");
-  return got;
-#endif
-}
-
-/* What another thread block has written: not what a cache nearby may have of it. */
-__device__ __forceinline__ float4 fresh(const float4 *from) {
-  float4 got;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(got.x), "=f"(got.y), "=f"(got.z), "=f"(got.w)
-               : "l"(from)
-               : "memory");
-  return got;
-}
-#endif
-
-#if CLUSTER == 1
-#define TOGETHER
-#else
-#define TOGETHER __cluster_dims__(1, CLUSTER, 1)
-#endif
-
-/* The survivors of eight rows in one block, two rows a register. */
-struct Survivors {
-  unsigned word[WORDS][4], value[KEPT][4];
-};
-
-/* One lane's place in the packed matrix. */
-struct Source {
-  const uint4 *values, *indices;
-  int left; /* blocks from its own first one to the last */
-  Policy policy;
-
-  __device__ __forceinline__ void load(int step, Survivors &to) const {
-    const bool there = step * SIDE < left;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) unpack(indices + (step * SIDE * WORDS + i) * 4, there, to.word[i]);
-#pragma unroll
-    for (int i = 0; i < KEPT; i++) unpack(values + (step * SIDE * KEPT + i) * 4, there, to.value[i]);
-  }
-
-  __device__ __forceinline__ void unpack(const uint4 *from, bool there, unsigned *to) const {
-    const uint4 got = there ? stream(from, policy) : uint4{0, 0, 0, 0};
-    to[0] = got.x, to[1] = got.y, to[2] = got.z, to[3] = got.w;
-  }
-};
 
 #if CONV
 #define AT_ONCE (THREADS / VECTORS) /* pieces of a vector */
 
 /* One thread's position, and where its pieces of it go. */
 struct Feed {
-  const char *x;
-  const uint4 *taps; /* of two columns each: how many bytes on in x they are, and their tap of the kernel as a bit */
-  unsigned there;   /* taps that see the image */
-
-  __device__ __forceinline__ Feed(const Value *images, const uint4 *taps, int image, int height, int width, int line,
-                                  int area, int n)
-      : taps(taps), there(0) {
-    const int position = blockIdx.x * VECTORS + threadIdx.x % VECTORS, place = position % area;
-    const int top = place / line * HIGH_STRIDE - HIGH_PADDING, left = place % line * WIDE_STRIDE - WIDE_PADDING;
-    x = (const char *)(images + (long long)(position / area) * image + (long long)top * width + left);
-    for (int tap = 0; tap < HIGH * WIDE; tap++) {
-      const int row = top + tap / WIDE * HIGH_DILATION, column = left + tap % WIDE * WIDE_DILATION;
-      const bool inside = row >= 0 && row < height && column >= 0 && column < width;
-      there |= unsigned(inside && position < n) << tap;
-    }
-  }
-
-  __device__ __forceinline__ unsigned load(unsigned bytes, unsigned tap) const {
-    return there & tap ? *(const Value *)(x + bytes) : 0;
-  }
+  const Sight sight;
 
   __device__ __forceinline__ void fetch(int step, int end, uint4 *stage) const {
     const int vector = threadIdx.x % VECTORS;
@@ -183,15 +86,9 @@ struct Feed {
     for (int i = 0; i < RUN; i += AT_ONCE) { /* no step is left out, so that none waits: behind the end are no taps */
       const int piece = i + threadIdx.x / VECTORS, span = piece / (SIDE * PARTS);
       if (RUN % AT_ONCE && piece >= RUN) break;
-      unsigned got[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const uint4 two = taps[(step * SIDE * PARTS + piece) * 4 + j];
-        got[j] = load(two.x, two.y) | load(two.z, two.w) << 16;
-      }
       const int part = piece % PARTS, lane = vector % 8 * SIDE + piece / PARTS % SIDE;
-      uint4 &to = stage[((span * EIGHTS + vector / 8) * PARTS + part) * LANES + TURN(lane, part)];
-      to = {got[0], got[1], got[2], got[3]};
+      stage[((span * EIGHTS + vector / 8) * PARTS + part) * LANES + TURN(lane, part)] =
+          sight.gather(step * SIDE * PARTS + piece);
     }
   }
 };
@@ -288,61 +185,6 @@ __device__ __forceinline__ void multiply(const unsigned *own, const Survivors &f
   }
 }
 
-/* Where the ith four of sums belongs: threads side by side write side by side. */
-#define VECTOR(i) (CONV ? (i) % VECTORS : (i) / QUADS)
-#define QUAD(i) (blockIdx.y % CLUSTER * QUADS + (CONV ? (i) / VECTORS : (i) % QUADS))
-/* The kth of a batch; where there is none, the last of all once more. */
-#define OF(k) (MINE % (BATCH * THREADS) ? min(i + (k) * THREADS, MINE - 1) : i + (k) * THREADS)
-
-__device__ __forceinline__ void add(float4 &sum, float4 part) {
-  sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-}
-
-/* What all teams of the cluster have of it. */
-__device__ __forceinline__ float4 of_cluster(int i) {
-  float4 sum = {};
-#pragma unroll
-  for (int j = 0; j < CLUSTER * TEAM; j++) {
-    const float *const here = (float *)memory + (j % TEAM * VECTORS + VECTOR(i)) * PITCH + QUAD(i) * 4;
-    add(sum, across((const float4 *)here, j / TEAM));
-  }
-  return sum;
-}
-
-/* Whether this thread block is the last of SHARES to come here; then it sees what the others have written. */
-__device__ __forceinline__ bool last(unsigned *ticket) {
-  bool mine = false;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    mine = atomicInc(ticket, SHARES - 1) == SHARES - 1; /* which makes it zero again */
-    __threadfence();
-  }
-  return __syncthreads_or(mine);
-}
-
-/* Finishes four rows of a vector. */
-__device__ __forceinline__ void store(float4 sum, Value *y, long long stride, const void *bias, int wide, int row,
-                                      int rows, int relu) {
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  Value made[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (row + i < rows) made[i] = finish(sums[i], bias, wide, row + i, relu);
-  if (stride == 1 && row + 4 <= rows && (unsigned long long)y % 8 == 0)
-    *(uint2 *)y = {made[0] | (unsigned)made[1] << 16, made[2] | (unsigned)made[3] << 16};
-  else
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (row + i < rows) y[i * stride] = made[i];
-}
-
-#if CONV
-#define GIVEN const uint4 *taps, int rows, int blocks, int n, int wide, int relu, int image, int height, int width, \
-              int line, int area
-#else
-#define GIVEN int rows, int columns, int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu
-#endif
-
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)
 some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, float4 *parts,
      unsigned *tickets, GIVEN) {
@@ -350,16 +192,14 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
   const int steps = (blocks + SIDE - 1) / SIDE, share = (steps + SPLIT - 1) / SPLIT;
   const int begin = blockIdx.y * share, end = min(begin + share, steps);
 
-  const int group = ((blockIdx.z * SLABS + warp / TEAM) * 8 + eighth) / 4;
-  const long long first = (long long)group * blocks + side;
-  const Source source = {values + first * KEPT * 4 + eighth % 4, indices + first * WORDS * 4 + eighth % 4,
-                         group * LANES < rows ? min(blocks, end * SIDE) - side : 0, fleeting()};
+  const Source source(values, indices, blockIdx.z * SLABS + warp / TEAM, rows, blocks, end);
   Survivors now, next;
   source.load(begin + warp % TEAM, now);
 
   uint4 *const stages = memory + WARPS * OWN * LANES / 4;
 #if CONV
-  const Feed feed(x, taps, image, height, width, line, area, n);
+  const int position = blockIdx.x * VECTORS + threadIdx.x % VECTORS;
+  const Feed feed{Sight(x, taps, position, image, height, width, line, area, n)};
 #else
   const Feed feed(x, columns, pitch, n);
 #endif
@@ -397,38 +237,8 @@ some(const uint4 *values, const uint4 *indices, const Value *x, const void *bias
     const int row = warp / TEAM * ROWS + eighth * 8 + tile * 2;
     *(float4 *)((float *)memory + vector * PITCH + row) = {low[0], low[2], high[0], high[2]};
   }
-  meet();
-
-#if SHARES > 1
-  const int mine = (blockIdx.z * gridDim.x + blockIdx.x) * CLUSTER + blockIdx.y % CLUSTER;
-  parts += (long long)mine * SHARES * MINE;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < MINE; i += BATCH * THREADS) {
-    float4 sum[BATCH];
-#pragma unroll
-    for (int k = 0; k < BATCH; k++) sum[k] = of_cluster(OF(k));
-#pragma unroll
-    for (int k = 0; k < BATCH; k++) parts[blockIdx.y / CLUSTER * MINE + OF(k)] = sum[k];
-  }
-  meet();
-  if (!last(tickets + mine)) return;
-#endif
-#pragma unroll 1
-  for (int i = threadIdx.x; i < MINE; i += BATCH * THREADS) {
-    float4 sum[BATCH] = {};
-#pragma unroll
-    for (int k = 0; k < BATCH * SHARES; k++)
-      add(sum[k / SHARES], SHARES > 1 ? fresh(parts + k % SHARES * MINE + OF(k / SHARES)) : of_cluster(OF(k)));
-#pragma unroll
-    for (int k = 0; k < BATCH; k++) {
-      const int vector = blockIdx.x * VECTORS + VECTOR(OF(k)), row = blockIdx.z * SLABS * ROWS + QUAD(OF(k)) * 4;
 #if CONV
-      const long long y_row = area, start = (long long)(vector / area) * rows * area + vector % area;
-#else
-      const long long start = (long long)vector * y_vector;
+  const int y_row = area, y_vector = 0;
 #endif
-      if (vector < n) store(sum[k], y + start + (long long)row * y_row, y_row, bias, wide, row, rows, relu);
-    }
-  }
-  if (SPLIT == CLUSTER && CLUSTER > 1) meet(); /* others may still be reading here */
+  complete(y, bias, parts, tickets, rows, n, y_row, y_vector, wide, relu);
 }

@@ -21,9 +21,40 @@ MOST = 16  # thread blocks that share the columns
 PACE, START, BARRIER, TICKET = 64, 2000, 1500, 2500  # bytes a cycle that a processor has from the cache; cycles
 
 
+class Cut:
+    """How the work is cut for tensor cores; see sums.cuh."""
+
+    width: int
+    eights: int
+    split: int
+    cluster: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a thread block."""
+        raise NotImplementedError
+
+    @property
+    def shares(self) -> int:
+        """Of a sum, that are added up with tickets."""
+        return self.split // self.cluster
+
+    def grid(self, n: int, groups: int) -> tuple[int, int, int]:
+        """The thread blocks for so many vectors and groups of rows."""
+        return -(-n // (8 * self.eights)), self.split, -(-groups * LANES // self.rows)
+
+    def exchange(self, grid: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Where thread blocks leave shares of their sums, and their tickets; nothing where there is but one share."""
+        if self.shares == 1:
+            return None, None
+        tiles = grid[0] * grid[2]
+        parts = torch.empty(tiles * self.shares * self.eights * 8 * self.rows, device=device, dtype=torch.float32)
+        return parts, tickets(tiles * self.cluster, device)
+
+
 @dataclass(frozen=True)
-class Shape:
-    """How the work is cut; see some.cu."""
+class Shape(Cut):
+    """See some.cu."""
 
     width: int
     eights: int
@@ -40,17 +71,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of a thread block."""
         return self.warps // self.team * ROWS
-
-    @property
-    def shares(self) -> int:
-        """Of a sum, that are added up with tickets."""
-        return self.split // self.cluster
-
-    def grid(self, n: int, groups: int) -> tuple[int, int, int]:
-        """The thread blocks for so many vectors and groups of rows."""
-        return -(-n // (8 * self.eights)), self.split, -(-groups * LANES // self.rows)
 
     def shared(self, kept: int) -> int:
         """Bytes of shared memory: first what is spread out and x, at the end all sums."""
@@ -58,32 +79,32 @@ class Shape:
         stages = self.stages * self.span * SIDE * self.width * self.eights * 8 * 2
         return max(spread + stages, self.team * self.eights * 8 * (self.rows + 4) * 4)
 
-    def exchange(self, grid: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Where thread blocks leave shares of their sums, and their tickets; nothing where there is but one share."""
-        if self.shares == 1:
-            return None, None
-        tiles = grid[0] * grid[2]
-        parts = torch.empty(tiles * self.shares * self.eights * 8 * self.rows, device=device, dtype=torch.float32)
-        return parts, tickets(tiles * self.cluster, device)
-
 
 def multiply(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, columns: int, block: int, relu: bool
 ) -> bool:
     """y = x Wᵀ + bias; False where this is not for this kernel."""
-    (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
+    groups, blocks, kept, _ = values.shape
     if block > WIDEST or x.dtype != values.dtype or x.dtype == torch.float32:
         return False
-    made = plan(values.dtype, n, kept, block, groups, blocks, x.get_device())
+    made = plan(values.dtype, len(y), kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
-    shape, go = made
+    launch(*made, x, values, indices, bias, y, block, relu)
+    return True
+
+
+def launch(
+    shape: Cut, go: Kernel, x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, block: int,
+    relu: bool,
+) -> None:  # fmt: skip
+    """y = x Wᵀ + bias by a kernel for tensor cores, with the work cut in this way."""
+    (n, rows), (groups, blocks) = y.shape, values.shape[:2]
     x, columns = arrange(x, blocks, block, shape.width)
     bias, wide = legible(bias, values.dtype)
     grid = shape.grid(n, groups)
     sizes = rows, columns, x.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
     go(grid, (values, indices, x, bias, y, *shape.exchange(grid, x.device)), sizes)
-    return True
 
 
 def arrange(x: Tensor, blocks: int, block: int, width: int) -> tuple[Tensor, int]:
