@@ -14,6 +14,7 @@ from . import conv, few, hopper, lstm, some
 __all__ = ["conv", "few", "hopper", "lstm", "product", "some"]
 
 FEW = 8  # vectors up to which shuffles beat the tensor cores
+SOME = 16  # vectors up to which some.cu is the faster one on Hopper, too
 SMALL = 1 << 26  # entries of a matrix, of which twice as many vectors are few: it leaves the tensor cores idle
 
 
@@ -44,7 +45,8 @@ def product(
 
 def kernels(n: int, size: int) -> Iterator[ModuleType]:
     """Those for so many vectors and a matrix of this size, the fastest first."""
-    yield from (few, hopper, some) if n <= FEW * (1 + (size <= SMALL)) else (hopper, some, few)
+    more = (some, hopper) if n <= SOME else (hopper, some)
+    yield from (few, *more) if n <= FEW * (1 + (size <= SMALL)) else (*more, few)
     try:
         from . import many
     except ImportError:  # no Triton

@@ -42,10 +42,7 @@
 #define END (VECTORS * PITCH * 4)
 #define BARRIERS ((ROOM > END ? ROOM : END) / 8) /* where they are */
 #define KEEP (KEPT <= 4)                   /* places, or find them again */
-/* Steps of the matrix on their way, as registers allow, and so many begun at a time: they have to be there when what is
- * written next is shown to the tensor cores. */
-#define AHEAD (TURNED ? KEPT <= 3 ? 2 : 1 : KEPT <= 3 ? 4 : KEPT <= 4 ? 2 : 1)
-#define BURST (AHEAD == 4 ? 2 : 1)
+#define AHEAD (KEPT <= (TURNED ? 3 : 4) ? 2 : 1) /* steps of the matrix on their way, as registers allow */
 #define ALLOTTED (65536 / (WARPS * LANES) / 8 * 8) /* registers of a thread */
 #define LEAST (TURNED ? 88 : LOADS == 4 || CONV ? 104 : 72) /* of one that feeds */
 #define MOST (ALLOTTED + (ALLOTTED - LEAST) / GROUPS / 8 * 8)
@@ -283,8 +280,7 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
         for (int s = 0; s < KEPT; s++) put(places(q, s), ROW(q), ahead[i].value[s][q / 2] >> 16 * (q % 2));
       }
       show();
-#pragma unroll
-      for (int j = i + 1 - BURST; j <= i && i % BURST == BURST - 1; j++) source.load(from + j + AHEAD, ahead[j]);
+      source.load(from + i + AHEAD, ahead[i]); /* not before: `show` would wait for it */
       of_group(group);
       await(full + stage, parity);
       if (GROUPS > 1) await(turns + group, turn);
