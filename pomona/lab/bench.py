@@ -142,7 +142,7 @@ def bench(
     found: list[Measured] = []
     with using(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
-        bandwidth = reading(flush)
+        bandwidth = reading(place)
         for rows, columns in shapes:
             dense = draw(rows, columns) / columns**0.5
             sides, missing = line_up(dense.to(dtype), block, 1 - kept / block)
@@ -257,11 +257,11 @@ def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
     return Side(name, lambda x: linear(x, packed), pruned, weight.nbytes * 9 // 16)
 
 
-def reading(memory: Tensor) -> float:
-    """Bytes a second when memory is read from one end to the other; on a GPU some times, as it takes it so little."""
-    numbers, times = (memory.view(torch.float32), 8) if memory.is_cuda else (memory.view(torch.int64), 1)
-    read = partial(numbers.expand(times, -1).sum, 1)
-    return times * memory.nbytes / race([read], memory.device, before=lambda: None, repeats=9)[0]
+def reading(device: torch.device) -> float:
+    """Bytes a second when memory is read from one end to the other; on a GPU more of it, as that takes it so little."""
+    memory = torch.zeros(FLUSH * (8 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
+    numbers = memory.view(torch.float32 if memory.is_cuda else torch.int64)
+    return memory.nbytes / race([numbers.sum], device, before=lambda: None, repeats=9)[0]
 
 
 @contextmanager

@@ -765,7 +765,8 @@ def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None
 
 def test_the_fastest_kernel_comes_first() -> None:
     assert [next(gpu.kernels(n, 16384**2)) for n in (1, 8, 9, 17)] == [few, few, some, hopper]
-    assert [next(gpu.kernels(n, 8192**2)) for n in (8, 16, 17)] == [few, few, hopper]
+    assert [next(gpu.kernels(n, 8192**2)) for n in (8, 16, 17)] == [few, hopper, hopper]
+    assert [next(gpu.kernels(n, 4096**2)) for n in (8, 16, 17)] == [few, few, hopper]
 
 
 @pytest.mark.gpu

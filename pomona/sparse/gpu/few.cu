@@ -24,7 +24,12 @@
 #ifndef TWINS
 #define TWINS 0
 #endif
-#define RESIDENT (TWINS ? 2 : 1) /* thread blocks of a processor */
+/* Threads of a thread block, and how many of these a processor is to hold. */
+#if TWINS
+#define BOUNDS WARPS * LANES, 2
+#else
+#define BOUNDS WARPS * LANES
+#endif
 #include "kinds.cuh"
 
 #if KIND == 0
@@ -265,7 +270,7 @@ __device__ __forceinline__ void multiply(Place place, const Value *values, const
 }
 
 #if !STEP
-extern "C" __global__ void __launch_bounds__(WARPS * LANES, RESIDENT)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
 few(const Value *values, const Word *indices, const Value *x, const void *bias, Value *y, int rows, int columns,
     int pitch, int blocks, int y_row, int y_vector, int wide, int relu) {
   const Input input(x, pitch, columns, 0);
@@ -276,7 +281,7 @@ few(const Value *values, const Word *indices, const Value *x, const void *bias, 
 }
 #else
 /* x, h and y are given for both directions, as one alone has them twice. `last` is another place for h. */
-extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
 few(const Value *values, const Word *indices, const float *bias, const Value *x0, const Value *x1, const Value *h0,
     const Value *h1, const Value *c, Value *y0, Value *y1, Value *c_next, Value *last, int units, int columns,
     int x_pitch, int h_pitch, int y_pitch, int blocks) {
