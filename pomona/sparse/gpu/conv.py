@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,24 +56,30 @@ def convolve(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, block: int, how: Geometry, relu: bool
 ) -> Tensor | None:
     """The convolution of images (n, channels, height, width); None where there is no kernel for it."""
-    if x.get_device() != torch.cuda.current_device():
+    device = x.get_device()
+    if device != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return convolve(x, values, indices, bias, rows, block, how, relu)
-    (images, channels, height, width), (high, wide) = x.shape, how.size((x.shape[2], x.shape[3]))
-    n, (groups, blocks, kept, _), device = images * high * wide, values.shape, x.get_device()
-    if x.dtype != values.dtype or max(x.numel(), n * rows) >= 1 << 30:
-        return None
-    made = plan(values.dtype, n, kept, block, groups, blocks, how, device)
+    dtype = values.dtype
+    made = plan(dtype, x.shape, values.shape, rows, block, how, device) if x.dtype == dtype else None
     if made is None:
         return None
-    shape, go = made
-    seen = taps(channels, height, width, how, block, shape.width, blocks + SIDE * max(SPAN, WARPS), x.device)
-    bias, floats = legible(bias, values.dtype)
-    y = x.new_empty(images, rows, high, wide)
-    grid = shape.grid(n, groups)
-    sizes = rows, blocks, n, floats, relu, channels * height * width, height, width, wide, high * wide
-    go(grid, (values, indices, x.contiguous(), bias, y, *shape.exchange(grid, x.device), seen), sizes)
+    bias, floats = legible(bias, dtype)
+    y = x.new_empty(made.size)
+    exchange = made.cut.exchange(made.grid, x.device)
+    made.go(made.grid, (values, indices, x.contiguous(), bias, y, *exchange, made.taps), (*made.sizes, floats, relu))
     return y
+
+
+class Plan(NamedTuple):
+    """All of a convolution that is known before its numbers are."""
+
+    cut: Cut
+    go: Kernel
+    grid: tuple[int, int, int]
+    taps: Tensor
+    size: tuple[int, int, int, int]  # of what comes out
+    sizes: tuple[int, ...]  # that the kernel is told
 
 
 @cache
@@ -92,11 +99,30 @@ def taps(
 
 @cache
 def plan(
+    dtype: torch.dtype, given: torch.Size, packed: torch.Size, rows: int, block: int, how: Geometry, device: int
+) -> Plan | None:
+    """How images of this size are convolved on this device; None where there is no kernel for it."""
+    (images, channels, height, width), (groups, blocks, kept, _) = given, packed
+    high, wide = how.size((height, width))
+    n = images * high * wide
+    if max(given.numel(), n * rows) >= 1 << 30 or not fits(dtype, kept, block, how):
+        return None
+    made = choose(dtype, n, kept, block, groups, blocks, how, device)
+    if made is None:
+        return None
+    cut, go = made
+    where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    seen = taps(channels, height, width, how, block, cut.width, blocks + SIDE * max(SPAN, WARPS), where)
+    sizes = rows, blocks, n, channels * height * width, height, width, wide, high * wide
+    return Plan(cut, go, cut.grid(n, groups), seen, (images, rows, high, wide), sizes)
+
+
+def choose(
     dtype: torch.dtype, n: int, kept: int, block: int, groups: int, blocks: int, how: Geometry, device: int
 ) -> tuple[Cut, Kernel] | None:
     """How the work is cut on this device, and the kernel."""
     properties = torch.cuda.get_device_properties(device)
-    if properties.major < 8 or not fits(dtype, kept, block, how):
+    if properties.major < 8:
         return None
     newest = hopper.plan(dtype, n, kept, block, groups, blocks, device, CONV=1, **how.macros())
     if newest is not None:

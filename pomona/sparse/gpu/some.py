@@ -87,7 +87,7 @@ def multiply(
     groups, blocks, kept, _ = values.shape
     if block > WIDEST or x.dtype != values.dtype or x.dtype == torch.float32:
         return False
-    made = plan(values.dtype, len(y), kept, block, groups, blocks, x.get_device())
+    made = plan(values.dtype, y.shape[0], kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
     launch(*made, x, values, indices, bias, y, block, relu)

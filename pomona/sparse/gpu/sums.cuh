@@ -150,8 +150,8 @@ struct Sight {
 #endif
 
 #if CONV
-#define GIVEN const uint4 *taps, int rows, int blocks, int n, int wide, int relu, int image, int height, int width, \
-              int line, int area
+#define GIVEN const uint4 *taps, int rows, int blocks, int n, int image, int height, int width, int line, int area, \
+              int wide, int relu
 #else
 #define GIVEN int rows, int columns, int pitch, int blocks, int n, int y_row, int y_vector, int wide, int relu
 #endif

@@ -35,14 +35,17 @@ class Pool:
 
         One that is captured keeps its own for good, as two graphs may run at a time.
         """
+        if not capturing and self.spare.numel() >= READY:  # as a rule; without the lock, and without len, which is slow
+            mine = self.streams.get(stream)
+            if mine is not None and mine.numel() >= many:
+                return mine
         with self.lock:
             if capturing:  # where nothing new can be set to zero but by the graph itself
-                return self.take(many) if many <= len(self.spare) else self.zeros(many)
-            if len(self.spare) < READY + many:
+                return self.take(many) if many <= self.spare.numel() else self.zeros(many)
+            if self.spare.numel() < 2 * READY + many:
                 self.spare = self.zeros(CHUNK + many)
                 torch.cuda.synchronize(self.device)  # other streams will use them, too
-            if len(self.streams.get(stream, ())) < many:
-                self.streams[stream] = self.take(max(many, READY // 4))
+            self.streams[stream] = self.take(max(many, READY // 4))
             return self.streams[stream]
 
 
