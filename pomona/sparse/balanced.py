@@ -159,21 +159,39 @@ def dense(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) 
 
 def check(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) -> None:
     """Refuse tensors that do not belong to a matrix of this size."""
+    check_sizes(values.shape, indices.shape, values.dtype, indices.dtype, rows, columns, block)
+    check_places(values, indices)
+
+
+def check_sizes(
+    values: torch.Size,
+    indices: torch.Size,
+    dtype: torch.dtype,
+    integers: torch.dtype,
+    rows: int,
+    columns: int,
+    block: int,
+) -> None:
+    """The same for all that is known without the tensors themselves."""
     if not 1 <= block <= WIDEST or columns < 1:
         raise PomonaError(f"a matrix of {rows}×{columns} in blocks of {block} columns cannot be packed.")
-    if values.ndim != 4 or values.dtype not in DTYPES or indices.dtype != torch.int16:
+    if len(values) != 4 or dtype not in DTYPES or integers != torch.int16:
         raise PomonaError(
             f"packed values are four-dimensional and of {names(DTYPES)}, indices of int16; "
-            f"got {values.ndim} dimensions of {values.dtype} and {indices.dtype}."
+            f"got {len(values)} dimensions of {dtype} and {integers}."
         )
-    kept = values.shape[2]
+    kept = values[2]
     groups, blocks, words = -(-rows // LANES), -(-columns // block), -(-kept // (16 // index_bits(block)))
     shapes = (groups, blocks, kept, LANES), (groups, blocks, words, LANES)
-    if not 1 <= kept <= block or (values.shape, indices.shape) != shapes:
+    if not 1 <= kept <= block or (values, indices) != shapes:
         raise PomonaError(
             f"a matrix of {rows}×{columns} in blocks of {block} has values {shapes[0]} and indices {shapes[1]}, "
-            f"got {tuple(values.shape)} and {tuple(indices.shape)}."
+            f"got {tuple(values)} and {tuple(indices)}."
         )
+
+
+def check_places(values: Tensor, indices: Tensor) -> None:
+    """Refuse tensors that a kernel cannot read."""
     if not (values.is_contiguous() and indices.is_contiguous() and values.device == indices.device):
         raise PomonaError("packed values and indices must be contiguous and on one device.")
 

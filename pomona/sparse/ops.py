@@ -9,7 +9,7 @@ For an LSTM, x is time × n × features, and there is one packed matrix a layer;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import conv2d, pad
 
 from ..core.errors import PomonaError
 from . import gpu, native
-from .balanced import LANES, BalancedTensor, check, dense
+from .balanced import LANES, BalancedTensor, check, check_places, check_sizes, dense
 from .gpu.conv import Geometry
 
 LIBRARY = torch.library.Library("pomona", "DEF")
@@ -129,8 +129,7 @@ def conv_compute(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None
                  kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
                  relu: bool = False) -> Tensor:  # fmt: skip
     """The fastest way there is for these tensors; else what the operator means, the dense one in float32."""
-    how = Geometry.of(kernel, stride, padding, dilation)
-    size = conv_admit(x, values, indices, bias, rows, block, how)
+    how, size = conv_admit(conv_known, x, values, indices, bias, rows, block, kernel, stride, padding, dilation)
     y = gpu.conv.convolve(x, values, indices, bias, rows, block, how, relu) if x.is_cuda and size.numel() else None
     if y is not None:
         return y
@@ -144,28 +143,43 @@ def conv_fake(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, r
               kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
               relu: bool = False) -> Tensor:  # fmt: skip
     """The shape alone, for torch.compile and torch.export."""
-    how = Geometry.of(kernel, stride, padding, dilation)
-    return x.new_empty(conv_admit(x, values, indices, bias, rows, block, how))
+    pairs = kernel, stride, padding, dilation
+    return x.new_empty(conv_admit(conv_sizes, x, values, indices, bias, rows, block, *pairs)[1])
 
 
-def conv_admit(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, block: int, how: Geometry
-) -> torch.Size:
-    """The shape of what comes out; what does not fit together is refused."""
-    if x.ndim != 4 or not x.is_floating_point():
-        raise PomonaError(f"x {tuple(x.shape)} of {x.dtype} is no batch of images.")
-    images, channels, height, width = x.shape
-    check(values, indices, rows, channels * how.kernel[0] * how.kernel[1], block)
-    if bias is not None and bias.shape != (rows,):
-        raise PomonaError(f"the bias has shape {tuple(bias.shape)} where {(rows,)} is needed.")
+Settled = tuple[Geometry, torch.Size]
+
+
+def conv_admit(settle: Callable[..., Settled], x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None,
+               rows: int, block: int, *pairs: Sequence[int]) -> Settled:  # fmt: skip
+    """How images are looked at, and the shape of what comes out; what does not fit together is refused."""
+    kinds, biased = (x.dtype, values.dtype, indices.dtype), None if bias is None else bias.shape
+    settled = settle(x.shape, values.shape, indices.shape, biased, kinds, rows, block, *map(tuple, pairs))
+    check_places(values, indices)
     if x.device != values.device:
         raise PomonaError(f"x is on {x.device}, the packed weight on {values.device}: move one of them.")
+    return settled
+
+
+def conv_sizes(x: torch.Size, values: torch.Size, indices: torch.Size, bias: torch.Size | None,
+               kinds: tuple[torch.dtype, torch.dtype, torch.dtype], rows: int, block: int,
+               *pairs: tuple[int, ...]) -> Settled:  # fmt: skip
+    """The same from all that is known without the tensors themselves."""
+    if len(x) != 4 or not kinds[0].is_floating_point:
+        raise PomonaError(f"x {tuple(x)} of {kinds[0]} is no batch of images.")
+    how = Geometry.of(*pairs)
+    images, channels, height, width = x
+    check_sizes(values, indices, *kinds[1:], rows, channels * how.kernel[0] * how.kernel[1], block)
+    if bias is not None and bias != (rows,):
+        raise PomonaError(f"the bias has shape {tuple(bias)} where {(rows,)} is needed.")
     high, wide = how.size((height, width))
     if high <= 0 or wide <= 0:
         kernel = "×".join(map(str, how.kernel))
         raise PomonaError(f"an image of {height}×{width} is too small for a kernel of {kernel}.")
-    return torch.Size((images, rows, high, wide))
+    return how, torch.Size((images, rows, high, wide))
 
+
+conv_known = cache(conv_sizes)  # else it takes the host a good part of a call
 
 balanced_conv2d = operator(conv_compute, conv_fake, "balanced_conv2d")
 
