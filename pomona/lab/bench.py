@@ -259,7 +259,7 @@ def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
 
 def reading(device: torch.device) -> float:
     """Bytes a second when memory is read from one end to the other; on a GPU more of it, as that takes it so little."""
-    memory = torch.zeros(FLUSH * (8 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
+    memory = torch.zeros(FLUSH * (4 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
     numbers = memory.view(torch.float32 if memory.is_cuda else torch.int64)
     return memory.nbytes / race([numbers.sum], device, before=lambda: None, repeats=9)[0]
 
