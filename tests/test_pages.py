@@ -87,20 +87,21 @@ def test_a_page_is_filled_between_its_markers(script: Any, tmp_path: Path) -> No
 
 def test_the_times_of_balanced_products_are_laid_out(script: Any, empty: Path) -> None:
     writer = script("balanced_page")
-    assert {writer.matrices(), writer.targets(), writer.workloads()} == {script("pages").MISSING}
+    assert {writer.matrices(), writer.memory(), writer.targets(), writer.workloads()} == {script("pages").MISSING}
     place = {"rows": 8, "columns": 4, "batch": 1, "state": "cold"}
     times = {"dense": 6e-6, "CSR": 3e-6, "block-sparse 8×8": 2e-6, "balanced": 1.5e-6, "2:4": None}
     sides = [{**place, "side": side, "seconds": s, "limit": 0.25} for side, s in times.items()]
     reached = [{"size": 8, "batch": 1, "peer": "CSR", "target": 3, "reached": r} for r in (2.999, 3.0)]
     seconds = {"dense": 2e-3, "plain": 1.5e-3, "all packed": 1e-3, "compressed": 0.75e-3}
     record = {
-        "bench": {"device": "C", "dtype": "float32", "rows": sides},
+        "bench": {"device": "C", "dtype": "float32", "rows": sides, "bandwidth": 19.06e9},
         "targets": reached,
         "workloads": {"N": {"seconds": seconds, "ratio": 2.0, "paper_ratio": 1.31}},
     }
     (empty / "balanced-cpu.json").write_text(json.dumps(record))
     line = "| C, float32 | 8×4 | 1 | cold | 6.0 | 3.0 | 2.0 |  | 1.5 | 4.00× | 2.00× | 25 % |"
     assert writer.matrices().splitlines()[2:] == [line]
+    assert writer.memory() == "- C: 19.1 GB/s"
     assert [row.split(" | ")[-1] for row in writer.targets().splitlines()[2:]] == ["missed |", "met |"]
     assert writer.workloads().splitlines()[2:] == ["| C | N | 2,000 | 1,500 | 1,000 | 750 | 2.00× | 1.31× |"]
     assert writer.workloads("called", "called_ratio") == script("pages").MISSING
@@ -108,7 +109,9 @@ def test_the_times_of_balanced_products_are_laid_out(script: Any, empty: Path) -
     ratio = script("balanced").gain(seconds)  # the fastest of both layouts
     found = {"seconds": seconds, "called": {**seconds, "dense": 9e-3}, "ratio": ratio, "called_ratio": 1.5}
     record["workloads"] = {"N": {**found, "paper_ratio": 1.31}}
+    record["bench"]["bandwidth_from"] = "another"
     (empty / "balanced-cpu.json").write_text(json.dumps(record))
+    assert writer.memory() == "- C: 19.1 GB/s, by another"
     below = "| C | N, channels last | 1,000 |  |  | 42.0 |  |  |"
     first = "| C | N | 2,000 | 1,500 | 1,000 | 750 | 23.79× | 1.31× |"
     assert writer.workloads().splitlines()[2:] == [first, below]

@@ -6,23 +6,17 @@ On CUDA, or in Triton's interpreter on the CPU: there a move is played, and not 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, interpret, needed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pomona as pm
 from pomona.core.arena import Arena, outputs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 10
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
@@ -222,12 +216,6 @@ def test_other_compressors_go_the_usual_way() -> None:
     assert not pruner._attached().arenas[0].fuses()
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4")
+@needed
 def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "TestKernel"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    interpret(__file__, "TestKernel")

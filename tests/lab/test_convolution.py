@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from torch import nn
 
 import pomona as pm
 from pomona.lab import convolution as lab
 from pomona.lab.convolution import Quick, QuickNorm, convolution, fits, quick, takes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-5) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-6)
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
     (2, 3, 16, 8, 8, 3, 1),
@@ -65,7 +58,7 @@ def far(found, exact):
     return float((found.detach().double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.skipif(not TRITON, reason="needs Triton")
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
 class TestKernel:
     pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -125,14 +118,9 @@ class TestKernel:
         torch.testing.assert_close(scale, (x.var((0, 2, 3), unbiased=False) + 1e-5).rsqrt())
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4")
+@needed
 def test_the_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "TestKernel"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    interpret(__file__, "TestKernel")
 
 
 @pytest.mark.gpu

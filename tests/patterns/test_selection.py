@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from torch import Tensor
 
 from pomona.core.errors import PomonaError
@@ -22,13 +19,11 @@ from pomona.patterns.selection import keep_largest, keep_largest_per_row
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
 kernel = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or (DEVICE == "cpu" and not INTERPRETED),
+        not TRITON or (DEVICE == "cpu" and not INTERPRETED),
         reason="needs Triton, and a CUDA device or its interpreter",
     ),
 ]
@@ -254,16 +249,9 @@ class TestKernel:
             assert torch.equal(mask.cpu(), keep_largest_per_row(scores, keep))
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4")
+@needed
 def test_the_kernels_in_the_interpreter() -> None:
-    # In a process of its own: Triton reads the variable once, when it is first imported.
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "TestKernel"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    interpret(__file__, "TestKernel")
 
 
 # --- on CUDA ---

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,11 +15,11 @@ from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from packing import balanced_weight, close
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,9 +29,6 @@ from pomona.sparse.balanced import DTYPES, LANES
 from pomona.sparse.gpu import conv, few, hopper, lstm, some, tickets
 from pomona.sparse.gpu.compiled import FOLDER
 from pomona.sparse.ops import balanced, balanced_lstm, join
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # ---- CUDA C++, emulated
 
@@ -628,6 +623,14 @@ class TestTickets:
         pool.tickets(5, 1, False)
         assert not pool.tickets(5, 1, True).any(), "there are new ones after a launch that is not captured"
 
+    def test_what_a_graph_knows_by_its_address_stays(self, pool: tickets.Pool) -> None:
+        known = set()
+        for _ in range(3 * tickets.CHUNK // 4000):  # chunk after chunk is used up, and nobody holds what was given
+            pool.tickets(5, 1, False)
+            known.add(pool.tickets(4000, 1, True).untyped_storage().data_ptr())
+        assert len(known) > 2
+        assert known == {chunk.untyped_storage().data_ptr() for chunk in pool.chunks}
+
     def test_before_all_other_launches(self, pool: tickets.Pool) -> None:
         assert not pool.tickets(5, 1, True).any()
 
@@ -637,7 +640,7 @@ class TestTickets:
 kernels = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or (DEVICE == "cpu" and not INTERPRETED),
+        not TRITON or (DEVICE == "cpu" and not INTERPRETED),
         reason="needs Triton, and a CUDA device or its interpreter",
     ),
 ]
@@ -680,14 +683,9 @@ class TestTriton:
         assert close(y.cpu(), x.double() @ weight.double().T)
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4")
+@needed
 def test_triton_in_its_interpreter() -> None:
-    # In a process of its own: Triton reads the variable once, when it is first imported.
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "TestTriton"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    interpret(__file__, "TestTriton")
 
 
 # ---- on a device

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..balanced import LANES
 from .compiled import KINDS, Kernel, kernel
-from .some import LIMIT, MOST, PACE, ROWS, SIDE, START, TICKET, WIDEST, Cut, launch
+from .some import LIMIT, MOST, PACE, ROWS, SIDE, START, TICKET, Cut, attempt
 
 MAJOR = 9  # of the compute capability
 FEEDERS = 4  # warps
@@ -68,14 +68,7 @@ def multiply(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, columns: int, block: int, relu: bool
 ) -> bool:
     """y = x Wᵀ + bias; False where this is not for this kernel."""
-    groups, blocks, kept, _ = values.shape
-    if block > WIDEST or x.dtype != values.dtype or x.dtype == torch.float32:
-        return False
-    made = plan(values.dtype, y.shape[0], kept, block, groups, blocks, x.get_device())
-    if made is None:
-        return False
-    launch(*made, x, values, indices, bias, y, block, relu)
-    return True
+    return attempt(plan, x, values, indices, bias, y, block, relu)
 
 
 @cache

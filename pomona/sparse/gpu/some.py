@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -84,27 +85,27 @@ def multiply(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, columns: int, block: int, relu: bool
 ) -> bool:
     """y = x Wᵀ + bias; False where this is not for this kernel."""
-    groups, blocks, kept, _ = values.shape
+    return attempt(plan, x, values, indices, bias, y, block, relu)
+
+
+def attempt(
+    plan: Callable[..., tuple[Cut, Kernel] | None], x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None,
+    y: Tensor, block: int, relu: bool,
+) -> bool:  # fmt: skip
+    """The same by a kernel for tensor cores, whichever is planned."""
+    (n, rows), (groups, blocks, kept, _) = y.shape, values.shape
     if block > WIDEST or x.dtype != values.dtype or x.dtype == torch.float32:
         return False
-    made = plan(values.dtype, y.shape[0], kept, block, groups, blocks, x.get_device())
+    made = plan(values.dtype, n, kept, block, groups, blocks, x.get_device())
     if made is None:
         return False
-    launch(*made, x, values, indices, bias, y, block, relu)
-    return True
-
-
-def launch(
-    shape: Cut, go: Kernel, x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, block: int,
-    relu: bool,
-) -> None:  # fmt: skip
-    """y = x Wᵀ + bias by a kernel for tensor cores, with the work cut in this way."""
-    (n, rows), (groups, blocks) = y.shape, values.shape[:2]
+    shape, go = made
     x, columns = arrange(x, blocks, block, shape.width)
     bias, wide = legible(bias, values.dtype)
     grid = shape.grid(n, groups)
     sizes = rows, columns, x.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
     go(grid, (values, indices, x, bias, y, *shape.exchange(grid, x.device)), sizes)
+    return True
 
 
 def arrange(x: Tensor, blocks: int, block: int, width: int) -> tuple[Tensor, int]:

@@ -20,6 +20,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device, self.lock = device, Lock()
         self.spare = torch.empty(0, dtype=torch.int32)
+        self.chunks: list[Tensor] = []  # all there ever were: a graph knows its counters by their address alone
         self.streams: dict[int, Tensor] = {}  # those of a stream, whose kernels run one after another
 
     def take(self, many: int) -> Tensor:
@@ -44,6 +45,7 @@ class Pool:
                 return self.take(many) if many <= self.spare.numel() else self.zeros(many)
             if self.spare.numel() < 2 * READY + many:
                 self.spare = self.zeros(CHUNK + many)
+                self.chunks.append(self.spare)
                 torch.cuda.synchronize(self.device)  # other streams will use them, too
             self.streams[stream] = self.take(max(many, READY // 4))
             return self.streams[stream]
