@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from balanced import LAST
-from pages import DOCS, filled, grid, records, rows, sources, write
+from pages import DOCS, MISSING, filled, grid, records, rows, sources, write
 
 from results import begun, compare, store
 
@@ -30,6 +30,15 @@ def matrices() -> str:
             what = f"{bench['device']}, {bench['dtype']}", f"{case[0]}×{case[1]}", str(case[2]), case[3]
             made.append([*what, *times, *gains, f"{100 * ours['limit']:.0f} %"])
     return grid(["machine", "matrix", "batch", "caches", *SIDES, "over dense", "over CSR", "of the limit"], made)
+
+
+def memory() -> str:
+    """How fast it is read, which makes the limit."""
+    made = []
+    for bench in (record["bench"] for record in records(RECORDS)):
+        whence = f", by {bench['bandwidth_from']}" if "bandwidth_from" in bench else ""
+        made.append(f"- {bench['device']}: {bench['bandwidth'] / 1e9:,.1f} GB/s{whence}")
+    return "\n".join(made) or MISSING
 
 
 def targets() -> str:
@@ -67,7 +76,7 @@ def page() -> str:
     """The page with its tables."""
     kept = store()
     trained = {key: begun(compare(f"balanced-{key}", kept)) for key in ("lstm", "sensitivity")}
-    measured = {"matrices": matrices(), "targets": targets(), "workloads": workloads()}
+    measured = {"matrices": matrices(), "memory": memory(), "targets": targets(), "workloads": workloads()}
     measured["called"] = workloads("called", "called_ratio")
     return filled(PAGE, {**trained, **measured, "sources": sources(records(RECORDS))})
 
