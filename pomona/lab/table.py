@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from .recipe import DENSE, Recipe
@@ -220,12 +221,28 @@ LEGEND = "ours with the number of runs, below it the paper's and the difference;
 
 
 def paper(result: Mapping[str, Any]) -> Group:
-    """A paper's table for a person."""
+    """A paper's table for a person: as it is printed there, or one line a cell where that is too wide."""
     heads, rows = layout(result)
     notes = [escape(result["notes"])] if result.get("notes") else []
-    legend = [LEGEND] if rows and "ours" not in heads else []
-    grid = [framed(heads, rows)] if rows else []
-    return Group(escape(heading_of(result)), *grid, *legend, *notes, state(result))
+    if rows and "ours" not in heads:
+        narrow = framed(*lines(result["cells"], ()))
+        grid = [Fitting(Group(framed(heads, rows), LEGEND), narrow)]
+    else:
+        grid = [framed(heads, rows)] if rows else []
+    return Group(escape(heading_of(result)), *grid, *notes, state(result))
+
+
+class Fitting:
+    """The first of some renderables that is not too wide, else the last of them."""
+
+    def __init__(self, *ways: Group | Table) -> None:
+        self.ways = ways
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        endless = options.update(max_width=10_000)
+        widths = [Measurement.get(console, endless, way).maximum for way in self.ways]
+        fits = (way for way, width in zip(self.ways, widths, strict=True) if width <= options.max_width)
+        yield next(fits, self.ways[-1])
 
 
 def framed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

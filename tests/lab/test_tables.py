@@ -534,8 +534,8 @@ def test_numbers_are_read_as_papers_print_them(mean, std, unit):
 # ---- printing
 
 
-def text(grid) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def text(grid, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(grid)
     return console.file.getvalue()
 
@@ -576,6 +576,14 @@ def test_a_grid_has_ours_above_the_papers():
     assert shown.startswith("T (P)\n")
     assert "3 of 4 cells complete, 3 of 9 runs missing" in shown
     assert shown.count("├") == 1  # between A and B
+
+
+def test_what_is_too_wide_has_one_line_a_cell():
+    wide = max(map(len, text(table.paper(RESULT)).splitlines()))
+    assert text(table.paper(RESULT), wide) == text(table.paper(RESULT))
+    narrow = text(table.paper(RESULT), wide - 1)
+    assert "│ A     │ 50 % │ DPF    │ 91.23 ± 0.50 ×3 │        90.00 │      +1.23 │" in narrow
+    assert "below it" not in narrow
 
 
 def test_across_prints_columns_as_rows():
