@@ -41,12 +41,13 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(STACK);
   bool done, vote;
   int turns, groups, barriers, meetings; // how often it has met its warp, its four warps, its thread block, its cluster
-  std::vector<std::vector<std::function<void()>>> copies; // groups that are under way; the last one is still open
+  std::vector<std::vector<std::function<void()>>> copies, products; // groups under way; the last one is still open
 };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static int current;
 static std::function<void()> body;
+static std::mt19937 chance;
 
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
@@ -62,8 +63,10 @@ struct Memory {
 static Memory memories[CLUSTER];
 #define memory (memories[current / threads].shared)
 
+static bool lost; // copies were under way at the end
 static void enter() {
   body();
+  for (const auto &group : fibers[current].copies) lost |= !group.empty();
   fibers[current].done = true;
   const auto first = fibers.begin() + current / threads * threads;
   if (std::all_of(first, first + threads, [](Fiber &fiber) { return fiber.done; })) memories[current / threads].spoil();
@@ -132,11 +135,11 @@ static void copy(uint4 *to, const void *from, bool there) {
   fibers[current].copies.back().push_back([=] { there ? memcpy(to, from, 16) : memset(to, 0, 16); });
 }
 static void commit() { fibers[current].copies.emplace_back(); }
-static void wait() {
-  auto &groups = fibers[current].copies;
-  for (; groups.size() > (STAGES > 1 ? STAGES - 2 : 0) + 1; groups.erase(groups.begin()))
+static void finish(std::vector<std::vector<std::function<void()>>> &groups, int pending) {
+  for (; groups.size() > pending + 1; groups.erase(groups.begin()))
     for (auto &go : groups[0]) go();
 }
+static void wait() { finish(fibers[current].copies, STAGES > 1 ? STAGES - 2 : 0); }
 static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
   const uint64_t both = (uint64_t)high << 32 | low;
   unsigned got = 0;
@@ -166,13 +169,25 @@ static void hold(const uint4 *&) {}
 static void together() { __syncthreads(); }
 static bool any_of(bool mine) { return __syncthreads_or(mine); }
 
-struct Barrier { uint16_t many, missing; unsigned parity; };
-static void prepare(Barrier *at, unsigned many) { *at = {(uint16_t)many, (uint16_t)many, 0}; }
-static void arrive(Barrier *at) {
-  if (!at->missing) abort();
-  if (--at->missing == 0) at->missing = at->many, at->parity ^= 1;
+struct Barrier { uint8_t many, missing, parity; int bytes; }; // those that are still to come
+static std::vector<std::function<void()>> coming; // copies that no thread waits for by itself
+static void prepare(Barrier *at, unsigned many) { *at = {(uint8_t)many, (uint8_t)many, 0, 0}; }
+static void complete(Barrier *at) {
+  if (!at->missing && !at->bytes) at->missing = at->many, at->parity ^= 1;
 }
-static void await(Barrier *at, unsigned parity) { while (at->parity == parity) yield(); }
+static void arrive(Barrier *at) {
+  if (!at->missing--) abort();
+  complete(at);
+}
+static void expect(Barrier *at, unsigned bytes) { at->bytes += bytes, arrive(at); }
+static void await(Barrier *at, unsigned parity) {
+  for (; at->parity == parity; yield())
+    if (!coming.empty() && chance() % 4 == 0) { // one of them arrives
+      std::swap(coming[chance() % coming.size()], coming.back());
+      const auto go = coming.back();
+      coming.pop_back(), go();
+    }
+}
 
 static const unsigned FIRST = 1024, RANK = 1 << 24; // the address of shared memory; from one of a cluster to the next
 static unsigned address(const void *at) {
@@ -182,8 +197,13 @@ static void put(unsigned at, int offset, unsigned value) {
   const uint16_t low = value;
   memcpy((char *)memory + ((at + offset) % RANK - FIRST), &low, 2);
 }
+static void bring(unsigned to, const void *from, unsigned bytes, Barrier *full) {
+  char *const at = (char *)memory + (to % RANK - FIRST);
+  if (bytes % 16 || to % 16 || (uintptr_t)from % 16) abort();
+  coming.push_back([=] { memcpy(at, from, bytes), full->bytes -= bytes, complete(full); });
+}
 static void show() {}
-static void of_group(int) { gather(&Fiber::groups, current / 128 * 128, 128); }
+static void of_group(int group) { gather(&Fiber::groups, current / threads * threads + group * 128, 128); }
 template <int> static void take() {}
 template <int> static void give() {}
 
@@ -198,22 +218,18 @@ static float element(Description of, int row, int column) {
   return widen(bits);
 }
 static void open() {}
-static void close() { fibers[current].copies.emplace_back(); }
-static void finished() {
-  auto &groups = fibers[current].copies;
-  for (; groups.size() > 1; groups.erase(groups.begin()))
-    for (auto &go : groups[0]) go();
-}
+static void close() { fibers[current].products.emplace_back(); }
+static void finished() { finish(fibers[current].products, 0); }
 #ifdef TURNED
 static void multiply(float *sums, Description a, Description b) {
   const int many = TURNED ? 256 : EIGHTS * 8;
   const auto go = [=] {
-    const int g = current % 32 / 4, t = current % 4, warp = current / 32 % 4;
+    const int g = current % 32 / 4, t = current % 4, warp = current % threads / 32 % 4;
     for (int i = 0; i < many / 2; i++)
       for (int k = 0; k < 16; k++)
         sums[i] += element(a, warp * 16 + g + i / 2 % 2 * 8, k) * element(b, i / 4 * 8 + 2 * t + i % 2, k);
   };
-  if (eager) go(); else fibers[current].copies.back().push_back(go);
+  if (eager) go(); else fibers[current].products.back().push_back(go);
 }
 #endif
 
@@ -228,19 +244,18 @@ template <class... Given> static void call(void (*kernel)(Given...), void **give
 }
 
 extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
-  static std::mt19937 random;
   std::vector<int> order(grid_x * grid_y / CLUSTER * grid_z);
   std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
+  std::shuffle(order.begin(), order.end(), chance);
   fibers.resize(threads * CLUSTER);
-  eager = random() % 2;
+  eager = chance() % 2;
   gridDim = {grid_x, grid_y, grid_z};
   body = [=] { call(KERNEL, given); };
   memset(memories, DIRT, sizeof memories);
   for (int cluster : order) {
     const int x = cluster % grid_x, y = cluster / grid_x % (grid_y / CLUSTER), z = cluster / grid_x / (grid_y / CLUSTER);
     for (Fiber &fiber : fibers) {
-      fiber.done = false, fiber.turns = fiber.groups = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {});
+      fiber.done = false, fiber.turns = fiber.groups = fiber.barriers = fiber.meetings = 0, fiber.copies.assign(1, {}), fiber.products = fiber.copies;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
       fiber.context.uc_link = nullptr;
@@ -256,5 +271,5 @@ extern "C" bool launch(int grid_x, int grid_y, int grid_z, void **given) {
         }
     }
   }
-  return grid_y % CLUSTER == 0 && std::all_of(memories, memories + CLUSTER, [](Memory &one) { return one.sound(); });
+  return grid_y % CLUSTER == 0 && coming.empty() && !lost && std::all_of(memories, memories + CLUSTER, [](Memory &one) { return one.sound(); });
 }

@@ -77,7 +77,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     properties = SimpleNamespace(multi_processor_count=4, major=9)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the one of a tensor that is on no GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(lstm, "overlaps", lambda device: True)
+    for module in (lstm, hopper):
+        monkeypatch.setattr(module, "overlaps", lambda device: True)
     modules = (few, some, hopper, lstm, conv)
     for module in modules:
         monkeypatch.setattr(module, "kernel", emulated)
@@ -199,6 +200,19 @@ class TestEmulated:
         y = multiply(hopper, x, weight, 32)
         assert close(y, x.double() @ weight.double().T)
         assert torch.equal(y, multiply(hopper, x, weight, 32)), "whoever is the last"
+
+    @pytest.mark.parametrize(
+        ("n", "columns", "width", "eights"), [(8, 128, 32, 1), (11, 296, 32, 2), (5, 1100, 32, 1), (70, 200, 16, 8)]
+    )
+    def test_x_is_cut_into_what_the_tensor_cores_read(self, n: int, columns: int, width: int, eights: int) -> None:
+        x, columns = some.arrange(torch.randn(n, columns).half(), -(-columns // width), width, width)
+        steps, slices = -(-columns // (4 * width)), -(-n // (8 * eights))
+        cut = hopper.Shape(width, eights, 1, 1, 1, 2, 0).lay(x, columns, -(-columns // width))
+        whole = F.pad(x, (0, steps * 4 * width - columns, 0, slices * 8 * eights - n))
+        # slices of eights of vectors; steps of four blocks of pairs of columns
+        pieces = whole.view(slices, eights, 8, steps, 4, width // 2, 2)
+        assert cut is not None
+        assert torch.equal(cut, pieces.permute(0, 3, 5, 1, 2, 4, 6).reshape(slices, -1))
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -762,7 +776,7 @@ def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None
 
 
 def test_the_fastest_kernel_comes_first() -> None:
-    assert [next(gpu.kernels(n, 16384**2)) for n in (1, 8, 9, 17)] == [few, few, some, hopper]
+    assert [next(gpu.kernels(n, 16384**2)) for n in (1, 8, 9, 17)] == [few, few, hopper, hopper]
     assert [next(gpu.kernels(n, 8192**2)) for n in (8, 16, 17)] == [few, hopper, hopper]
     assert [next(gpu.kernels(n, 4096**2)) for n in (8, 16, 17)] == [few, few, hopper]
 

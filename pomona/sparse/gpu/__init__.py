@@ -15,7 +15,6 @@ __all__ = ["conv", "few", "hopper", "lstm", "product", "some"]
 
 FEW = 8  # vectors up to which shuffles beat the tensor cores
 SMALL = 1 << 24  # entries of a matrix, of which twice as many vectors are few: it leaves the tensor cores idle
-SOME, LARGE = 16, 1 << 26  # vectors up to which some.cu is the faster one on Hopper, too, of a larger matrix
 
 
 def product(
@@ -45,7 +44,7 @@ def product(
 
 def kernels(n: int, size: int) -> Iterator[ModuleType]:
     """Those for so many vectors and a matrix of this size, the fastest first."""
-    more = (some, hopper) if n <= SOME and size > LARGE else (hopper, some)
+    more = hopper, some
     yield from (few, *more) if n <= FEW * (1 + (size <= SMALL)) else (*more, few)
     try:
         from . import many

@@ -8,20 +8,24 @@
  *
  * Four warps, a group, have 256 rows, four tiles of 64: the qth row of a lane of warp w is in tile q / 2, where wgmma
  * has rows of its own for w. If TURNED, x is what wgmma multiplies 64 rows of, and the survivors are its other factor:
- * they are then read once for 64 vectors. GROUPS take turns at the tensor cores: one spreads while another multiplies.
+ * they are then read once for 64 vectors. Of GROUPS, one spreads while another multiplies.
  *
- * The last four warps feed: x comes through STAGES of a step each, laid out in the same way. SPLIT thread blocks share
- * the columns, as in sums.cuh.
+ * x comes through STAGES of a step each, laid out in the same way: cut.cu has done that, so that one thread of the last
+ * four warps brings a stage by one copy. SPLIT thread blocks share the columns, as in sums.cuh.
  *
  * Given as macros: KIND of values and x (1 half, 2 bfloat16), KEPT of a block, WIDTH of a block in x (16 or 32), EIGHTS
  * of vectors a thread block multiplies, its WARPS and GROUPS, SPLIT, CLUSTER, TURNED (then EIGHTS is 8), STAGES; N of
- * wgmma and its sums as text: LIST, SUMS, A and B. x is n × pitch, of which `columns` are there, a multiple of 8.
+ * wgmma and its sums as text: LIST, SUMS, A and B. VECTORS vectors of x are `pitch` values. If it is EARLY, it is
+ * launched ahead of the end of cut.cu.
  *
- * With CONV, x is images, and a vector what one position of a convolution's kernel sees, as in some.cu. EIGHTS is then
- * a power of two.
+ * With CONV, x is images, and a vector what one position of a convolution's kernel sees, as in some.cu: all lanes of
+ * the last four warps gather it. EIGHTS is then a power of two.
  */
 #ifndef CONV
 #define CONV 0
+#endif
+#ifndef EARLY
+#define EARLY 0
 #endif
 #include "kinds.cuh"
 #define TEAM 1
@@ -29,14 +33,14 @@
 #define THREADS (SLABS * LANES)            /* of these */
 #include "sums.cuh"
 
-#define CORE 128                           /* bytes of 8 rows, or vectors, and 8 columns */
-#define SLICES (WIDTH / 2)                 /* of 8 columns, in a step */
 #define TILE (8 * SLICES * CORE)           /* bytes of 64 rows */
 #define STAGE (SLICES * EIGHTS * CORE)     /* bytes of a step of x */
-#define UNITS (VECTORS * PARTS)            /* that a lane brings: 8 columns in each block */
-#define LOADS (CONV || UNITS <= LANES ? 1 : UNITS <= 2 * LANES ? 2 : 4) /* of units, that are on their way at a time */
-#define HANDS ((UNITS + LOADS * LANES - 1) / (LOADS * LANES)) /* warps that bring a stage */
+#if CONV
+#define HANDS ((VECTORS * PARTS + LANES - 1) / LANES) /* warps that bring a stage */
 #define FEEDERS (4 < HANDS * STAGES ? 4 : HANDS * STAGES) /* that can tell a stage's uses apart */
+#else
+#define HANDS 1
+#endif
 #define ALIGNED (SLICES * CORE)            /* to what the rows of a lane are */
 #define ROOM (ALIGNED + GROUPS * 4 * TILE + STAGES * STAGE)
 #define END (VECTORS * PITCH * 4)
@@ -44,7 +48,7 @@
 #define KEEP (KEPT <= 4)                   /* places, or find them again */
 #define AHEAD (KEPT <= (TURNED ? 3 : 4) ? 2 : 1) /* steps of the matrix on their way, as registers allow */
 #define ALLOTTED (65536 / (WARPS * LANES) / 8 * 8) /* registers of a thread */
-#define LEAST (TURNED ? 88 : LOADS == 4 || CONV ? 104 : 72) /* of one that feeds */
+#define LEAST (!CONV ? 24 : TURNED ? 88 : 104) /* of one that feeds */
 #define MOST (ALLOTTED + (ALLOTTED - LEAST) / GROUPS / 8 * 8)
 #define UNEVEN (GROUPS > 1)                /* else all have as many as can be */
 
@@ -72,7 +76,17 @@ __device__ __forceinline__ void await(Barrier *at, unsigned parity) {
   while (!done);
 }
 
-/* What threads have written is there for the tensor cores, too. */
+/* One arrives, and so many bytes will; they come by themselves. */
+__device__ __forceinline__ void expect(Barrier *at, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(at)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bring(unsigned to, const void *from, unsigned bytes, Barrier *full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(address(full))
+               : "memory");
+}
+
+/* What threads have written is there for copies and the tensor cores, too. */
 __device__ __forceinline__ void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void of_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
@@ -154,56 +168,32 @@ struct Places {
   }
 };
 
-/* One lane's part of x: 8 columns in each block of a vector. */
-struct Feed {
 #if CONV
-  const Sight sight; /* of one position for good: vectors are a multiple of lanes, or the other way round */
+/* One lane's part of x: 8 columns in each block of one position for good, as vectors are a multiple of lanes, or the
+ * other way round. */
+struct Feed {
+  const Sight sight;
 
-  __device__ __forceinline__ void load(int step, int hand, int, uint4 *to) const {
+  __device__ __forceinline__ void load(int step, int hand, uint4 *to) const {
 #pragma unroll
-    for (int side = 0; side < SIDE; side++) to[side] = sight.gather((step * SIDE + side) * PARTS + part(hand, 0));
+    for (int side = 0; side < SIDE; side++) to[side] = sight.gather((step * SIDE + side) * PARTS + part(hand));
   }
 
-  static __device__ __forceinline__ int vector(int hand, int) { return (hand * LANES + threadIdx.x % LANES) % VECTORS; }
-  static __device__ __forceinline__ int part(int hand, int) { return (hand * LANES + threadIdx.x % LANES) / VECTORS; }
-#else
-  const Value *x;
-  int pitch, columns, vectors;
-
-  __device__ __forceinline__ Feed(const Value *all, int columns, int pitch, int n)
-      : x(all + (long long)blockIdx.x * VECTORS * pitch), pitch(pitch), columns(columns),
-        vectors(n - blockIdx.x * VECTORS) {}
-
-  __device__ __forceinline__ void load(int step, int hand, int i, uint4 *to) const {
-    const Value *const from = x + (long long)vector(hand, i) * pitch;
-#pragma unroll
-    for (int side = 0; side < SIDE; side++) {
-      const int column = (step * SIDE + side) * WIDTH + part(hand, i) * 8;
-      const bool there = vector(hand, i) < vectors && column < columns;
-      to[side] = there ? *(const uint4 *)(from + column) : uint4{0, 0, 0, 0};
-    }
+  static __device__ __forceinline__ void put(const uint4 *from, int hand, uint4 *stage) {
+    if (part(hand) < PARTS) lay(from, vector(hand), part(hand), stage);
   }
 
-  /* Which, of the ith load of a hand: lanes have 8 vectors at a time, and of these what is side by side. */
-  static __device__ __forceinline__ int unit(int hand, int i) {
-    return (hand * LOADS + i) * LANES + threadIdx.x % LANES;
-  }
-  static __device__ __forceinline__ int vector(int hand, int i) {
-    return unit(hand, i) / (8 * PARTS) * 8 + unit(hand, i) % 8;
-  }
-  static __device__ __forceinline__ int part(int hand, int i) { return unit(hand, i) / 8 % PARTS; }
-#endif
-
-  /* Two columns of each block side by side. */
-  static __device__ __forceinline__ void put(const uint4 *from, int hand, int i, uint4 *stage) {
-    uint4 *const to = stage + (part(hand, i) * 4 * EIGHTS + vector(hand, i) / 8) * 8 + vector(hand, i) % 8;
-    if (vector(hand, i) >= VECTORS || part(hand, i) >= PARTS) return;
-    to[0 * EIGHTS * 8] = {from[0].x, from[1].x, from[2].x, from[3].x};
-    to[1 * EIGHTS * 8] = {from[0].y, from[1].y, from[2].y, from[3].y};
-    to[2 * EIGHTS * 8] = {from[0].z, from[1].z, from[2].z, from[3].z};
-    to[3 * EIGHTS * 8] = {from[0].w, from[1].w, from[2].w, from[3].w};
-  }
+  static __device__ __forceinline__ int vector(int hand) { return (hand * LANES + threadIdx.x % LANES) % VECTORS; }
+  static __device__ __forceinline__ int part(int hand) { return (hand * LANES + threadIdx.x % LANES) / VECTORS; }
 };
+#else
+/* The kernel before this one, which has cut x, is done. */
+__device__ __forceinline__ void follow() {
+#if EARLY && !defined EMULATED
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
 
 extern "C" __global__ void TOGETHER __launch_bounds__(WARPS * LANES, 1)
 hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bias, Value *y, float4 *parts,
@@ -213,10 +203,10 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
   const int begin = blockIdx.y * share, end = min(begin + share, steps);
   const unsigned base = address(memory) + ALIGNED - 1 & ~(ALIGNED - 1u);
   uint4 *const room = memory + (base - address(memory)) / 16, *const stages = room + GROUPS * 4 * TILE / 16;
-  Barrier *const full = (Barrier *)memory + BARRIERS, *const empty = full + STAGES, *const turns = empty + STAGES;
+  Barrier *const full = (Barrier *)memory + BARRIERS, *const empty = full + STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) prepare(full + i, HANDS), prepare(empty + i, SLABS);
-    for (int i = 0; i < GROUPS; i++) prepare(turns + i, 4);
+    show();
   }
   __syncthreads();
 
@@ -224,25 +214,33 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
 #if UNEVEN
     give<LEAST>();
 #endif
-    const int first = warp - SLABS, many = first < FEEDERS ? (end - begin) * HANDS : 0;
 #if CONV
-    const Feed feed{Sight(x, taps, blockIdx.x * VECTORS + Feed::vector(first, 0), image, height, width, line, area, n)};
-#else
-    const Feed feed(x, columns, pitch, n);
-#endif
+    const int first = warp - SLABS, many = first < FEEDERS ? (end - begin) * HANDS : 0;
+    const Feed feed{Sight(x, taps, blockIdx.x * VECTORS + Feed::vector(first), image, height, width, line, area, n)};
 #pragma unroll 1
     for (int item = first; item < many; item += FEEDERS) {
       const int step = item / HANDS, hand = item % HANDS, stage = step % STAGES;
-      uint4 got[LOADS][SIDE];
-#pragma unroll
-      for (int i = 0; i < LOADS; i++) feed.load(begin + step, hand, i, got[i]);
+      uint4 got[SIDE];
+      feed.load(begin + step, hand, got);
       await(empty + stage, step / STAGES % 2 ^ 1);
-#pragma unroll
-      for (int i = 0; i < LOADS; i++) Feed::put(got[i], hand, i, stages + stage * (STAGE / 16));
+      Feed::put(got, hand, stages + stage * (STAGE / 16));
       show();
       __syncwarp();
       if (lane == 0) arrive(full + stage);
     }
+#else
+    if (threadIdx.x > THREADS) return; /* one is enough */
+    const char *from = (const char *)(x + (long long)blockIdx.x * pitch) + (long long)begin * STAGE;
+    follow();
+    int stage = 0, parity = 1;
+#pragma unroll 1
+    for (int step = begin; step < end; step++, from += STAGE) {
+      await(empty + stage, parity);
+      expect(full + stage, STAGE);
+      bring(address(stages) + stage * STAGE, from, STAGE, full + stage);
+      stage = stage + 1 < STAGES ? stage + 1 : 0, parity ^= stage == 0;
+    }
+#endif
     return;
   }
 
@@ -260,7 +258,7 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
   const Description spread = description(base + group * 4 * TILE, CORE, SLICES * CORE);
   float sums[TURNED ? 1 : 4][TURNED ? 128 : EIGHTS * 4] = {};
 
-  int stage = 0, parity = 0, before = 0, turn = group == 0;
+  int stage = 0, parity = 0, before = 0;
 #pragma unroll 1
   for (int from = begin; from < end; from += AHEAD)
 #pragma unroll
@@ -280,10 +278,9 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
         for (int s = 0; s < KEPT; s++) put(places(q, s), ROW(q), ahead[i].value[s][q / 2] >> 16 * (q % 2));
       }
       show();
-      source.load(from + i + AHEAD, ahead[i]); /* not before: `show` would wait for it */
+      source.load(from + i + AHEAD, ahead[i]);
       of_group(group);
       await(full + stage, parity);
-      if (GROUPS > 1) await(turns + group, turn);
       const Description fed = description(address(stages) + stage * STAGE, EIGHTS * CORE, CORE);
       open();
 #pragma unroll
@@ -296,8 +293,7 @@ hopper(const uint4 *values, const uint4 *indices, const Value *x, const void *bi
         }
       }
       close();
-      if (GROUPS > 1 && lane == 0) arrive(turns + (group + 1) % GROUPS);
-      before = stage, stage = stage + 1 < STAGES ? stage + 1 : 0, parity ^= stage == 0, turn ^= 1;
+      before = stage, stage = stage + 1 < STAGES ? stage + 1 : 0, parity ^= stage == 0;
     }
   finished();
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..balanced import LANES
-from .compiled import KINDS, Kernel, kernel
+from .compiled import KINDS, Kernel, kernel, overlaps
 from .some import LIMIT, MOST, PACE, ROWS, SIDE, START, TICKET, Cut, attempt
 
 MAJOR = 9  # of the compute capability
 FEEDERS = 4  # warps
+CUTTERS = 4  # warps of a thread block that cuts x
 BARRIER = 8  # bytes
 KEPT = 12  # of a block, at most
 LEAST = 5  # groups of rows: with fewer, half of a thread block's would be missing
@@ -61,7 +62,19 @@ class Shape(Cut):
         """Bytes of shared memory: what is spread out and x, at the end all sums; and the barriers."""
         step = SIDE * self.width * 2
         room = (self.rows + self.stages * self.eights * 8) * step + 64 * self.width
-        return max(room, self.eights * 8 * (self.rows + 4) * 4) + (2 * self.stages + self.groups) * BARRIER
+        return max(room, self.eights * 8 * (self.rows + 4) * 4) + 2 * self.stages * BARRIER
+
+    def lay(self, x: Tensor, columns: int, blocks: int) -> Tensor | None:
+        """All steps of as many vectors as are multiplied together, one after another; see cut.cu."""
+        macros = {"KIND": KINDS[x.dtype], "WIDTH": self.width, "EIGHTS": self.eights, "WARPS": CUTTERS}
+        go = kernel("cut", x.get_device(), CUTTERS * LANES, **macros)
+        if go is None:
+            return None
+        n, steps, vectors = len(x), -(-blocks // SIDE), 8 * self.eights
+        laid = x.new_empty(-(-n // vectors), steps * SIDE * self.width * vectors)
+        threads = steps * vectors * self.width // 8
+        go((-(-threads // (CUTTERS * LANES)), len(laid), 1), (x, laid), (columns, x.stride(0), steps, n))
+        return laid
 
 
 def multiply(
@@ -80,7 +93,8 @@ def plan(
     if properties.major != MAJOR or kept > KEPT or groups < LEAST:
         return None
     shape = cut(n, kept, block, groups, blocks, properties.multi_processor_count, bool(convolution))
-    macros = {"KIND": KINDS[dtype], "KEPT": kept, **shape.macros(), **convolution}
+    early = {} if convolution else {"EARLY": int(overlaps(device))}
+    macros = {"KIND": KINDS[dtype], "KEPT": kept, **shape.macros(), **convolution, **early}
     made = kernel("hopper", device, shape.warps * LANES, shape.shared, **macros)
     return None if made is None else (shape, made)
 
@@ -89,13 +103,12 @@ def cut(n: int, kept: int, block: int, groups: int, blocks: int, processors: int
     """How the work is cut: as is fastest by `cycles`."""
     width, steps = 16 if block <= 16 else 32, -(-blocks // SIDE)
     shapes = [
-        Shape(width, eights, warpgroups, split, cluster, stages, int(eights > 4))
+        Shape(width, eights, warpgroups, split, cluster, 4 if gather or eights > 4 else 6, int(eights > 4))
         for eights in ways(n, kept, gather)
         for warpgroups in (2, 1)
         for split in range(1, min(MOST, steps) + 1)
         for cluster in (2, 1)
         if split % cluster == 0
-        for stages in ((4,) if gather else (6, 4))
     ]
     possible = (shape for shape in shapes if shape.shared <= LIMIT)
     return min(possible, key=lambda shape: cycles(shape, shape.grid(n, groups), kept, steps, processors, gather))
@@ -116,7 +129,7 @@ def cycles(shape: Shape, grid: tuple[int, int, int], kept: int, steps: int, proc
     multiplied = shape.width * (32 if shape.turned else 16 + 2 * shape.eights)  # by one group
     spread = 150 + 130 * kept
     loaded = shape.rows * SIDE * (kept + -(-kept // 3)) * 2 / STREAM
-    fed = shape.eights * shape.width * (5.5 if gather else 2)
+    fed = shape.eights * shape.width * (5.5 if gather else 1)
     step = max(shape.groups * multiplied, spread + multiplied, loaded, fed)  # while others multiply, one spreads
     end = TICKET + (1 + shape.shares) * sums * 4 / shape.cluster / PACE if shape.shares > 1 else 0
     return waves * (START + share * step) + end

@@ -52,6 +52,10 @@ class Cut:
         parts = torch.empty(tiles * self.shares * self.eights * 8 * self.rows, device=device, dtype=torch.float32)
         return parts, tickets(tiles * self.cluster, device)
 
+    def lay(self, x: Tensor, columns: int, blocks: int) -> Tensor | None:
+        """x as the kernel reads it; None where there is no kernel that lays it so."""
+        return x
+
 
 @dataclass(frozen=True)
 class Shape(Cut):
@@ -102,9 +106,12 @@ def attempt(
     shape, go = made
     x, columns = arrange(x, blocks, block, shape.width)
     bias, wide = legible(bias, values.dtype)
+    laid = shape.lay(x, columns, blocks)
+    if laid is None:
+        return False
     grid = shape.grid(n, groups)
-    sizes = rows, columns, x.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
-    go(grid, (values, indices, x, bias, y, *shape.exchange(grid, x.device)), sizes)
+    sizes = rows, columns, laid.stride(0), blocks, n, y.stride(1), y.stride(0), wide, relu
+    go(grid, (values, indices, laid, bias, y, *shape.exchange(grid, x.device)), sizes)
     return True
 
 

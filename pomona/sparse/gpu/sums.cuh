@@ -5,10 +5,8 @@
  * order: first those of a CLUSTER, which see each other's memory, then the clusters. Each of these leaves its sums in
  * `parts` and takes a ticket; who has the last one adds them all up. THREADS threads of a thread block do it.
  */
+#include "steps.cuh"
 #define ROWS 64                            /* of a warp */
-#define SIDE 4                             /* blocks side by side */
-#define PARTS (WIDTH / 8)                  /* pieces, of 16 bytes, of a vector in a block */
-#define VECTORS (EIGHTS * 8)
 #define PITCH (SLABS * ROWS + 4)           /* sums of a vector, and some against bank conflicts */
 #define QUADS (SLABS * ROWS / 4 / CLUSTER) /* fours of rows that a thread block finishes */
 #define MINE (VECTORS * QUADS)             /* fours of sums */
