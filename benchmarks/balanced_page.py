@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from balanced import LAST
+from balanced import FUSED, LAST
 from pages import DOCS, MISSING, filled, grid, records, rows, sources, write
 
 from results import begun, compare, store
@@ -51,20 +51,23 @@ def targets() -> str:
     return grid(["machine", "matrix", "batch", "over", "target", "reached", ""], made)
 
 
-def workloads(key: str = "seconds", ratio: str = "ratio") -> str:
+def workloads(key: str = "seconds", prefix: str = "") -> str:
     """The paper's networks at batch 1, the device's times or others; images with their channels last in a row below."""
-    ways = {"dense": "dense", "plain": "dense by linear layers", "all packed": "all packed", "compressed": "compressed"}
+    ways = {"dense": "dense", FUSED: FUSED, "plain": "dense by linear layers"}
+    ways |= {way: way for way in ("all packed", "compressed")}
     made = []
     for record in records(RECORDS):
         for name, found in record["workloads"].items():
             times = {way: micro(seconds) for way, seconds in found.get(key, {}).items()}
             if times:
-                ratios = f"{found[ratio]:.2f}×", f"{found['paper_ratio']:.2f}×"
-                made.append([record["bench"]["device"], name, *(times[way] for way in ways), *ratios])
+                ratios = (found.get(ratio) for ratio in (f"{prefix}ratio", f"{prefix}fused_ratio", "paper_ratio"))
+                told = ["" if ratio is None else f"{ratio:.2f}×" for ratio in ratios]  # older records have no fused one
+                made.append([record["bench"]["device"], name, *(times.get(way, "") for way in ways), *told])
             if any(way.endswith(LAST) for way in times):
-                told = (times.get(f"{way}{LAST}", "") for way in ways)
-                made.append([record["bench"]["device"], f"{name}{LAST}", *told, "", ""])
-    return grid(["machine", "network", *(f"{way}, µs" for way in ways.values()), "faster", "in the paper"], made)
+                told = [times.get(f"{way}{LAST}", "") for way in ways]
+                made.append([record["bench"]["device"], f"{name}{LAST}", *told, "", "", ""])
+    head = ["machine", "network", *(f"{way}, µs" for way in ways.values()), "faster", "than fused", "in the paper"]
+    return grid(head, made)
 
 
 def micro(seconds: float) -> str:
@@ -77,7 +80,7 @@ def page() -> str:
     kept = store()
     trained = {key: begun(compare(f"balanced-{key}", kept)) for key in ("lstm", "sensitivity")}
     measured = {"matrices": matrices(), "memory": memory(), "targets": targets(), "workloads": workloads()}
-    measured["called"] = workloads("called", "called_ratio")
+    measured["called"] = workloads("called", "called_")
     return filled(PAGE, {**trained, **measured, "sources": sources(records(RECORDS))})
 
 

@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
+
+from pomona.sparse.compress import Compression, Layer
 
 ROOT = Path(__file__).parents[1]
 WRITERS = {
@@ -103,20 +106,34 @@ def test_the_times_of_balanced_products_are_laid_out(script: Any, empty: Path) -
     assert writer.matrices().splitlines()[2:] == [line]
     assert writer.memory() == "- C: 19.1 GB/s"
     assert [row.split(" | ")[-1] for row in writer.targets().splitlines()[2:]] == ["missed |", "met |"]
-    assert writer.workloads().splitlines()[2:] == ["| C | N | 2,000 | 1,500 | 1,000 | 750 | 2.00× | 1.31× |"]
-    assert writer.workloads("called", "called_ratio") == script("pages").MISSING
+    old = "| C | N | 2,000 |  | 1,500 | 1,000 | 750 | 2.00× |  | 1.31× |"  # a record without convolutions that do ReLUs
+    assert writer.workloads().splitlines()[2:] == [old]
+    assert writer.workloads("called", "called_") == script("pages").MISSING
+    gain = script("balanced").gain
+    assert gain(seconds, ("dense, fused",)) is None
     seconds |= {"dense, channels last": 1e-3, "compressed, channels last": 42.04e-6}
-    ratio = script("balanced").gain(seconds)  # the fastest of both layouts
-    found = {"seconds": seconds, "called": {**seconds, "dense": 9e-3}, "ratio": ratio, "called_ratio": 1.5}
+    seconds |= {"dense, fused": 1.7e-3, "dense, fused, channels last": 84.08e-6}
+    ratio, fused = gain(seconds), gain(seconds, ("dense, fused",))  # the fastest of both layouts
+    found = {"seconds": seconds, "called": {**seconds, "dense": 9e-3}, "ratio": ratio, "fused_ratio": fused}
+    found |= {"called_ratio": 1.5, "called_fused_ratio": None}
     record["workloads"] = {"N": {**found, "paper_ratio": 1.31}}
     record["bench"]["bandwidth_from"] = "another"
     (empty / "balanced-cpu.json").write_text(json.dumps(record))
     assert writer.memory() == "- C: 19.1 GB/s, by another"
-    below = "| C | N, channels last | 1,000 |  |  | 42.0 |  |  |"
-    first = "| C | N | 2,000 | 1,500 | 1,000 | 750 | 23.79× | 1.31× |"
+    below = "| C | N, channels last | 1,000 | 84.1 |  |  | 42.0 |  |  |  |"
+    first = "| C | N | 2,000 | 1,700 | 1,500 | 1,000 | 750 | 23.79× | 2.00× | 1.31× |"
     assert writer.workloads().splitlines()[2:] == [first, below]
-    called = "| C | N | 9,000 | 1,500 | 1,000 | 750 | 1.50× | 1.31× |"
-    assert writer.workloads("called", "called_ratio").splitlines()[2:] == [called, below]
+    called = "| C | N | 9,000 | 1,700 | 1,500 | 1,000 | 750 | 1.50× |  | 1.31× |"
+    assert writer.workloads("called", "called_").splitlines()[2:] == [called, below]
+
+
+def test_a_dense_network_is_also_timed_with_its_relus_in_one_kernel(script: Any) -> None:
+    network = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1), nn.ReLU())
+    layers = [Layer(name, "Conv2d", (1, 1, 1, 1), 0.9, False, "", saved=saved) for name, saved in (("0", 0), ("2", 1))]
+    found = script("balanced").fused(network, Compression(tuple(layers), 1))
+    assert [type(m).__name__ for m in found["dense, fused"]] == ["Conv2d", "ReLU", "Conv2dReLU", "Fused"]
+    assert type(network[2]) is nn.Conv2d
+    assert script("balanced").fused(network, Compression((layers[0],), 1)) == {}
 
 
 # ---- what docs/iterand.md and docs/balanced.md say in words

@@ -351,10 +351,14 @@ class Engine:
                 slot.mask_gradient()
 
     def lend(self, slots: Sequence[Slot]) -> None:
-        """Give scores their gradient, g ⊙ w with g taken at the sparse weights; biases stay as they are."""
+        """Give scores their gradient, g ⊙ w with g taken at the sparse weights; biases stay as they are.
+
+        Others are given what the method leaves of theirs.
+        """
         scored = [slot for slot in slots if slot.weight is not None]
+        tempered = [slot for slot in slots if slot.method.tempers and slot.leader is None]
         still = [p for p in (module._parameters.get(leaf) for module, leaf in self.biases) if p is not None]
-        lent = [slot.parameter for slot in scored] + still
+        lent = [slot.parameter for slot in (*scored, *tempered)] + still
         self.held = {p: p.grad for p in lent if p.grad is not None}
         for bias in still:
             bias.grad = None
@@ -363,6 +367,8 @@ class Engine:
             products = torch._foreach_mul([self.held[slot.parameter] for slot in scored], factors)
             for slot, gradient in zip(scored, products, strict=True):
                 slot.parameter.grad = gradient
+        for slot in tempered:
+            slot.parameter.grad = slot.method.temper(self.held[slot.parameter], slot.mask, slot.target.rows)
 
     def give_back(self) -> None:
         """The gradients as backward left them."""

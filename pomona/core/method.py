@@ -181,6 +181,15 @@ class Method:
         """The number of the re-draw of pruned weights that comes after that step; 0 is none."""
         return 0
 
+    @property
+    def tempers(self) -> bool:
+        """Whether the optimizer is to see less than the gradient at the sparse weights: what `temper` leaves of it."""
+        return False
+
+    def temper(self, gradient: Tensor, mask: Tensor, rows: int) -> Tensor:
+        """A new tensor for the optimizer to see; `rows` is the dimension of the outputs."""
+        return gradient
+
     def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
         """What `project` is to know of the moment a mask was taken; None: nothing.
 

@@ -63,7 +63,7 @@ PASSIVE = {"name", "origin.run"} | {
 
 
 # Options that came later: at these values they decide nothing, and the names of earlier runs stand.
-LATER = [("train.average", 0)]
+LATER = [("train.average", 0), ("method.feedback", None)]
 
 
 @dataclass(frozen=True)

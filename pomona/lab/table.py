@@ -224,11 +224,9 @@ def paper(result: Mapping[str, Any]) -> Group:
     """A paper's table for a person: as it is printed there, or one line a cell where that is too wide."""
     heads, rows = layout(result)
     notes = [escape(result["notes"])] if result.get("notes") else []
+    grid: list[Table | Fitting] = [framed(heads, rows)] if rows else []
     if rows and "ours" not in heads:
-        narrow = framed(*lines(result["cells"], ()))
-        grid = [Fitting(Group(framed(heads, rows), LEGEND), narrow)]
-    else:
-        grid = [framed(heads, rows)] if rows else []
+        grid = [Fitting(Group(*grid, LEGEND), framed(*lines(result["cells"], ())))]
     return Group(escape(heading_of(result)), *grid, *notes, state(result))
 
 

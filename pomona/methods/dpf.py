@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..compressors import COMPRESSORS, Compressor
@@ -21,6 +22,9 @@ class DPF(Periodic):
 
     The model runs on m ⊙ w; the gradient taken there moves the dense w, so that a weight pruned too
     early comes back. Until the last tenth of training the mask follows w, and then it is at rest.
+
+    An output that lost all its weights sends zeros to the batch norm behind it, which divides by √(0 + ε): the gradient
+    of these weights is some hundred times that of others. With `feedback` it is no longer than so many mean ones.
     """
 
     ranks: ClassVar[bool] = True
@@ -28,12 +32,19 @@ class DPF(Periodic):
     every: int = 16  # p: steps between mask updates
     settle: float = 0.1  # share of training, at its end, with the mask at rest; the paper has 0
     compressor: Compressor | None = None  # what is done to m ⊙ w besides: Soft(), Quantize(bits), Binary()
+    feedback: float | None = (
+        None  # how long the gradient of an output without weights may be, in mean ones of its layer
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compressor is not None:
             self._set(compressor=COMPRESSORS.make(self.compressor))
             self.compressor.check(self.pattern)
+        require(
+            self.feedback is None or self.feedback >= 0,
+            f"feedback is a bound in mean gradients, 0 or more, or None for no bound, got {self.feedback}.",
+        )
         require(0 <= self.settle < 1, f"settle is a share of training in [0, 1), got {self.settle}.")
         require(
             self.schedule.until <= self.rest + 1e-9,
@@ -59,6 +70,19 @@ class DPF(Periodic):
     def bound(self, latent: Tensor) -> None:
         if self.compressor is not None:
             self.compressor.bound(latent)
+
+    @property
+    def tempers(self) -> bool:
+        return self.feedback is not None
+
+    def temper(self, gradient: Tensor, mask: Tensor, rows: int) -> Tensor:
+        assert self.feedback is not None
+        inner = [dim for dim in range(gradient.ndim) if dim != rows]
+        kept = mask.any(inner, keepdim=True)
+        length = torch.linalg.vector_norm(gradient.float(), dim=inner, keepdim=True)
+        longest = self.feedback * (length * kept).sum() / kept.sum()
+        share = (longest / length).clamp(max=1)  # NaN for 0 of 0, and where nothing is kept to compare with: no bound
+        return gradient * share.masked_fill(kept | share.isnan(), 1).to(gradient.dtype)
 
     @property
     def plain(self) -> bool:

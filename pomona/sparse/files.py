@@ -1,14 +1,14 @@
 """`save` and `load`: a compressed model in one safetensors file, whole or refused.
 
-The file's metadata says which layers are packed and how, which network of `pm.models` it is where that is
-known, and a checksum over all of it. Loading unpickles nothing and runs nothing from the file.
+The file's metadata says which layers are packed and how, which dense ones do their ReLU, which network of `pm.models`
+it is where that is known, and a checksum over all of it. Loading unpickles nothing and runs nothing from the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .. import models
 from ..core.errors import PomonaError, require
 from .balanced import BalancedTensor
 from .compress import fuse, make, swap
-from .layers import Packed
+from .layers import Conv2dReLU, Packed
 
 VERSION = 1
 KEY = "pomona"
@@ -41,7 +41,8 @@ def save(model: nn.Module, path: Path | str, architecture: Mapping[str, Any] | s
         for name, tensor in model.state_dict().items()
     }
     packed = {name: module.plan() for name, module in model.named_modules() if isinstance(module, Packed)}
-    head = {"version": VERSION, "model": known and dict(known), "packed": packed}
+    fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
+    head = {"version": VERSION, "model": known and dict(known), "packed": packed, "fused": fused}
     text = json.dumps(head | {"digest": digest(head, tensors)})
     path = Path(path)
     part = path.with_name(path.name + ".part")
@@ -70,7 +71,8 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     told = head.pop("digest", None)
     require(told == digest(head, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
-        return fill(skeleton(path, head["model"], tensors) if model is None else model, head["packed"], tensors)
+        shell = skeleton(path, head["model"], tensors) if model is None else model
+        return fill(shell, head["packed"], head.get("fused", []), tensors)  # older files have nothing fused
     except PomonaError:
         raise
     except Exception as error:  # a file that means harm can trip up anything, and must do no more than that
@@ -89,8 +91,8 @@ def skeleton(path: Path | str, known: Any, tensors: Mapping[str, Tensor]) -> nn.
         return models.build(**known).eval()
 
 
-def fill(model: nn.Module, packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Put packed layers where the file has some, and give every layer its values."""
+def fill(model: nn.Module, packed: Mapping[str, Any], fused: Sequence[str], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Put packed layers and convolutions with their ReLU where the file has some, and give every layer its values."""
     for name, plan in packed.items():
         layer = model.get_submodule(name)
         packs = {
@@ -109,7 +111,9 @@ def fill(model: nn.Module, packed: Mapping[str, Any], tensors: Mapping[str, Tens
                 f"the file has {name}.{leaf} as {tuple(pack.shape)}, the model as {tuple(wanted)}.",
             )
         model = swap(model, layer, make(layer, packs))
-    fuse(model)
+    fuse(model, fused)
+    odd = [name for name in fused if not isinstance(model.get_submodule(name), Conv2dReLU)]
+    require(not odd, f"the file has {', '.join(odd[:3])} with a ReLU behind it, the model has not.")
     model.load_state_dict(dict(tensors), assign=True)
     lost = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     require(not lost, f"the file has no values for {', '.join(lost[:3])}: give the model, pm.load(path, model).")

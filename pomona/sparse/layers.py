@@ -1,9 +1,12 @@
-"""Layers that run on packed weights. They are for inference: what asks for a gradient gets the dense product."""
+"""Layers that run on packed weights. They are for inference: what asks for a gradient gets the dense product.
+
+And one that stays dense, a convolution that does the ReLU behind it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +16,12 @@ from torch.nn.utils.rnn import PackedSequence
 from ..core.errors import PomonaError
 from .balanced import DTYPES, BalancedTensor
 from .gpu import conv, lstm
-from .ops import balanced, balanced_conv2d, balanced_lstm, join
+from .ops import balanced, balanced_conv2d, balanced_lstm, followed, join
 
 WHOLE = {"cuda"}  # where a convolution and an LSTM are operators of their own, not products
+CUDNN = {"cuda"}  # where there is cuDNN
+
+Conv = TypeVar("Conv", bound=nn.Conv2d)
 
 
 def differentiable(*tensors: Tensor | None) -> bool:
@@ -52,6 +58,13 @@ class Packed(nn.Module):
         self.sizes[leaf] = (*packed.matrix, packed.block)
         self.register_buffer(f"{leaf}_values", packed.values)
         self.register_buffer(f"{leaf}_indices", packed.indices)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Packed:
+        super()._apply(fn, recurse)
+        for leaf in self.shapes:  # a layout is asked of images and dense weights, and packed ones look like them
+            for name in (f"{leaf}_values", f"{leaf}_indices"):
+                self._buffers[name] = self.held(name).contiguous()
+        return self
 
     def held(self, name: str) -> Tensor:
         """A buffer, without the time that a module takes to look for one."""
@@ -234,6 +247,54 @@ class PackedConv2d(Weighted):
     def empty(self) -> nn.Conv2d:
         options = {name: getattr(self, name) for name in self.options}
         return nn.Conv2d(**options, bias=self.bias is not None, device="meta")
+
+
+class Conv2dReLU(nn.Conv2d):
+    """A dense convolution and the ReLU behind it. cuDNN does both and the bias in one kernel, PyTorch in three.
+
+    It is trained, saved and loaded as the convolution alone: its parameters are the same.
+    """
+
+    @staticmethod
+    def takes(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+        """Whether a layer can be one: what subclasses do is not known, and cuDNN fills borders with zeros only."""
+        return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d) -> Conv2dReLU:
+        """The same layer, with a ReLU behind it."""
+        return recast(layer, cls)
+
+    def dense(self) -> nn.Conv2d:
+        """The plain layer again."""
+        return recast(self, nn.Conv2d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.at_once(x):
+            mine, how = self._parameters, (self.stride, self.padding, self.dilation, self.groups)
+            try:
+                return torch.cudnn_convolution_relu(x, mine["weight"], mine["bias"], *how)  # type: ignore[arg-type]
+            except RuntimeError:  # cuDNN has no such kernel, or there is a mistake, which the plain way explains
+                pass
+        return super().forward(x).relu()
+
+    def at_once(self, x: Tensor) -> bool:
+        """Whether cuDNN may do it all: its operator has no derivative, checks little, and knows no autocast."""
+        mine, cudnn = self._parameters, torch.backends.cudnn  # not `self.weight`, which takes the host its time
+        if x.device.type not in CUDNN or mine.keys() != {"weight", "bias"} or followed(x, *mine.values()):
+            return False
+        weight: Any = mine["weight"]
+        alike = x.dtype == weight.dtype and x.device == weight.device
+        asked = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+        free = cudnn.enabled and not asked and not torch.is_autocast_enabled(x.device.type)
+        return free and alike and x.dtype in DTYPES and x.ndim == 4 and x.shape[1] == self.in_channels
+
+
+def recast(layer: nn.Module, kind: type[Conv]) -> Conv:
+    """A layer of another kind with all that a layer has, parameters and hooks too."""
+    made = kind.__new__(kind)
+    vars(made).update(vars(layer))
+    return made
 
 
 class PackedLSTM(Packed):

@@ -40,8 +40,8 @@ LIBRARY.define(
 BACKENDS = {"cpu": native.product, "cuda": gpu.product}  # each may decline, and then the reference does it
 
 
-def watched(x: Tensor, *given: Any) -> bool:
-    """Whether anybody sees which operators are called: a compiler, tracer, mode, transform or profiler, or autograd."""
+def followed(x: Tensor, *given: Any) -> bool:
+    """Whether operators are more than computed: by a compiler, tracer, mode or transform, or for autograd."""
     return (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
@@ -50,8 +50,12 @@ def watched(x: Tensor, *given: Any) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
     )
+
+
+def watched(x: Tensor, *given: Any) -> bool:
+    """Whether anybody sees which operators are called: those who follow them, or a profiler."""
+    return followed(x, *given) or torch.autograd._profiler_enabled()
 
 
 def operator(compute: Callable[..., Any], fake: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ STEPS, WARM = 40, 3
 METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf": lambda: pm.DPF(sparsity=0.9, every=4),
     "dpf filters": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter()),
+    "dpf filters bounded": lambda: pm.DPF(sparsity=0.5, every=4, pattern=pm.Filter(), feedback=1.0),
     "dpf soft": lambda: pm.DPF(sparsity=0.9, every=4, settle=0.3, schedule=pm.Cubic(until=0.5), compressor="soft"),
     "dpf soft floor": lambda: pm.DPF(
         sparsity=0.9,

@@ -314,7 +314,9 @@ def test_the_report_tells_every_layer(net: nn.Module) -> None:
 def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[find_block.__module__]  # the package's name for it is the function
     monkeypatch.setattr(
-        module, "time_layer", lambda dense, *_: (2.0, 1.0) if isinstance(dense, nn.LSTM) else (1.0, 2.0)
+        module,
+        "time_layer",
+        lambda dense, *_: {"dense": 2.0, "packed": 1.0 if isinstance(dense, nn.LSTM) else 3.0},
     )
     monkeypatch.setattr(module, "whole", lambda sides, *_: (dict(zip(sides, [2.0, 1.0, 1.0], strict=True)), {}))
     x = torch.randn(2, 4, 6, 6)
@@ -329,7 +331,7 @@ def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.M
 
 def test_a_model_that_is_slower_in_all_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[find_block.__module__]
-    monkeypatch.setattr(module, "time_layer", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 2.0, "packed": 1.0})
     taken = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # alone, and as called
     monkeypatch.setattr(module, "whole", lambda sides, *_: tuple(dict(zip(sides, t, strict=True)) for t in taken))
     x = torch.randn(2, 4, 6, 6)
@@ -392,6 +394,17 @@ def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     for back in (small, decompress(full)):
         assert same_state(back, model)
         assert all(p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4)
+
+
+@torch.no_grad()
+def test_a_compressed_model_takes_another_layout() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 8))
+    small = compress(cut(model, 4, 1), keep="all")
+    x = torch.randn(2, 4, 6, 6)
+    y = small(x)
+    turned = small.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(turned(x.contiguous(memory_format=torch.channels_last)), y)
+    torch.testing.assert_close(decompress(turned)(x), y, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_no_cache_holds_is_timed_with_emptied_ones(monkeypatch: pytest.MonkeyPatch) -> None:
