@@ -23,8 +23,8 @@ An accuracy is that of the last epoch, in per cent: the mean over seeds ± its s
 Below it stands what the paper prints, and the difference. *DPF* is as in the paper, where the mask moves to the last
 step; *DPF settled* has the mask at rest in the last tenth of the same epochs, and *DPF soft* soft thresholds besides;
 *cosine* is the learning rate's path, where others have the paper's steps (all chosen on held-out images: `dpf-options`
-and `dpf-rate`, below). *DPF bounded* is DPF settled with a bound on the gradient of removed filters. What is missing was
-not trained, and `pomona sweep NAME --only-missing` would; `pomona table NAME` prints one table.
+and `dpf-rate`, below). *DPF bounded* is DPF settled with a bound on the gradient of removed filters. What is missing
+was not trained, and `pomona sweep NAME --only-missing` would; `pomona table NAME` prints one table.
 """
 
 OTHERS = """
