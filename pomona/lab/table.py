@@ -244,10 +244,11 @@ class Fitting:
 
 
 def framed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Rows in a frame, with a line between what has different labels."""
+    """Rows in a frame, with a line between what has different labels; where there is no room, words are folded."""
     grid = Table()
     for k, head in enumerate(heads):
-        grid.add_column(escape(head), justify="left" if k < texts(heads) else "right", no_wrap=True)
+        word = k < texts(heads)
+        grid.add_column(escape(head), justify="left" if word else "right", no_wrap=not word, overflow="fold")
     label = ""
     for row in rows:
         if label and row[0] not in ("", label):
