@@ -356,7 +356,7 @@ class Engine:
         Others are given what the method leaves of theirs.
         """
         scored = [slot for slot in slots if slot.weight is not None]
-        tempered = [slot for slot in slots if slot.method.tempers and slot.leader is None]
+        tempered = [slot for slot in slots if slot.leader is None] if slots and slots[0].method.tempers else []
         still = [p for p in (module._parameters.get(leaf) for module, leaf in self.biases) if p is not None]
         lent = [slot.parameter for slot in (*scored, *tempered)] + still
         self.held = {p: p.grad for p in lent if p.grad is not None}

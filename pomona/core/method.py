@@ -183,12 +183,12 @@ class Method:
 
     @property
     def tempers(self) -> bool:
-        """Whether the optimizer is to see less than the gradient at the sparse weights: what `temper` leaves of it."""
+        """Whether the optimizer is to see less than the gradient at the sparse weights."""
         return False
 
     def temper(self, gradient: Tensor, mask: Tensor, rows: int) -> Tensor:
-        """A new tensor for the optimizer to see; `rows` is the dimension of the outputs."""
-        return gradient
+        """What it sees then, in a tensor of its own; `rows` is the dimension of the outputs."""
+        raise NotImplementedError
 
     def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
         """What `project` is to know of the moment a mask was taken; None: nothing.

@@ -32,9 +32,7 @@ class DPF(Periodic):
     every: int = 16  # p: steps between mask updates
     settle: float = 0.1  # share of training, at its end, with the mask at rest; the paper has 0
     compressor: Compressor | None = None  # what is done to m ⊙ w besides: Soft(), Quantize(bits), Binary()
-    feedback: float | None = (
-        None  # how long the gradient of an output without weights may be, in mean ones of its layer
-    )
+    feedback: float | None = None  # a bound on the gradient of outputs without weights, in mean ones; None: no bound
 
     def __post_init__(self) -> None:
         super().__post_init__()
