@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
-ROOM = "pomona/sparse/native"
+ROOM = "pomona/sparse/cpu"
 toolchain = runpy.run_path(str(Path(__file__).parent / ROOM / "toolchain.py"))
 
 

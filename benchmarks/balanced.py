@@ -27,12 +27,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from pomona.lab.bench import BALANCED, Bench, bench, prune, using
+from pomona.lab.kernels.benchmark import BALANCED, Bench, bench, prune, using
 from pomona.patterns import Balanced
 from pomona.sparse import Compression, compress
-from pomona.sparse.clock import race
 from pomona.sparse.compress import FUSED, fuse
 from pomona.sparse.layers import PackedLSTM
+from pomona.sparse.timing import race
 
 # The paper's sparsities of VGG-16's layers, conv1_1 to conv5_3 and fc6 to fc8, and its microseconds, dense and
 # balanced, on its GPU.

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import pomona as pm
-from pomona.lab import packed
-from pomona.lab.pool import Job
-from pomona.lab.recipe import Recipe
-from pomona.lab.shelf import find
+from pomona.lab.recipes.bundled import find
+from pomona.lab.recipes.recipe import Recipe
+from pomona.lab.sweeps import concurrent as packed
+from pomona.lab.sweeps.process_pool import Job
 
 BATCH, STEPS = 128, 391
 

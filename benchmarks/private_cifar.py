@@ -32,7 +32,7 @@ from typing import Any
 
 import record
 
-from pomona.lab import private
+from pomona.lab.runs import private
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "private-cifar10.toml"

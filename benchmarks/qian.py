@@ -18,7 +18,7 @@ import pages
 import record
 from pages import DOCS, RESULTS, grid
 
-from pomona.lab.curves import curves
+from pomona.lab.tables.log_chart import curves
 from pomona.theory import qian
 
 RECORD, PAGE, DRAWINGS = RESULTS / "qian.json", DOCS / "theory.md", DOCS / "theory"

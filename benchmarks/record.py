@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pomona.lab import env
+from pomona.lab.runs import environment as env
 
 
 def write(path: Path | None, **results: Any) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pages
 from pages import DOCS, machine, write
 
-from pomona.lab import papers, shelf, table
-from pomona.lab.store import Run, Store
+from pomona.lab.recipes import bundled as shelf
+from pomona.lab.sweeps import result_table as table
+from pomona.lab.sweeps.run_store import Run, Store
+from pomona.lab.tables import definitions as papers
 
 PAGE = DOCS / "results.md"
 

@@ -27,7 +27,7 @@ import record
 import torch
 from torch import Tensor, nn
 
-from pomona.lab.curves import curves
+from pomona.lab.tables.log_chart import curves
 from pomona.theory import bounds, spectral
 from pomona.theory.certificate import Ball, Cube, Region, certify
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from . import data, models, theory
 from .compressors import Binary, Quantize, Soft
-from .core.errors import PomonaError
 from .core.pruner import Pruner
 from .core.targets import prunable
+from .errors import PomonaError
 from .methods import (
     DPF,
     DSR,

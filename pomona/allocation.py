@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .core.errors import PomonaError, require, unknown
-from .core.registry import parse
+from .errors import PomonaError, require, unknown
+from .masking import count_pruned
 from .patterns import Pattern
-from .patterns.base import zeros
+from .registry import parse
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floo
         return sum(n * w // q for n, w, q in zip(kept, worth, units, strict=True))
 
     up = [min(math.ceil(floor * n / q - 1e-9) * q, n) for n, q in zip(sizes, units, strict=True)]
-    if counted(up) <= counted(sizes) - zeros(sparsity, counted(sizes)):
+    if counted(up) <= counted(sizes) - count_pruned(sparsity, counted(sizes)):
         return up
     return [math.floor(floor * n / q + 1e-9) * q for n, q in zip(sizes, units, strict=True)]
 

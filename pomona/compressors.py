@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .core.errors import require
-from .core.method import masked
-from .core.registry import Registry
+from .errors import require
+from .masking import apply_mask
 from .patterns import Pattern, Unstructured
+from .registry import Registry
 
 
 class Compressor(ABC):
@@ -65,7 +65,7 @@ class Binary(Compressor):
     """+1 or −1 by the weight's sign, as in BinaryConnect (Courbariaux et al., 2015); w is clipped to [−1, 1]."""
 
     def compress(self, weights: Tensor, mask: Tensor, gauge: Tensor | None = None) -> None:
-        masked(torch.where(weights < 0, -1.0, 1.0).to(weights), mask, weights)
+        apply_mask(torch.where(weights < 0, -1.0, 1.0).to(weights), mask, weights)
 
     def bound(self, latent: Tensor) -> None:
         latent.clamp_(-1, 1)

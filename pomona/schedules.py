@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .core.errors import require
-from .core.registry import Registry
+from .errors import require
+from .registry import Registry
 
 
 class Schedule(ABC):

@@ -15,7 +15,7 @@ import pytest
 import pomona
 from pomona import lab
 from pomona.cli import main
-from pomona.lab.shelf import recipes
+from pomona.lab.recipes.bundled import recipes
 from pomona.methods import METHODS
 
 SMALL = """
@@ -408,7 +408,7 @@ def test_under_torchrun_one_process_speaks(call, monkeypatch):
 
 
 def test_a_table_with_nothing_in_it_is_shown(call, monkeypatch):
-    from pomona.lab import papers
+    from pomona.lab.tables import definitions as papers
 
     monkeypatch.setattr(papers, "computed", lambda: {"nil": lambda: {"title": "T", "paper": "P", "cells": []}})
     for option in ([], ["--markdown"]):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @app.command()
 def methods(as_json: Json = False) -> None:
     """List the ways to prune, with every option and its default."""
-    from pomona.core.registry import describe
     from pomona.methods import METHODS
+    from pomona.registry import describe
 
     records = []
     for record in (METHODS[name] for name in METHODS):
@@ -62,7 +62,7 @@ def data(
     """
     from pomona.data import catalog, sources
     from pomona.data import download as fetch
-    from pomona.lab.progress import transfer
+    from pomona.lab.runs.progress import transfer
 
     if download is not None:
         with transfer(Console(stderr=True, quiet=as_json)) as progress:
@@ -87,8 +87,8 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     Python, torch, CUDA, triton and other kernels, cores, memory and data sets.
     """
     from pomona.data import catalog
-    from pomona.lab import env
-    from pomona.sparse import native
+    from pomona.lab.runs import environment as env
+    from pomona.sparse import cpu as native
 
     versions, machine = env.versions(), env.machine()
     found: dict[str, Any] = {

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from pomona.core.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown
 from pomona.version import __version__
 
 RUNS = Path("runs")

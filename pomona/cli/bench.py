@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pomona.core.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown
 
 from .base import Json, app, dump, facts, note, show
 
@@ -36,7 +36,7 @@ def bench(
     """
     import torch
 
-    from pomona.lab import bench as lab
+    from pomona.lab.kernels import benchmark as lab
 
     batches = whole_numbers(batch)
     if dtype is not None and dtype not in DTYPES:
@@ -103,7 +103,7 @@ def export(
     """
     import torch
 
-    from pomona.lab import export as lab
+    from pomona.lab.runs import export as lab
 
     if format not in lab.FORMATS:
         raise unknown("format", format, lab.FORMATS)

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from pomona.core.errors import PomonaError, require
+from pomona.errors import PomonaError, require
 
 from .base import Commands, Json, app, dump, facts, say, show
 
@@ -188,7 +188,7 @@ def certify(
     A run keeps the network it ends with. What pruning took from it is known only beside the network that still has
     it: that of another run (--against: RUN is the pruned one), or RUN's own before a cut (--sparsity).
     """
-    from pomona.lab.shrink import finished_model
+    from pomona.lab.runs.shrink import finished_model
     from pomona.theory import certificate
 
     ways = [against is not None, sparsity is not None, epsilon is not None]
@@ -258,7 +258,7 @@ def fraction(
     By Theorem 1, for networks that are drawn like this one (chains of linear layers, their inner weights), and by the
     certificate, for this one and all its layers that are pruned.
     """
-    from pomona.lab.shrink import finished_model
+    from pomona.lab.runs.shrink import finished_model
     from pomona.theory import bounds, certificate
 
     model, shape = finished_model(run)
@@ -581,7 +581,7 @@ def over_alpha(
 
 def draw(file: Path, lines: Mapping[str, Sequence[tuple[float, float]]], **options: Any) -> None:
     """Write a chart."""
-    from pomona.lab.curves import curves
+    from pomona.lab.tables.log_chart import curves
 
     require(any(lines.values()), "there is nothing to draw: the bound is vacuous everywhere.")
     try:

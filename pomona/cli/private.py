@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 from .base import RUNS, DataDir, Json, app, dump, facts, note, say, show
 
@@ -49,9 +49,9 @@ def private(
     is a recipe with its budget, from which a machine without it trains.
     """
     from pomona.lab import Interrupted
-    from pomona.lab import private as lab
-    from pomona.lab.progress import reporter
-    from pomona.lab.shelf import find
+    from pomona.lab.recipes.bundled import find
+    from pomona.lab.runs import private as lab
+    from pomona.lab.runs.progress import reporter
 
     folder = Path(recipe)
     if folder.is_dir():

@@ -26,7 +26,7 @@ def shrink(
     Writes the smaller dense network as a program that torch.export.load runs without pomona, and shows
     parameters, MACs and the time of both on one CPU thread.
     """
-    from pomona.lab import shrink as lab
+    from pomona.lab.runs import shrink as lab
 
     shrunk, file = lab.shrink(run, out)
     if as_json:

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pomona.core.errors import PomonaError, require
+from pomona.errors import PomonaError, require
 
 from .base import RUNS, DataDir, Json, app, dump, note, say, show
 
 if TYPE_CHECKING:
-    from pomona.lab.sweep import Cell
+    from pomona.lab.sweeps.sweep import Cell
 
 Settings = Annotated[
     list[str] | None,
@@ -86,9 +86,9 @@ def sweep(
     The axes are the recipe's [sweep] table and --over. Each cell is an ordinary run in FOLDER/NAME-FINGERPRINT;
     the comparison is also in FOLDER/sweep.json. Ctrl-C stops so that --only-missing can go on.
     """
-    from pomona.lab import shelf
-    from pomona.lab import sweep as lab
-    from pomona.lab.progress import reporter
+    from pomona.lab.recipes import bundled as shelf
+    from pomona.lab.runs.progress import reporter
+    from pomona.lab.sweeps import sweep as lab
 
     path = shelf.find(recipe)
     follow = not as_json and sys.stderr.isatty() and jobs == 1
@@ -129,7 +129,7 @@ def sweep(
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
     """Under torchrun one process speaks for all."""
-    from pomona.lab.team import here
+    from pomona.lab.runs.distributed import here
 
     with contextlib.ExitStack() as silence:
         if not here().first:
@@ -154,9 +154,9 @@ def swept(
     how: dict[str, Any],
 ) -> Failed:
     """A recipe over its axes."""
-    from pomona.lab import sweep as lab
-    from pomona.lab.store import RECORDS
-    from pomona.lab.table import table
+    from pomona.lab.sweeps import sweep as lab
+    from pomona.lab.sweeps.result_table import table
+    from pomona.lab.sweeps.run_store import RECORDS
 
     if dry_run:
         cells = lab.cells(path, axes, out, changes)
@@ -186,9 +186,10 @@ def fill(
     how: dict[str, Any],
 ) -> Failed:
     """What is missing of a paper's table."""
-    from pomona.lab import papers, tables
-    from pomona.lab.store import RECORDS, RUNS, Store
-    from pomona.lab.table import paper
+    from pomona.lab.sweeps.result_table import paper
+    from pomona.lab.sweeps.run_store import RECORDS, RUNS, Store
+    from pomona.lab.tables import definitions as papers
+    from pomona.lab.tables import paper_table as tables
 
     asked, place = papers.load(path, changes).only(only), out or tables.OUT
     if dry_run:
@@ -211,9 +212,9 @@ def tuned(
     how: dict[str, Any],
 ) -> Failed:
     """The best value of a setting."""
-    from pomona.lab import sweep as lab
-    from pomona.lab import tune as tuning
-    from pomona.lab.table import number
+    from pomona.lab.sweeps import sweep as lab
+    from pomona.lab.sweeps import tune as tuning
+    from pomona.lab.sweeps.result_table import number
 
     key, grid = lab.axis(tune) if "=" in tune else (tune.strip(), None)
     seeds = axes.pop("seed", None)
@@ -257,9 +258,10 @@ def table(
     Finished runs are looked for under runs/ and among the records in results/runs; `pomona sweep NAME
     --only-missing` trains what is missing. Without a name all tables are listed.
     """
-    from pomona.lab import papers, tables
-    from pomona.lab import table as lab
-    from pomona.lab.store import RUNS, Store
+    from pomona.lab.sweeps import result_table as lab
+    from pomona.lab.sweeps.run_store import RUNS, Store
+    from pomona.lab.tables import definitions as papers
+    from pomona.lab.tables import paper_table as tables
 
     given = {"--only": only, "--set": settings, "--runs": runs, "--keep": keep, "--markdown": markdown}
     if name is None:
@@ -300,7 +302,7 @@ def listing(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def ended(done: int, total: int, cell: Cell, outcome: Mapping[str, Any]) -> None:
     """One line for each cell of a sweep."""
-    from pomona.lab.progress import numbers
+    from pomona.lab.runs.progress import numbers
 
     told = ["failed: " + outcome["error"]] if "error" in outcome else [*numbers(outcome), f"{outcome['seconds']:.1f} s"]
     say(" · ".join([f"{done} of {total}", cell.recipe.name, *told]))

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 from .base import DEMO, RUNS, DataDir, Json, app, dump, facts, note, say, show
 
 if TYPE_CHECKING:
-    from pomona.lab.recipe import Recipe
+    from pomona.lab.recipes.recipe import Recipe
 
 
 @app.command()
@@ -38,7 +38,7 @@ def demo(
     """
     from pomona.lab import Interrupted
     from pomona.lab import demo as lab
-    from pomona.lab.progress import Series
+    from pomona.lab.runs.progress import Series
 
     plan = lab.QUICK if quick else lab.FULL
     progress = None if as_json else Series(Console(stderr=True), len(plan.recipes(seed)))
@@ -85,7 +85,7 @@ def train(
     Ctrl-C stops a run so that it can be resumed: `pomona train --resume FOLDER`.
     """
     from pomona import lab
-    from pomona.lab.progress import reporter
+    from pomona.lab.runs.progress import reporter
 
     resolved, folder = resolve(recipe, settings or [], name, out, resume)
     if dry_run:
@@ -110,8 +110,8 @@ def train(
 
 def resolve(given: str, settings: list[str], name: str | None, out: Path | None, resume: bool) -> tuple[Recipe, Path]:
     """The recipe with its settings, and the folder of its run."""
-    from pomona.lab.recipe import Recipe
-    from pomona.lab.shelf import find
+    from pomona.lab.recipes.bundled import find
+    from pomona.lab.recipes.recipe import Recipe
 
     folder = Path(given)
     if folder.is_dir():  # of a run
@@ -150,7 +150,7 @@ def resumable(folder: Path, data_dir: Path | None) -> Iterator[None]:
 def preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
     """What a run would do, after all its checks."""
     from pomona.lab import plan
-    from pomona.lab.run import check_folder
+    from pomona.lab.runs.run import check_folder
 
     done = check_folder(recipe, folder, resume)
     would = "nothing: the run is complete" if done else "go on" if resume else "train"
@@ -173,7 +173,8 @@ def planned(plan: Mapping[str, Any]) -> dict[str, str]:
 
 def parting(stopped: BaseException, folder: Path, data_dir: Path | None) -> str:
     """What is said when a run was stopped: how to go on."""
-    from pomona.lab import Interrupted, checkpoint
+    from pomona.lab import Interrupted
+    from pomona.lab.runs import checkpoint
 
     place = ["--data-dir", str(data_dir)] if data_dir else []
     again = shlex.join(["pomona", "train", "--resume", str(folder), *place])
@@ -220,8 +221,8 @@ def retrain(
 
     Is the mask a lottery ticket? The mask is fixed, and the learning rate begins anew.
     """
-    from pomona.lab import retrain as again
-    from pomona.lab.progress import reporter
+    from pomona.lab.runs import retrain as again
+    from pomona.lab.runs.progress import reporter
 
     recipe, folder = again.plan(run, start, budget, out=out, seed=seed)
     if dry_run:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
-from .errors import PomonaError
+from ..errors import PomonaError
 
 if TYPE_CHECKING:
     from .engine import Slot

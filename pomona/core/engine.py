@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..errors import PomonaError
+from ..masking import apply_mask
 from . import distributed, guards
-from .arena import Arena, arenas, dense_strides
-from .errors import PomonaError
-from .method import Masks, Method, masked
+from .fused.flat_buffers import Arena, arenas, dense_strides
+from .method import Masks, Method
 from .targets import Target, kind
 
 
@@ -153,7 +154,7 @@ class Slot:
         if self.leader is None:
             self.method.project(values, mask, out, self.gauge)
         else:
-            masked(values, mask, out)
+            apply_mask(values, mask, out)
 
     def measure(self, mask: Tensor) -> None:
         """Note what the method is to know of a mask; in place, for a recording reads it there."""
@@ -199,7 +200,7 @@ class Slot:
     def mask_gradient(self) -> None:
         """Zero the gradient off the mask."""
         if self.parameter.grad is not None:
-            masked(self.parameter.grad, self.mask, self.parameter.grad)
+            apply_mask(self.parameter.grad, self.mask, self.parameter.grad)
 
     def accept(self) -> bool:
         """Where the user wrote the parameter since the last projection, take its value as the latent.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .errors import PomonaError
-from .method import masked
+from ..errors import PomonaError
+from ..masking import apply_mask
 
 if TYPE_CHECKING:
     from .engine import Engine, Slot
@@ -201,4 +201,4 @@ def clear_state(optimizers: Iterable[Optimizer], parameter: Tensor, mask: Tensor
     for optimizer in optimizers:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
-                masked(value, mask, value)
+                apply_mask(value, mask, value)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from .. import allocation as allocations
+from ..errors import PomonaError, require
+from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
+from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
-from .errors import PomonaError, require
-from .registry import Registry
-from .stream import Stream
+from .fused.random_stream import Stream
 from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -199,18 +198,7 @@ class Method:
 
     def project(self, latent: Tensor, mask: Tensor, out: Tensor, gauge: Tensor | None = None) -> None:
         """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""
-        masked(latent, mask, out)
-
-
-def masked(values: Tensor, mask: Tensor, out: Tensor) -> None:
-    """Write m ⊙ values into `out`. A product would make −0.0 of −w and NaN of inf; this does neither."""
-    torch.where(mask, values, zero(values.dtype, values.device), out=out)
-
-
-@functools.cache
-def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One zero a device, so that a projection is one kernel."""
-    return torch.zeros((), dtype=dtype, device=device)
+        apply_mask(latent, mask, out)
 
 
 METHODS: Registry[Method] = Registry("method")

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import dynamics, guards
+from ..errors import PomonaError, require
+from ..masking import apply_mask
+from ..registry import describe
+from . import guards
+from . import history as dynamics
 from .companions import companions, norms_behind
 from .engine import Engine, Slot
-from .errors import PomonaError, require
-from .method import Masks, Method, Targets, Time, masked
-from .packing import pack, unpack
-from .registry import describe
+from .mask_bits import pack, unpack
+from .method import Masks, Method, Targets, Time
 from .targets import unwrap
 
 VERSION = 1  # of the state dictionary
@@ -181,7 +183,7 @@ class Pruner:
             if slot.gauge is None:
                 slot.write(parameter.detach().clone(), parameter)
             else:  # it is of weights that the model ran on: what the method does to them was done
-                masked(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
+                apply_mask(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
 
     # ---- what was reached
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from .errors import PomonaError, unknown
+from ..errors import PomonaError, unknown
 
 # What a parameter can be. A method leaves some of these dense (`Method.dense`); the default is DPF's.
 KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pomona.core.errors import require
-from pomona.core.registry import Registry
+from pomona.errors import require
+from pomona.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 from . import draws
 from .augment import AUGMENTS, Augment

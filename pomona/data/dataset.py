@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pomona.core.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown
 
 from . import draws
 from .batches import Batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 
 def raw(count: int, *key: int) -> np.ndarray:

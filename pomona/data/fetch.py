@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from pomona.core.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown
 
 from .sources import SOURCES, Download, Root, roots
 

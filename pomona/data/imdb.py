@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from pomona.core.errors import PomonaError
-from pomona.core.registry import Registry, parse
+from pomona.errors import PomonaError
+from pomona.registry import Registry, parse
 
 from .dataset import Dataset
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pomona.core.errors import require
+from pomona.errors import require
 
 
 @dataclass(frozen=True, eq=False)

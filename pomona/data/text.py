@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pomona.core.errors import PomonaError, require
+from pomona.errors import PomonaError, require
 
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source

@@ -4,9 +4,9 @@ recipe = Recipe.load("recipes/digits.toml", ["method.sparsity=0.95"])
 summary = train(recipe, "runs/digits")
 """
 
-from .env import facts
-from .evaluate import accuracy, reestimate_batchnorm
-from .recipe import Recipe
-from .run import Interrupted, plan, train
+from .recipes.recipe import Recipe
+from .runs.environment import facts
+from .runs.evaluate import accuracy, reestimate_batchnorm
+from .runs.run import Interrupted, plan, train
 
 __all__ = ["Interrupted", "Recipe", "accuracy", "facts", "plan", "reestimate_batchnorm", "train"]

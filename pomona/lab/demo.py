@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from pomona.core.errors import require
+from pomona.errors import require
 
-from . import checkpoint, env, plot
-from .progress import Series
-from .recipe import DENSE, Recipe
-from .run import train
+from .recipes.recipe import DENSE, Recipe
+from .runs import checkpoint
+from .runs import environment as env
+from .runs.progress import Series
+from .runs.run import train
+from .tables import line_chart as plot
 
 # Weight decay and clipping are what a network this small needs to keep DPF steady at 98 %: where a whole
 # filter is pruned, batch norm magnifies the gradient of its dense weights.

@@ -9,23 +9,10 @@ from typing import Any
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..core.registry import build
-from . import (
-    dpf,
-    dsr,
-    edge_popup,
-    finetune,
-    incremental,
-    iterand,
-    lottery,
-    oneshot,
-    random,
-    rigl,
-    set,
-    sfp,
-    snip,
-    sparse_momentum,
-)
+from ..registry import build
+from . import dpf, dsr, edge_popup, finetune, incremental, iterand, lottery, oneshot, rigl, sfp, snip, sparse_momentum
+from . import random_mask as random
+from . import sparse_evolutionary as set
 
 __all__ = [
     "DPF",

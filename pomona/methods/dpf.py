@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..compressors import COMPRESSORS, Compressor
-from ..core.errors import require
 from ..core.method import Masks, Targets, method
+from ..errors import require
 from ..scores import magnitude
-from .periodic import Periodic
+from ._periodic import Periodic
 
 
 @method("dpf", paper="Lin et al., ICLR 2020", weights="soft")

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.errors import PomonaError, require
 from ..core.method import Masks, Method, Targets, Time, method
 from ..core.targets import DENSE
+from ..errors import PomonaError, require
 from ..schedules import Constant, Schedule
 from ..scores import random
-from . import evolve
+from . import _drop_grow as evolve
 
 
 @method("dsr", paper="Mostafa & Wang, ICML 2019", weights="hard")

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from ..core.errors import require
+from ..core.fused.random_stream import Stream
 from ..core.method import Masks, Method, Targets, Time, method
-from ..core.stream import Stream
 from ..core.targets import DENSE
+from ..errors import require
 from ..patterns.units import Units
 from ..schedules import Constant, Schedule
 

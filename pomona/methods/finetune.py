@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..core.method import Masks, Targets, method
 from ..core.targets import DENSE
 from ..patterns import Unstructured
-from .single import Single
+from ._single_update import Single
 
 
 @method("finetune", paper="Han et al., NeurIPS 2015", weights="hard")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..core.method import Masks, Targets, Time, method
 from ..scores import among, magnitude
-from .periodic import Periodic
+from ._periodic import Periodic
 
 
 @method("incremental", paper="Zhu & Gupta, 2017", weights="hard")

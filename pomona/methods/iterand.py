@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.errors import require
+from ..core.fused.random_stream import threshold
 from ..core.method import Time, method
-from ..core.stream import threshold
+from ..errors import require
 from .edge_popup import EdgePopup
 
 

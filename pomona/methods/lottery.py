@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.errors import PomonaError, require
 from ..core.method import Masks, Method, Targets, Time, method
 from ..core.pruner import Pruner
-from ..core.registry import describe
 from ..core.targets import Target, unwrap
+from ..errors import PomonaError, require
+from ..registry import describe
 from ..schedules import Constant, Schedule
 from ..scores import among, magnitude
 from .finetune import Finetune

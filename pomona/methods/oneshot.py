@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.errors import require
 from ..core.method import Masks, Targets, Time, method
+from ..errors import require
 from ..scores import magnitude
-from .single import Single
+from ._single_update import Single
 
 
 @method("oneshot", paper="Han et al., NeurIPS 2015", weights="hard")

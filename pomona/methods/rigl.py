@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.errors import require
 from ..core.method import Targets, Time, method
 from ..core.targets import DENSE
-from . import evolve
-from .set import SET
+from ..errors import require
+from . import _drop_grow as evolve
+from .sparse_evolutionary import SET
 
 
 @method("rigl", paper="Evci et al., ICML 2020", weights="hard")

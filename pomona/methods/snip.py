@@ -9,7 +9,7 @@ from ..core.method import Masks, Targets, method
 from ..core.targets import DENSE
 from ..patterns import Unstructured
 from ..scores import saliency
-from .single import Single
+from ._single_update import Single
 
 
 @method("snip", paper="Lee et al., ICLR 2019", weights="hard")

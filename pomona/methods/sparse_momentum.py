@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.errors import PomonaError, require
 from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..core.targets import DENSE
+from ..errors import PomonaError, require
 from ..schedules import Constant, Schedule
 from ..scores import random
-from . import evolve
+from . import _drop_grow as evolve
 
 
 @method("sparse_momentum", paper="Dettmers & Zettlemoyer, 2019", weights="hard")

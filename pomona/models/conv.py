@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..core.errors import require
+from ..errors import require
 from .layers import conv, he_normal, he_uniform, head, make_norm, widen
 from .registry import register
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..core.errors import require
+from ..errors import require
 
 GROUPS = 16  # of group norm, as De et al. (2022) have it for private training
 

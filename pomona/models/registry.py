@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import require, unknown
-from ..core.registry import check_type
+from ..errors import require, unknown
+from ..registry import check_type
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm
 
-from ..core.errors import PomonaError, require
+from ..errors import PomonaError, require
 
 NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)

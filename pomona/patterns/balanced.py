@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..core.errors import PomonaError, require
-from .base import PATTERNS, Pattern, matrix, zeros
+from ..errors import PomonaError, require
+from ..masking import count_pruned, matrix_shape
+from .base import PATTERNS, Pattern
 from .selection import keep_largest, keep_largest_per_row
 
 
@@ -40,7 +41,7 @@ class Balanced(Pattern):
         return self.block or math.ceil(columns / self.blocks)  # type: ignore[operator]
 
     def check(self, name: str, shape: torch.Size) -> None:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         if self.pad or columns % (self.block or self.blocks or 1) == 0:
             return
         wanted = f"blocks of {self.block}" if self.block else f"{self.blocks} blocks"
@@ -51,7 +52,7 @@ class Balanced(Pattern):
         )
 
     def quantum(self, shape: torch.Size) -> int:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         return rows * math.ceil(columns / self.width(columns))
 
     def pruned(self, sparsity: float, width: int) -> int:
@@ -59,12 +60,12 @@ class Balanced(Pattern):
         return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)
 
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        widths = [self.width(matrix(s.shape)[1]) for s in scores]
+        widths = [self.width(matrix_shape(s.shape)[1]) for s in scores]
         if len(scores) == 1:
             return [keep_per_block(scores[0], widths[0], widths[0] - self.pruned(sparsity, widths[0]))]
         # One threshold over all layers says how sparse each is; its blocks then share that evenly.
         count = sum(s.numel() for s in scores)
-        common = keep_largest(scores, count - zeros(sparsity, count))
+        common = keep_largest(scores, count - count_pruned(sparsity, count))
         return [
             keep_per_block(s, width, width - share_of_block((~m).sum(), m.numel(), width))
             for s, m, width in zip(scores, common, widths, strict=True)
@@ -78,7 +79,7 @@ def share_of_block(pruned: Tensor, count: int, width: int) -> Tensor:
 
 def keep_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
     """The mask of one layer that keeps `keep` entries in each block of `width` columns."""
-    rows, columns = matrix(score.shape)
+    rows, columns = matrix_shape(score.shape)
     padding = -columns % width
     flat = score.reshape(rows, columns)
     if padding:
@@ -103,7 +104,7 @@ class NM(Pattern):
         return 1 - self.n / self.m
 
     def check(self, name: str, shape: torch.Size) -> None:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         require(
             columns % self.m == 0,
             f"groups of {self.m} do not divide the rows of {name} ({rows}×{columns}): "

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.registry import Registry
+from ..registry import Registry
 
 
 class Pattern(ABC):
@@ -49,13 +49,3 @@ class Pattern(ABC):
 
 
 PATTERNS: Registry[Pattern] = Registry("pattern")
-
-
-def matrix(shape: torch.Size) -> tuple[int, int]:
-    """A weight as a matrix: out × (in · kh · kw). A vector is one row."""
-    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1:].numel())
-
-
-def zeros(sparsity: float, count: int) -> int:
-    """How many of `count` weights are pruned: the nearest whole number."""
-    return round(sparsity * count)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pomona.core.errors import PomonaError, require
+from pomona.errors import PomonaError, require
 
 Array = NDArray[Any]
 

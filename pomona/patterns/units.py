@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.errors import PomonaError, require, unknown
-from .base import PATTERNS, Pattern, matrix, zeros
+from ..errors import PomonaError, require, unknown
+from ..masking import count_pruned, matrix_shape
+from .base import PATTERNS, Pattern
 from .selection import keep_largest
 
 
@@ -48,7 +49,7 @@ class Units(Pattern):
 def keep_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
     """Keep the highest units, as many as come nearest to the sparsity in weights."""
     weights = sum(u.numel() * size for u, size in zip(units, sizes, strict=True))
-    pruned = zeros(sparsity, weights)
+    pruned = count_pruned(sparsity, weights)
     if len(set(sizes)) == 1:
         count = sum(u.numel() for u in units)
         return keep_largest(units, count - round(pruned / sizes[0]))
@@ -70,7 +71,7 @@ class Unstructured(Pattern):
 
     def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
-        return keep_largest(scores, count - zeros(sparsity, count))
+        return keep_largest(scores, count - count_pruned(sparsity, count))
 
 
 @PATTERNS.add("block")
@@ -89,7 +90,7 @@ class Block(Units):
         check_norm(self.norm)
 
     def check(self, name: str, shape: torch.Size) -> None:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         if rows % self.shape[0] or columns % self.shape[1]:
             fits = (math.gcd(rows, self.shape[0]), math.gcd(columns, self.shape[1]))
             raise PomonaError(
@@ -98,7 +99,7 @@ class Block(Units):
             )
 
     def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         height, width = self.shape
         return (rows // height, height, columns // width, width), (1, 3)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from ..core.errors import PomonaError, require
+from ..errors import PomonaError, require
 from ..theory import gip
 
 Array = NDArray[np.float64]

@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.special import bdtr, bdtrc
 from torch import Tensor, nn
 
-from ..core.errors import require
+from ..errors import require
 from .accounting import Budget
 from .noise import Source
 from .step import PrivateStep

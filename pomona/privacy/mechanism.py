@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import require
+from ..errors import require
 from ..patterns.selection import keep_largest, keep_largest_per_row
 from ..theory import gip
 from .noise import Source

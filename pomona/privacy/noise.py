@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import require
+from ..errors import require
 
 
 class Source:

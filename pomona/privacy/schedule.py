@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.errors import require
+from ..errors import require
 from ..schedules import SCHEDULES, Rising
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.errors import require, unknown
-from ..core.registry import describe
+from ..errors import require, unknown
+from ..registry import describe
 from ..schedules import SCHEDULES, Linear, Schedule
 from .accounting import Budget
 from .examples import Gradients, Loss, per_example, summed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..core.errors import PomonaError, require
+from ..errors import PomonaError, require
 from ..models.layers import GROUPS
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .balanced import BalancedTensor
 from .compress import Compression, compress, decompress
 from .files import load, save
+from .format import BalancedTensor
 from .shrink import Change, Shrunk, shrink
 
 __all__ = [

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..core.errors import require, unknown
 from ..core.targets import unwrap
+from ..errors import require, unknown
+from ..masking import matrix_shape
 from ..models.summary import example as zeros
-from ..patterns.base import matrix
-from .balanced import DTYPES, WIDEST, BalancedTensor, index_bits
-from .clock import emptying, last_cache, race
+from .format import DTYPES, WIDEST, BalancedTensor, index_bits
 from .layers import Conv2dReLU, Packed, PackedConv2d, PackedLinear, PackedLSTM, Weighted, channels_last
+from .timing import emptying, last_cache, race
 
 SPARSE = 0.3  # zeros below which nothing is gained by leaving them out
 SAMPLE = 256  # rows that are looked at to find the blocks
@@ -285,7 +285,7 @@ def make(module: nn.Module, packs: dict[str, BalancedTensor]) -> Packed:
 
 def find_block(weight: Tensor) -> int:
     """The width of blocks that takes the fewest bytes and the fastest kernel, judged by some rows."""
-    rows, columns = matrix(weight.shape)
+    rows, columns = matrix_shape(weight.shape)
     flat = weight.reshape(rows, columns)
     some = flat[torch.linspace(0, rows - 1, min(rows, SAMPLE), device=weight.device).long()] != 0
     total = torch.nn.functional.pad(some.int().cumsum(1), (1, 0))

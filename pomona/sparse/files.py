@@ -18,9 +18,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .. import models
-from ..core.errors import PomonaError, require
-from .balanced import BalancedTensor
+from ..errors import PomonaError, require
 from .compress import fuse, make, swap
+from .format import BalancedTensor
 from .layers import Conv2dReLU, Packed
 
 VERSION = 1

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ..core.errors import PomonaError
-from .balanced import DTYPES, BalancedTensor
-from .gpu import conv, lstm
+from ..errors import PomonaError
+from .cuda import conv, lstm
+from .format import DTYPES, BalancedTensor
 from .ops import balanced, balanced_conv2d, balanced_lstm, followed, join
 
 WHOLE = {"cuda"}  # where a convolution and an LSTM are operators of their own, not products

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from ..core.errors import PomonaError
-from . import gpu, native
-from .balanced import LANES, BalancedTensor, check, check_places, check_sizes, dense
-from .gpu.conv import Geometry
+from ..errors import PomonaError
+from . import cpu as native
+from . import cuda as gpu
+from .cuda.conv import Geometry
+from .format import LANES, BalancedTensor, check, check_places, check_sizes, dense
 
 LIBRARY = torch.library.Library("pomona", "DEF")
 LIBRARY.define(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import PomonaError
+from ..errors import PomonaError
 
 Bytes = NDArray[np.uint8]
 Table = NDArray[np.uint64]

@@ -33,8 +33,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
-from ..core.errors import PomonaError, require
 from ..core.targets import stores_outputs_second, unwrap
+from ..errors import PomonaError, require
 from ..models.resnet_cifar import Block, Pad
 from ..models.summary import example as zeros
 from ..models.summary import summary

@@ -33,11 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import stream as streams
-from ..core.errors import PomonaError, require
+from ..core.fused import random_stream as streams
+from ..core.fused.random_stream import Stream
 from ..core.pruner import Pruner
-from ..core.stream import Stream
 from ..core.targets import unwrap
+from ..errors import PomonaError, require
 from ..version import __version__
 from . import rans
 

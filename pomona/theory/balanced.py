@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import erf, erfinv, expit, gammainc, log_expit, ndtri
 
-from ..core.errors import require
+from ..errors import require
 from ..patterns import Balanced
 
 Array = NDArray[np.float64]

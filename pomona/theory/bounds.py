@@ -31,7 +31,7 @@ from scipy.optimize import minimize, minimize_scalar
 from scipy.special import ndtri
 from torch import nn
 
-from ..core.errors import PomonaError, require
+from ..errors import PomonaError, require
 from .laws import (
     KURTOSIS,
     LATALA,

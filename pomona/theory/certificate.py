@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.errors import PomonaError, require
 from ..core.targets import trace
+from ..errors import PomonaError, require
 from . import spectral
 
 ROUNDING = 1e-12  # relative, of an operation that is no layer: more than summing 4000 numbers errs by

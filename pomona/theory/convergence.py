@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..core.errors import require
 from ..core.pruner import Pruner
+from ..errors import require
 
 Array = NDArray[np.float64]
 

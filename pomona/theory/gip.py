@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import gammaln, ndtri
 
-from ..core.errors import require
+from ..errors import require
 from . import balanced
 
 Array = NDArray[np.float64]

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 
-from ..core.errors import require
+from ..errors import require
 
 Array = NDArray[np.float64]
 

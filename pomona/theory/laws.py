@@ -15,7 +15,7 @@ from typing import Protocol
 
 from scipy.special import ndtr
 
-from ..core.errors import require
+from ..errors import require
 
 KURTOSIS = 1.8  # E w⁴/(E w²)² of a uniform variable
 LATALA = 2 / (2 + KURTOSIS**0.25)  # Lemma 4's C: the limit of ‖A‖ over its right-hand side, uniform and square

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..core.errors import require
+from ..errors import require
 
 SMALL = 16  # blocks of so few rows are solved all together
 WIDE = 512  # a single matrix of more rows is not solved, but proven

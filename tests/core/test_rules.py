@@ -14,8 +14,9 @@ from kit import TARGETS, Net, adam, hooks, hooks_on_all, loss_at, obeys, same, s
 from torch import Tensor, nn
 
 import pomona as pm
+from pomona.masking import matrix_shape
 from pomona.methods import METHODS, pruner
-from pomona.patterns import Pattern, matrix
+from pomona.patterns import Pattern
 
 TOTAL = 40
 PATTERNS = {
@@ -81,7 +82,7 @@ def free(name: str) -> bool:
 
 def fits(pattern: Pattern, mask: Tensor) -> bool:
     """Whether a mask has the pattern's structure."""
-    rows = mask.reshape(matrix(mask.shape))
+    rows = mask.reshape(matrix_shape(mask.shape))
     if isinstance(pattern, (pm.NM, pm.Balanced)):
         return rows.reshape(-1, 4).sum(1).unique().numel() == 1
     if isinstance(pattern, pm.Block):

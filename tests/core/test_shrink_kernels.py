@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pomona as pm
-from pomona.core.arena import Arena, outputs
+from pomona.core.fused.flat_buffers import Arena, outputs
 
 STEPS = 10
 
@@ -64,7 +64,7 @@ def kernels(pruner: pm.Pruner) -> Arena:
     """Let kernels do it, and say that they can."""
     (arena,) = pruner._attached().arenas
     if INTERPRETED:
-        from pomona.core import arena_triton
+        from pomona.core.fused import flat_buffers_triton as arena_triton
 
         assert arena.fuses()
         arena.kernel = arena_triton

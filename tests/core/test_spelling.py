@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pomona.core.errors import PomonaError
-from pomona.core.registry import parse
+from pomona.errors import PomonaError
+from pomona.registry import parse
 
 
 @pytest.mark.parametrize(

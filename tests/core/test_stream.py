@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pomona as pm
-from pomona.core.stream import Stream, label, philox, threshold
+from pomona.core.fused.random_stream import Stream, label, philox, threshold
 
 FULL = 0xFFFF_FFFF
 words = st.integers(0, FULL)

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import pomona as pm
-from pomona.core.method import masked
+from pomona.masking import apply_mask
 
 TOTAL = 40
 
@@ -58,7 +58,7 @@ def untouched(pruner: pm.Pruner) -> dict[str, Any]:
 def test_projection_makes_no_negative_zero_and_no_nan() -> None:
     values = torch.tensor([-1.0, torch.inf, -torch.inf, torch.nan, 2.0])
     mask = torch.tensor([False, False, False, False, True])
-    masked(values, mask, values)
+    apply_mask(values, mask, values)
     assert values.tolist() == [0, 0, 0, 0, 2]
     assert not values.signbit().any()
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pomona.core.errors import PomonaError
 from pomona.data import AUGMENTS, ResizedCrop, Standard
 from pomona.data.draws import uniform
+from pomona.errors import PomonaError
 
 
 def test_a_crop_worked_by_hand():

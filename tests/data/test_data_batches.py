@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pomona.core.errors import PomonaError
 from pomona.data import Batches, Split, windows
 from pomona.data.draws import permutation, stratified
+from pomona.errors import PomonaError
 
 SIZES = st.integers(1, 40), st.integers(1, 12)
 

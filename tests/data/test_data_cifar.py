@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pomona.core.errors import PomonaError
 from pomona.data import load
 from pomona.data.cifar import Cifar10, Cifar100
 from pomona.data.sources import roots
 from pomona.data.unpickle import unpickle
+from pomona.errors import PomonaError
 
 ROWS = 4
 FOUND = [base / "cifar-10-batches-bin" for base in roots() if (base / "cifar-10-batches-bin").is_dir()]

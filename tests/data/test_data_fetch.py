@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pomona.core.errors import PomonaError
 from pomona.data import download, load
 from pomona.data.sources import SOURCES, Download
+from pomona.errors import PomonaError
 
 TEXT = b"to be or not to be " * 200
 

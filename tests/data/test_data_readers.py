@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pomona.core.errors import PomonaError
 from pomona.data import load
 from pomona.data.imdb import Imdb, tokenise
+from pomona.errors import PomonaError
 
 # --- digits
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pomona.core.errors import PomonaError
 from pomona.data import SOURCES, catalog, load, locate
+from pomona.errors import PomonaError
 
 
 def test_the_given_folder_then_the_environment_then_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

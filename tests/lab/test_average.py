@@ -12,12 +12,13 @@ from laboratory import After, lasting, rows
 from safetensors.torch import load_file
 from torch import nn
 
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, checkpoint, train
-from pomona.lab import run as runs
-from pomona.lab.average import Mean
-from pomona.lab.evaluate import reestimate_batchnorm
-from pomona.lab.run import Run
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted, Recipe, train
+from pomona.lab.runs import checkpoint
+from pomona.lab.runs import run as runs
+from pomona.lab.runs.evaluate import reestimate_batchnorm
+from pomona.lab.runs.run import Run
+from pomona.lab.runs.weight_average import Mean
 
 DPF = "dpf(sparsity=0.9, every=4, settle=0.5, schedule='cubic(until=0.25)')"
 RECORDS = Path(__file__).parents[2] / "results" / "runs"

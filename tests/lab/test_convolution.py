@@ -9,8 +9,8 @@ from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from torch import nn
 
 import pomona as pm
-from pomona.lab import convolution as lab
-from pomona.lab.convolution import Quick, QuickNorm, convolution, fits, quick, takes
+from pomona.lab.kernels import convolution as lab
+from pomona.lab.kernels.convolution import Quick, QuickNorm, convolution, fits, quick, takes
 
 DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-5) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-6)
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
@@ -65,7 +65,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_against_float64(self, shape):
-        from pomona.lab import convolution_triton as kernels
+        from pomona.lab.kernels import convolution_triton as kernels
 
         x, weight, g, (y, gx, gw) = draw(shape, DTYPE)
         stride = shape[-1]
@@ -78,14 +78,14 @@ class TestKernel:
 
     @pytest.mark.parametrize("shares", [1, 2, 3])
     def test_any_number_of_shares(self, shares):
-        from pomona.lab import convolution_triton as kernels
+        from pomona.lab.kernels import convolution_triton as kernels
 
         x, weight, g, (*_, gw) = draw(SHAPES[1] if DEVICE == "cuda" else (3, 16, 16, 9, 9, 3, 1), DTYPE)
         assert far(kernels.weight_gradient(g, x, weight, 1, shares), gw) < SUMMED
 
     @pytest.mark.parametrize("shape", SHAPES[1:7:2])
     def test_the_same_numbers_give_the_same_bits(self, shape):
-        from pomona.lab import convolution_triton as kernels
+        from pomona.lab.kernels import convolution_triton as kernels
 
         x, weight, g, _ = draw(shape, DTYPE)
         stride = shape[-1]
@@ -102,7 +102,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("channels", [16, 64])
     def test_what_a_norm_remembers(self, channels):
-        from pomona.lab import convolution_triton as kernels
+        from pomona.lab.kernels import convolution_triton as kernels
 
         torch.manual_seed(0)
         x = torch.randn(5, channels, 3, 3, device=DEVICE) * 3 + 2

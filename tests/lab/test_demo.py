@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pomona.cli import main
-from pomona.core.errors import PomonaError
-from pomona.lab import demo, plot
+from pomona.errors import PomonaError
+from pomona.lab import demo
 from pomona.lab.demo import FULL, METHODS, QUICK, Plan
+from pomona.lab.tables import line_chart as plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,9 +12,10 @@ from torch import nn
 
 from pomona import lab
 from pomona.cli import main
-from pomona.lab import bench
-from pomona.lab.shrink import finished_model
-from pomona.sparse import clock, load
+from pomona.lab.kernels import benchmark as bench
+from pomona.lab.runs.shrink import finished_model
+from pomona.sparse import load
+from pomona.sparse import timing as clock
 from pomona.sparse.layers import Packed
 
 

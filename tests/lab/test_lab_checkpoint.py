@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pomona.core.errors import PomonaError
-from pomona.lab import checkpoint
+from pomona.errors import PomonaError
+from pomona.lab.runs import checkpoint
 
 
 def same(a, b) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pomona.lab import env
+from pomona.lab.runs import environment as env
 from pomona.version import __version__
 
 

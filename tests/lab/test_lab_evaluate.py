@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pomona.lab.evaluate import accuracy, batchnorms, evaluating, measure, reestimate_batchnorm
+from pomona.lab.runs.evaluate import accuracy, batchnorms, evaluating, measure, reestimate_batchnorm
 
 
 class Fixed(nn.Module):

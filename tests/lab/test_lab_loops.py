@@ -14,12 +14,13 @@ import torch
 from laboratory import After, rows
 from safetensors.torch import load_file
 
-from pomona.core.errors import PomonaError
-from pomona.lab import loops, packed
-from pomona.lab.pool import Job
-from pomona.lab.recipe import Recipe
-from pomona.lab.run import Interrupted, load_data, train
-from pomona.lab.team import Team
+from pomona.errors import PomonaError
+from pomona.lab.recipes.recipe import Recipe
+from pomona.lab.runs import loops
+from pomona.lab.runs.distributed import Team
+from pomona.lab.runs.run import Interrupted, load_data, train
+from pomona.lab.sweeps import concurrent as packed
+from pomona.lab.sweeps.process_pool import Job
 
 gpu = pytest.mark.gpu
 METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pomona.core.errors import PomonaError
-from pomona.lab.optim import OPTIMIZERS, RATES, SGD, AdamW, Constant, Cosine, Step
+from pomona.errors import PomonaError
+from pomona.lab.recipes.optimizers import OPTIMIZERS, RATES, SGD, AdamW, Constant, Cosine, Step
 
 
 def test_step_decay_at_shares_of_training():

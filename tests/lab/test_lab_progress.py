@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from pomona.lab import progress
-from pomona.lab.progress import Bar, Lines, Series, clock, numbers, reporter
+from pomona.lab.runs import progress
+from pomona.lab.runs.progress import Bar, Lines, Series, clock, numbers, reporter
 
 ROW = {"epoch": 2, "loss": 0.25, "accuracy": 97.125, "sparsity": 0.8, "seconds": 10.0, "images_per_second": 512.0}
 

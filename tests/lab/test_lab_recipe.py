@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pomona import models
-from pomona.core.errors import PomonaError
-from pomona.lab import recipe as recipes
-from pomona.lab.recipe import Recipe, TrainOptions
+from pomona.errors import PomonaError
+from pomona.lab.recipes import recipe as recipes
+from pomona.lab.recipes.recipe import Recipe, TrainOptions
 from pomona.methods import METHODS
 
 BASE = {"data": "digits", "model": "mlp"}

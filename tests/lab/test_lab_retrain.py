@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, masks, train
-from pomona.lab.optim import Cosine, Step
-from pomona.lab.retrain import cost, macs, plan, retrain, stretched
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted, Recipe, train
+from pomona.lab.recipes.optimizers import Cosine, Step
+from pomona.lab.runs import masks
+from pomona.lab.runs.retrain import cost, macs, plan, retrain, stretched
 
 
 def recipe(method, epochs=2, model="mlp(hidden=[16])", finetune=0, **sections) -> Recipe:

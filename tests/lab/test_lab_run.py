@@ -20,13 +20,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pomona import models
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, checkpoint, plan, train
-from pomona.lab import run as runs
-from pomona.lab.evaluate import accuracy
-from pomona.lab.folder import claimed
-from pomona.lab.run import Run
-from pomona.lab.team import Team, pick
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted, Recipe, plan, train
+from pomona.lab.runs import checkpoint
+from pomona.lab.runs import run as runs
+from pomona.lab.runs.distributed import Team, pick
+from pomona.lab.runs.evaluate import accuracy
+from pomona.lab.runs.folder import claimed
+from pomona.lab.runs.run import Run
 from pomona.methods import METHODS
 
 DPF = "dpf(sparsity=0.9, every=4, schedule='cubic(until=0.5)')"

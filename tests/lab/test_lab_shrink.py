@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pomona import PomonaError, lab
-from pomona.lab import shrink
+from pomona.lab.runs import shrink
 
 RECIPE = {
     "name": "filters",

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 import pomona as pm
 from pomona import models
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, checkpoint, masks, plan, train
-from pomona.lab import run as runs
-from pomona.lab.evaluate import cross_entropy
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted, Recipe, plan, train
+from pomona.lab.runs import checkpoint, masks
+from pomona.lab.runs import run as runs
+from pomona.lab.runs.evaluate import cross_entropy
 
 SMALL = "digits_cnn(rho=0.25)"
 

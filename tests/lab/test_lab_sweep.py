@@ -18,11 +18,13 @@ import torch
 from laboratory import Presser, together
 from rich.console import Console
 
-from pomona.core.errors import PomonaError
-from pomona.lab import Recipe, pool, table, train
-from pomona.lab.pool import Job
-from pomona.lab.store import RECORDS
-from pomona.lab.sweep import Stopped, axis, cells, replace_method, sweep
+from pomona.errors import PomonaError
+from pomona.lab import Recipe, train
+from pomona.lab.sweeps import process_pool as pool
+from pomona.lab.sweeps import result_table as table
+from pomona.lab.sweeps.process_pool import Job
+from pomona.lab.sweeps.run_store import RECORDS
+from pomona.lab.sweeps.sweep import Stopped, axis, cells, replace_method, sweep
 from pomona.methods import METHODS
 
 BASE = {

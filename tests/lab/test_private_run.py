@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, private
-from pomona.lab.shelf import files
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted
+from pomona.lab.recipes.bundled import files
+from pomona.lab.runs import private
 from pomona.privacy import Budget, accounting
 
 SIGMA = 1.0  # will do for ε = 8

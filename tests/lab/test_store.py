@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from laboratory import After
 
-from pomona.core.errors import PomonaError
-from pomona.lab import Recipe, retrain, train
-from pomona.lab.run import Interrupted
-from pomona.lab.store import Store, keep, read_record, without_finetune
+from pomona.errors import PomonaError
+from pomona.lab import Recipe, train
+from pomona.lab.runs import retrain
+from pomona.lab.runs.run import Interrupted
+from pomona.lab.sweeps.run_store import Store, keep, read_record, without_finetune
 
 BASE = {
     "name": "small",

@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from laboratory import After, Presser
 from rich.console import Console
 
-from pomona.core.errors import PomonaError
-from pomona.lab import Interrupted, papers, shelf, table, tables, train
-from pomona.lab.folder import claimed
-from pomona.lab.store import Store
-from pomona.lab.sweep import Stopped
+from pomona.errors import PomonaError
+from pomona.lab import Interrupted, train
+from pomona.lab.recipes import bundled as shelf
+from pomona.lab.runs.folder import claimed
+from pomona.lab.sweeps import result_table as table
+from pomona.lab.sweeps.run_store import Store
+from pomona.lab.sweeps.sweep import Stopped
+from pomona.lab.tables import definitions as papers
+from pomona.lab.tables import paper_table as tables
 
 SMALL = """
 title = "digits"

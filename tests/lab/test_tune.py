@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pomona.core.errors import PomonaError
-from pomona.lab import sweep, tune
-from pomona.lab.recipe import Recipe
+from pomona.errors import PomonaError
+from pomona.lab.recipes.recipe import Recipe
+from pomona.lab.sweeps import sweep, tune
 
 BASE = {
     "name": "small",

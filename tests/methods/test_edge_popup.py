@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.core.stream import Stream
+from pomona.core.fused.random_stream import Stream
 
 
 def scores(pruner: pm.Pruner) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from kit import Net, sgd, train
 from torch import Tensor
 
 import pomona as pm
-from pomona.methods import evolve, pruner
+from pomona.methods import _drop_grow as evolve
+from pomona.methods import pruner
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 5), st.integers(1, 9)),

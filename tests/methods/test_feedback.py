@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.core.errors import PomonaError
-from pomona.lab.recipe import Recipe
+from pomona.errors import PomonaError
+from pomona.lab.recipes.recipe import Recipe
 
 BOUND = pm.DPF(feedback=0.5).method
 

@@ -11,7 +11,7 @@ from kit import Net, loss_at, same, saved, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.core.stream import Stream, label, philox
+from pomona.core.fused.random_stream import Stream, label, philox
 
 TOTAL = 30
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pomona.lab import Recipe
-from pomona.lab.papers import load
+from pomona.lab.tables.definitions import load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TABLES = [f"iterand-table{n}" for n in range(3, 11)] + ["iterand-figure1", "iterand-figure2", "iterand-options"]

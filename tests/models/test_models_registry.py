@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.models import build, info, names
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.models import Summary, build, info, names, summary
 
 

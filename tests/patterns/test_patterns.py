@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pomona as pm
-from pomona.patterns import PATTERNS, Pattern, matrix
+from pomona.masking import matrix_shape
+from pomona.patterns import PATTERNS, Pattern
 
 INF = math.inf
 
@@ -198,7 +199,7 @@ SPARSITY = st.floats(0, 0.99)
 
 def units(pattern: Pattern, tensor: Tensor) -> Tensor:
     """One row a unit: the entries that fall together, or share a count."""
-    rows, columns = matrix(tensor.shape)
+    rows, columns = matrix_shape(tensor.shape)
     if isinstance(pattern, pm.Block):
         return tensor.reshape(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
     width = {pm.Unstructured: 1, pm.Filter: columns, pm.Kernel: columns // tensor.shape[1]}.get(type(pattern))
@@ -297,7 +298,7 @@ def fold(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `units`."""
     if not isinstance(pattern, pm.Block):
         return rows.reshape(shape)
-    height, width = matrix(shape)
+    height, width = matrix_shape(shape)
     return rows.reshape(height // 2, width // 2, 2, 2).permute(0, 2, 1, 3).reshape(shape)
 
 

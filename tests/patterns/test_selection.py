@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from torch import Tensor
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.patterns import selection
 from pomona.patterns.selection import keep_largest, keep_largest_per_row
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.integrate import trapezoid
 from scipy.stats import norm
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.privacy import Budget, Pair, best_split, splits
 
 pytest.importorskip("dp_accounting")

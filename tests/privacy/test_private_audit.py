@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import beta
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.privacy import Budget, PrivateStep, audit
 from pomona.privacy import step as stepping
 from pomona.privacy.audit import chance, lower_bound, refuted

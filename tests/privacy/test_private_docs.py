@@ -12,8 +12,8 @@ import pytest
 
 import pomona
 from pomona import privacy
-from pomona.lab import private
-from pomona.lab.table import layout
+from pomona.lab.runs import private
+from pomona.lab.sweeps.result_table import layout
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.privacy import IndexMechanism, Source
 from pomona.privacy.mechanism import cumulative
 

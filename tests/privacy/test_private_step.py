@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pomona.models as models
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.patterns.selection import keep_largest_per_row
 from pomona.privacy import Budget, Exponential, PrivateStep, Source, fix, gip, problems, validate
 from pomona.privacy import step as stepping

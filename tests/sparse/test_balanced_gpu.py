@@ -24,10 +24,11 @@ from packing import balanced_weight, close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pomona.sparse import BalancedTensor, gpu, ops
-from pomona.sparse.balanced import DTYPES, LANES
-from pomona.sparse.gpu import conv, few, hopper, lstm, some, tickets
-from pomona.sparse.gpu.compiled import FOLDER
+from pomona.sparse import BalancedTensor, ops
+from pomona.sparse import cuda as gpu
+from pomona.sparse.cuda import conv, few, hopper, lstm, some, tickets
+from pomona.sparse.cuda.compiled import FOLDER
+from pomona.sparse.format import DTYPES, LANES
 from pomona.sparse.ops import balanced, balanced_lstm, join
 
 # ---- CUDA C++, emulated
@@ -670,7 +671,7 @@ class TestTriton:
         [(40, 70, 32, 3, 5), (64, 64, 32, 1, 17), (33, 100, 25, 4, 1), (70, 130, 64, 9, 20), (40, 150, 100, 7, 3)],
     )
     def test_more_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
-        from pomona.sparse.gpu import many
+        from pomona.sparse.cuda import many
 
         weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
         packed = BalancedTensor.from_dense(weight, block).to(DEVICE)
@@ -685,7 +686,7 @@ class TestTriton:
 
     @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
     def test_infinities_and_nans_go_where_the_dense_product_has_them(self) -> None:
-        from pomona.sparse.gpu import many
+        from pomona.sparse.cuda import many
 
         weight = balanced_weight(40, 64, block=32, kept=3)
         weight[3, int(weight[3].nonzero()[0])] = torch.inf
@@ -737,7 +738,7 @@ def test_every_kernel_on_a_device(
     rows, columns, block, kept = matrix
     if kernel == "hopper" and torch.cuda.get_device_properties(0).major != hopper.MAJOR:
         pytest.skip("for a Hopper GPU")
-    wanted = importlib.import_module(f"pomona.sparse.gpu.{kernel}")
+    wanted = importlib.import_module(f"pomona.sparse.cuda.{kernel}")
     assert wanted in list(gpu.kernels(n, rows * columns))
     monkeypatch.setattr(gpu, "kernels", lambda n, size: [wanted])
     monkeypatch.setattr(ops, "reference", lambda *_: pytest.fail("the kernel was not for it"))

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pomona.sparse import BalancedTensor, native, ops
-from pomona.sparse.gpu import compiled
-from pomona.sparse.gpu.compiled import Kernel
+from pomona.sparse import BalancedTensor, ops
+from pomona.sparse import cpu as native
+from pomona.sparse.cuda import compiled
+from pomona.sparse.cuda.compiled import Kernel
 
 # ---- launches
 

@@ -12,8 +12,9 @@ from packing import balanced_weight, close
 from torch import Tensor
 
 import pomona as pm
-from pomona.sparse import BalancedTensor, native
-from pomona.sparse.balanced import DTYPES, index_bits, pack, unpack
+from pomona.sparse import BalancedTensor
+from pomona.sparse import cpu as native
+from pomona.sparse.format import DTYPES, index_bits, pack, unpack
 from pomona.sparse.ops import balanced, reference
 
 LEVELS = native.levels() if native.library() is not None else []

@@ -9,8 +9,8 @@ import torch
 from kit import attached, train
 
 import pomona as pm
+from pomona.masking import matrix_shape
 from pomona.methods import METHODS
-from pomona.patterns.base import matrix
 from pomona.sparse import BalancedTensor
 
 TOTAL, BLOCK = 40, 4
@@ -37,7 +37,7 @@ def test_every_method_keeps_the_same_count_in_every_block(name: str, allocation:
     masks = {key: mask.clone() for key, mask in working.masks().items()}
     working.finish()
     for key, mask in masks.items():
-        rows, columns = matrix(mask.shape)
+        rows, columns = matrix_shape(mask.shape)
         counts = mask.view(rows, columns // BLOCK, BLOCK).sum(-1)
         assert counts.unique().numel() == 1
         assert counts.min() >= 1

@@ -14,8 +14,9 @@ from packing import balanced_weight, cut
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.sparse import BalancedTensor, clock, decompress, layers
+from pomona.sparse import BalancedTensor, decompress, layers
 from pomona.sparse import compress as patient_compress
+from pomona.sparse import timing as clock
 from pomona.sparse.compress import Compression, Fused, Layer, find_block
 from pomona.sparse.layers import Packed, PackedConv2d, PackedLinear, PackedLSTM
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pomona.sparse import native
-from pomona.sparse.native import toolchain
+from pomona.sparse import cpu as native
+from pomona.sparse.cpu import toolchain
 
 needs_compiler = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 

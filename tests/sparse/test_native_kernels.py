@@ -6,7 +6,8 @@ import pytest
 import torch
 from packing import balanced_weight, close
 
-from pomona.sparse import BalancedTensor, native
+from pomona.sparse import BalancedTensor
+from pomona.sparse import cpu as native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the kernels")
 LEVELS = native.levels()

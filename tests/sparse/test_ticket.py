@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.core.stream import Stream
+from pomona.core.fused.random_stream import Stream
 from pomona.lab import Recipe, train
-from pomona.lab.export import ticket as export_ticket
+from pomona.lab.runs.export import ticket as export_ticket
 from pomona.sparse import rans, ticket
 
 # ---- the coder

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import nn
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.theory import bounds, spectral
 from pomona.theory.bounds import FORMS, Gaussian, Moments, Uniform, cnn, largest, magnitude, narrowest, random
 

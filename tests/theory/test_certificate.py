@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.theory import bounds, certificate
 from pomona.theory.certificate import Ball, Cube, certify
 

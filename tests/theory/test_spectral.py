@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pomona.core.errors import PomonaError
+from pomona.errors import PomonaError
 from pomona.theory import spectral
 
 

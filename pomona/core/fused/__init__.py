@@ -1,0 +1,1 @@
+"""Run the engine's step on flat buffers, with one kernel launch for all layers."""

@@ -1,0 +1,1 @@
+"""Kernels that speed up the laboratory, and the benchmark behind `pomona bench`."""

@@ -1,0 +1,1 @@
+"""Recipes: every setting that decides a run, the optimizers, and the files that ship with Pomona."""

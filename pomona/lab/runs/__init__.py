@@ -1,0 +1,1 @@
+"""Runs: train one recipe into one folder that can be stopped, killed and resumed."""

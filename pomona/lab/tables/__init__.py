@@ -1,0 +1,1 @@
+"""Tables: the papers' tables and figures, defined in TOML and filled from finished runs."""

@@ -1,0 +1,32 @@
+"""Apply masks to tensors, and count what a sparsity prunes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def apply_mask(values: Tensor, mask: Tensor, out: Tensor) -> None:
+    """Write m ⊙ values into `out`, which may be `values` itself.
+
+    A product would turn a pruned −w into −0.0 and a pruned inf into NaN; `torch.where` does neither.
+    """
+    torch.where(mask, values, _zero(values.dtype, values.device), out=out)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return one scalar zero for each dtype and device, so that applying a mask launches one kernel."""
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return the shape of a weight as a matrix, out × (in · kh · kw). A vector is one row."""
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1:].numel())
+
+
+def count_pruned(sparsity: float, count: int) -> int:
+    """Return how many of `count` weights a sparsity prunes: the nearest whole number."""
+    return round(sparsity * count)

@@ -1,0 +1,20 @@
+"""Random pruning, the floor that any method must be above."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import scores
+from ..core.method import Masks, Targets, method
+from ._single_update import Single
+
+
+@method("random", paper="the baseline of all", weights="hard")
+@dataclass(frozen=True, kw_only=True)
+class Random(Single):
+    """A mask drawn at random at `attach` and kept: the weights that are left are trained."""
+
+    seed: int = 0
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        return self.select(scores.random(targets.latent, self.seed), sparsity)
