@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from pomona import models
 from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source, audit
-from pomona.privacy.examples import per_example
+from pomona.privacy.per_example_gradients import per_example
 
 SIZE, KEPT = 10_000_000, 1_000_000
 CASES = (("private_cnn", {}, 256), ("wrn16_4", {"norm": "group"}, 16), ("mlp", {"in_features": 3072}, 128))

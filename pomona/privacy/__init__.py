@@ -5,14 +5,14 @@ for rows in step:
     step(x[rows], y[rows])
 """
 
-from . import network, schedule  # noqa: F401  (they register themselves)
+from . import exponential_schedule, private_cnn  # noqa: F401  (they register themselves)
 from .accounting import Budget, Pair, Split, best_split, splits
-from .audit import audit
-from .mechanism import IndexMechanism
-from .noise import Source
-from .schedule import Exponential
-from .step import METHODS, PrivateStep, gip
-from .validate import fix, problems, validate
+from .canary_audit import audit
+from .exponential_schedule import Exponential
+from .index_mechanism import IndexMechanism
+from .model_validation import fix, problems, validate
+from .private_step import METHODS, PrivateStep, gip
+from .random_source import Source
 
 __all__ = [
     "METHODS",

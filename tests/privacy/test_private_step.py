@@ -13,10 +13,9 @@ from torch import nn
 import pomona.models as models
 from pomona.errors import PomonaError
 from pomona.patterns.selection import keep_largest_per_row
-from pomona.privacy import Budget, Exponential, PrivateStep, Source, fix, gip, problems, validate
-from pomona.privacy import step as stepping
-from pomona.privacy.examples import Batchable, Convolution, lstm, per_example, summed, taps
-from pomona.privacy.validate import probe
+from pomona.privacy import Budget, Exponential, PrivateStep, Source, fix, gip, private_step, problems, validate
+from pomona.privacy.model_validation import probe
+from pomona.privacy.per_example_gradients import Batchable, Convolution, lstm, per_example, summed, taps
 
 ROWS = 40
 
@@ -119,7 +118,7 @@ def test_the_convolution_for_gpus_has_the_same_gradients(monkeypatch):
                 return Convolution.apply(inputs, weight, *shape) + bias[:, None, None]
             return super().__torch_function__(func, types, args, kwargs)
 
-    monkeypatch.setattr("pomona.privacy.examples.Batchable", Always)
+    monkeypatch.setattr("pomona.privacy.per_example_gradients.Batchable", Always)
     ours, _ = per_example(model, F.cross_entropy, parameters, x, y)
     assert len(used) == 2
     assert all(torch.allclose(ours[name], expected[name]) for name in expected)
@@ -527,7 +526,7 @@ def test_nothing_of_the_gradient_is_kept(caplog):
     tensors = [value for value in vars(step).values() if isinstance(value, torch.Tensor)]
     assert tensors == []
     assert caplog.text == ""
-    assert stepping.METHODS == ("dpsgd", "random", "public", "gip")
+    assert private_step.METHODS == ("dpsgd", "random", "public", "gip")
 
 
 @pytest.mark.gpu

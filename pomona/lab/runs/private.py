@@ -35,7 +35,7 @@ from pomona.errors import PomonaError, require, unknown
 from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
 from pomona.privacy import splits as predict
 from pomona.privacy.accounting import SHARES
-from pomona.privacy.step import WHOLE
+from pomona.privacy.private_step import WHOLE
 from pomona.registry import check_type, describe
 from pomona.schedules import SCHEDULES, Schedule
 

@@ -9,9 +9,8 @@ import torch
 from scipy.stats import beta
 
 from pomona.errors import PomonaError
-from pomona.privacy import Budget, PrivateStep, audit
-from pomona.privacy import step as stepping
-from pomona.privacy.audit import chance, lower_bound, refuted
+from pomona.privacy import Budget, PrivateStep, audit, private_step
+from pomona.privacy.canary_audit import chance, lower_bound, refuted
 
 # σ as `Budget.solve` finds it for two steps of all rows at ε = 8; checked below.
 PROMISED = Budget(8.0, 1e-6, 1024, 1024, 2, 0.0, 0.9234, 0.0, ((2, 8.0),))
@@ -33,7 +32,7 @@ def test_without_noise_it_is_found_out():
 
 
 def test_without_clipping_it_is_found_out(monkeypatch):
-    monkeypatch.setattr(stepping, "clip_and_sum", lambda parts, clip: torch.cat([part.sum(0) for part in parts]))
+    monkeypatch.setattr(private_step, "clip_and_sum", lambda parts, clip: torch.cat([part.sum(0) for part in parts]))
     assert audit(PROMISED) > 8
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import require
 from .accounting import Budget
-from .noise import Source
-from .step import PrivateStep
+from .private_step import PrivateStep
+from .random_source import Source
 
 SHARES = 1.0, 0.1  # of the canaries that are guessed at: all of them, and the surest
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare, kstest
 
 from pomona.errors import PomonaError
 from pomona.privacy import IndexMechanism, Source
-from pomona.privacy.mechanism import cumulative
+from pomona.privacy.index_mechanism import cumulative
 
 SMALL = [(d, m) for d in range(1, 9) for m in range(d + 1)]
 

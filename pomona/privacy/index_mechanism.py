@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import require
 from ..patterns.selection import keep_largest, keep_largest_per_row
 from ..theory import gip
-from .noise import Source
+from .random_source import Source
 
 HIGH = 1 << 62  # what sets the keys of the entries outside the top apart
 

@@ -28,10 +28,10 @@ from ..errors import require, unknown
 from ..registry import describe
 from ..schedules import SCHEDULES, Linear, Schedule
 from .accounting import Budget
-from .examples import Gradients, Loss, per_example, summed
-from .mechanism import IndexMechanism
-from .noise import Source
-from .validate import probe, validate
+from .index_mechanism import IndexMechanism
+from .model_validation import probe, validate
+from .per_example_gradients import Gradients, Loss, per_example, summed
+from .random_source import Source
 
 METHODS = ("dpsgd", "random", "public", "gip")
 WHOLE = Linear(until=1.0)  # the authors' schedule: ever fewer coordinates, until the end
