@@ -1,4 +1,4 @@
-"""Private training that prunes the gradient: GIP (Yang et al., 2023), and what it is measured against.
+"""Private training with gradients index pruning (GIP; Yang et al., 2023), and the methods it is compared with.
 
 step = pm.privacy.gip(model, optimizer, rows=len(x), batch_size=512, epsilon=2, delta=1e-5, steps=1000)
 for rows in step:
@@ -6,7 +6,9 @@ for rows in step:
 """
 
 from . import exponential_schedule, private_cnn  # noqa: F401  (they register themselves)
-from .accounting import Budget, Pair, Split, best_split, splits
+from .accounting import Pair
+from .budget import Budget
+from .budget_split import Split, best_split, splits
 from .canary_audit import audit
 from .exponential_schedule import Exponential
 from .index_mechanism import IndexMechanism

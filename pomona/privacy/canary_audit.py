@@ -1,8 +1,8 @@
-"""An audit: how private is a step really? Canaries are put in or left out, and an adversary guesses which.
+"""An empirical audit of private steps: canaries are included or left out, and an adversary guesses which.
 
-Where a run is (ε, δ)-private, guesses at independent coin flips are right no more often than so many flips of a
-coin of e^ε / (1 + e^ε) (Steinke, Nasr and Jagielski, NeurIPS 2023). So what is right too often refutes an ε: the
-largest one that is refuted with confidence is a lower bound, for δ = 0 that of Clopper and Pearson.
+If a run is (ε, δ)-private, guesses at independent coin flips are correct no more often than as many flips of a coin
+with probability e^ε / (1 + e^ε) (Steinke, Nasr and Jagielski, NeurIPS 2023). More correct guesses refute that ε. The
+largest ε that is refuted with confidence is a lower bound; for δ = 0 it is that of Clopper and Pearson.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from scipy.special import bdtr, bdtrc
 from torch import Tensor, nn
 
 from ..errors import require
-from .accounting import Budget
+from .budget import Budget
 from .private_step import PrivateStep
 from .random_source import Source
 
-SHARES = 1.0, 0.1  # of the canaries that are guessed at: all of them, and the surest
+GUESSED_SHARES = 1.0, 0.1  # of the canaries: all of them, and those the adversary is most certain of
+CANARY_NORM = 10  # gradient norm of a canary over the clipping norm: a step without clipping is detected
 
 
 def audit(
@@ -34,25 +35,29 @@ def audit(
     change: Callable[[PrivateStep], None] | None = None,
     **options: object,
 ) -> float:
-    """A lower bound on ε, from `runs` runs of `PrivateStep` with so many canaries each.
+    """Return a lower bound on ε, from `runs` runs of `PrivateStep` with `canaries` canaries each.
 
-    Each canary has a weight of its own and a gradient ten times as large as may be; the adversary sees the weights.
-    `change` may break the step, to see whether that is found out; `options` are `PrivateStep`'s.
+    Each canary has a weight that no other canary moves, and a gradient ten times the clipping norm. The adversary sees
+    the trained weights. `change` may modify the step, to test that the audit detects a defect; `options` are those of
+    `PrivateStep`.
     """
-    require(budget.rows == canaries, f"the budget is for {budget.rows} rows, and there are {canaries} canaries.")
-    torch_seed = torch.Generator().manual_seed(seed)
+    require(budget.rows == canaries, f"the budget is for {budget.rows} rows, but there are {canaries} canaries.")
+    generator = torch.Generator().manual_seed(seed)
     scores, members = [], []
     for run in range(runs):
-        member = torch.rand(canaries, generator=torch_seed) < 0.5
-        scores.append(attack(budget, member, Source(seed=seed + run), change, **options))
+        member = torch.rand(canaries, generator=generator) < 0.5
+        scores.append(score_canaries(budget, member, Source(seed=seed + run), change, **options))
         members.append(member)
-    return lower_bound(torch.cat(scores), torch.cat(members), budget.delta, confidence)
+    return epsilon_lower_bound(torch.cat(scores), torch.cat(members), budget.delta, confidence)
 
 
-def attack(
+def score_canaries(
     budget: Budget, member: Tensor, source: Source, change: Callable[[PrivateStep], None] | None, **options: object
 ) -> Tensor:
-    """How much of each canary shows in the trained weights; one that is left out has no gradient at all."""
+    """Train on the canaries that are members and return the trained weight of every canary, its score.
+
+    A canary that is not a member has a gradient of zero.
+    """
     model = nn.Linear(len(member), 1, bias=False)
     nn.init.zeros_(model.weight)
     step = PrivateStep(
@@ -65,32 +70,36 @@ def attack(
     )
     if change is not None:
         change(step)
-    features = torch.diag(10 * step.clip * member.float())
+    features = torch.diag(CANARY_NORM * step.clip * member.float())
     for rows in step:
         step(features[rows], rows)
     return model.weight.detach()[0]
 
 
-def lower_bound(
-    scores: Tensor, members: Tensor, delta: float, confidence: float = 0.95, shares: Sequence[float] = SHARES
+def epsilon_lower_bound(
+    scores: Tensor, members: Tensor, delta: float, confidence: float = 0.95, shares: Sequence[float] = GUESSED_SHARES
 ) -> float:
-    """The ε that the scores refute, guessing at several shares of the canaries; the confidence is for all of them."""
-    middle = scores.quantile(scores.new_tensor([0.1, 0.9])).mean()  # about half of them are in
-    right = (scores > middle) == members
-    surest = (scores - middle).abs().argsort(descending=True)
-    found = []
+    """Return the largest ε that guesses at any of several shares of the canaries refute.
+
+    The confidence holds for all shares together.
+    """
+    middle = scores.quantile(scores.new_tensor([0.1, 0.9])).mean()  # about half of the canaries are members
+    is_correct = (scores > middle) == members
+    most_certain = (scores - middle).abs().argsort(descending=True)
+    refuted = []
     for share in shares:
-        guesses = max(round(share * len(right)), 1)
-        correct = int(right[surest[:guesses]].sum())
-        found.append(refuted(correct, guesses, len(right), delta, 1 - (1 - confidence) / len(shares)))
-    return max(found)
+        guesses = max(round(share * len(is_correct)), 1)
+        correct = int(is_correct[most_certain[:guesses]].sum())
+        share_confidence = 1 - (1 - confidence) / len(shares)
+        refuted.append(largest_refuted_epsilon(correct, guesses, len(is_correct), delta, share_confidence))
+    return max(refuted)
 
 
-def refuted(correct: int, guesses: int, canaries: int, delta: float, confidence: float) -> float:
-    """The largest ε at which so many correct guesses would be too unlikely."""
+def largest_refuted_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float) -> float:
+    """Return the largest ε at which so many correct guesses have a probability below 1 − confidence."""
 
     def excess(epsilon: float) -> float:
-        return chance(correct, guesses, canaries, epsilon, delta) - (1 - confidence)
+        return correct_guess_probability(correct, guesses, canaries, epsilon, delta) - (1 - confidence)
 
     if excess(0.0) >= 0:
         return 0.0
@@ -100,11 +109,15 @@ def refuted(correct: int, guesses: int, canaries: int, delta: float, confidence:
     return float(brentq(excess, 0.0, high, xtol=1e-9))
 
 
-def chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """The largest probability of so many correct guesses, or more, under (ε, δ)-privacy (their Theorem 5.2)."""
+def correct_guess_probability(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of at least so many correct guesses under (ε, δ)-privacy.
+
+    This is Theorem 5.2 of Steinke, Nasr and Jagielski (2023).
+    """
     if not correct:
         return 1.0
-    sure, fewer = 1 / (1 + math.exp(-epsilon)), np.arange(1, correct + 1)
-    below = np.append(bdtr(correct - 1 - fewer[:-1], guesses, sure), 0.0)  # fewer than correct − 1, … , than 0
-    slope = float(((bdtr(correct - 1, guesses, sure) - below) / fewer).max())
-    return min(float(bdtrc(correct - 1, guesses, sure)) + 2 * canaries * delta * slope, 1.0)
+    p, fewer = 1 / (1 + math.exp(-epsilon)), np.arange(1, correct + 1)
+    # P(fewer than correct − 1), P(fewer than correct − 2), …, P(fewer than 0)
+    below = np.append(bdtr(correct - 1 - fewer[:-1], guesses, p), 0.0)
+    slope = float(((bdtr(correct - 1, guesses, p) - below) / fewer).max())
+    return min(float(bdtrc(correct - 1, guesses, p)) + 2 * canaries * delta * slope, 1.0)

@@ -1,4 +1,4 @@
-"""The audit: it stays below what is promised, and finds out a step that lacks its noise or its clipping."""
+"""The audit: its bound is below ε for a correct step, and above ε for a step without noise or clipping."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from scipy.stats import beta
 
 from pomona.errors import PomonaError
 from pomona.privacy import Budget, PrivateStep, audit, private_step
-from pomona.privacy.canary_audit import chance, lower_bound, refuted
+from pomona.privacy.canary_audit import correct_guess_probability, epsilon_lower_bound, largest_refuted_epsilon
 
-# σ as `Budget.solve` finds it for two steps of all rows at ε = 8; checked below.
-PROMISED = Budget(8.0, 1e-6, 1024, 1024, 2, 0.0, 0.9234, 0.0, ((2, 8.0),))
+# σ is that of `Budget.solve` for two steps on all rows at ε = 8, which is tested below.
+BUDGET = Budget(8.0, 1e-6, 1024, 1024, 2, 0.0, 0.9234, 0.0, ((2, 8.0),))
 
 
-def silent(step: PrivateStep) -> None:
+def remove_noise(step: PrivateStep) -> None:
+    """Set σ of a step to zero."""
     step.budget = dataclasses.replace(step.budget, sigma=0.0)
 
 
-def test_a_sound_run_lies_between():
+def test_bound_of_a_correct_step_is_below_epsilon():
     pytest.importorskip("dp_accounting")
     solved = Budget.solve(epsilon=8, delta=1e-6, rows=1024, batch_size=1024, steps=2)
-    assert solved.sigma == pytest.approx(PROMISED.sigma, rel=1e-3)
+    assert solved.sigma == pytest.approx(BUDGET.sigma, rel=1e-3)
     assert 1 < audit(solved) < 8
 
 
-def test_without_noise_it_is_found_out():
-    assert audit(PROMISED, change=silent) > 8
+def test_missing_noise_is_detected():
+    assert audit(BUDGET, change=remove_noise) > 8
 
 
-def test_without_clipping_it_is_found_out(monkeypatch):
+def test_missing_clipping_is_detected(monkeypatch):
     monkeypatch.setattr(private_step, "clip_and_sum", lambda parts, clip: torch.cat([part.sum(0) for part in parts]))
-    assert audit(PROMISED) > 8
+    assert audit(BUDGET) > 8
 
 
-def test_gip_lies_below_its_budget_and_above_nothing():
+def test_bound_of_gip_is_below_epsilon_and_above_zero():
     solved = Budget(8.0, 1e-6, 1024, 1024, 2, 0.5, 1.671, 2.0, ((2, 8.0),))
     assert 0.5 < audit(solved, method="gip", keep=0.5, schedule="constant", group=None) < 8
 
 
-def test_for_no_delta_the_bound_is_clopper_and_pearsons():
+def test_bound_for_zero_delta_is_that_of_clopper_and_pearson():
     # 90 of 100 right: the lower end of a one-sided 95 % interval for the share, as an ε.
     share = beta.ppf(0.05, 90, 11)
-    bound = refuted(90, 100, 100, 0.0, 0.95)
+    bound = largest_refuted_epsilon(90, 100, 100, 0.0, 0.95)
     assert bound == pytest.approx(float(torch.logit(torch.tensor(share, dtype=torch.float64))), abs=1e-6)
-    assert refuted(90, 100, 100, 1e-3, 0.95) < bound
+    assert largest_refuted_epsilon(90, 100, 100, 1e-3, 0.95) < bound
 
 
-def test_guessing_at_random_refutes_nothing():
+def test_random_guesses_refute_almost_nothing():
     generator = torch.Generator().manual_seed(0)
     scores, members = torch.randn(2000, generator=generator), torch.rand(2000, generator=generator) < 0.5
-    assert lower_bound(scores, members, 1e-6) < 0.2
-    assert chance(0, 10, 10, 1.0, 0.0) == 1.0
+    assert epsilon_lower_bound(scores, members, 1e-6) < 0.2
+    assert correct_guess_probability(0, 10, 10, 1.0, 0.0) == 1.0
 
 
-def test_the_canaries_are_the_rows():
-    with pytest.raises(PomonaError, match="1024 rows, and there are 10 canaries"):
-        audit(PROMISED, canaries=10)
+def test_canaries_must_be_as_many_as_rows():
+    with pytest.raises(PomonaError, match="1024 rows, but there are 10 canaries"):
+        audit(BUDGET, canaries=10)
