@@ -222,36 +222,17 @@ def test_state_of_another_budget_or_method_is_refused():
 def test_gip_solves_its_budget():
     pytest.importorskip("dp_accounting")
     model = make_network()
-    step = gip(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        rows=ROWS,
-        batch_size=20,
-        epsilon=4,
-        delta=1e-5,
-        steps=3,
-        share=0.05,
-        keep=0.2,
-        seed=1,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    target = {"rows": ROWS, "batch_size": 20, "epsilon": 4, "delta": 1e-5, "steps": 3}
+    step = gip(model, optimizer, **target, share=0.05, keep=0.2, seed=1)
     assert step.budget.epsilon == 4
     assert step.budget.index > 0
     assert step.mechanism(2).cost(step.size) == pytest.approx(step.budget.index)
-    plain = gip(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        rows=ROWS,
-        batch_size=20,
-        epsilon=4,
-        delta=1e-5,
-        steps=3,
-        method="dpsgd",
-        secure=True,
-    )
-    assert plain.budget.index == 0.0
-    assert plain.budget.sigma < step.budget.sigma
-    assert plain.source.secure
-    assert "generator" not in str(plain.state_dict())
+    dpsgd = gip(model, optimizer, **target, method="dpsgd", secure=True)
+    assert dpsgd.budget.index == 0.0
+    assert dpsgd.budget.sigma < step.budget.sigma
+    assert dpsgd.source.secure
+    assert "generator" not in str(dpsgd.state_dict())
 
 
 @pytest.mark.parametrize(

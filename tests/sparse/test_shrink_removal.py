@@ -17,7 +17,7 @@ import pomona as pm
 from pomona.sparse import shrink
 from pomona.sparse.shrink import latency
 
-# ---- what is refused
+# ---- refused models
 
 
 def test_unstructured_zeros_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_bad_arguments_and_missing_dependency_are_refused(monkeypatch: pytest.Mo
         shrink(two_convolutions(), (2, 6, 6))
 
 
-# ---- what comes back
+# ---- the returned model and report
 
 
 def test_original_model_is_not_changed() -> None:

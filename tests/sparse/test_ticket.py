@@ -210,7 +210,7 @@ GOLDEN_WEIGHTS = [
 ]
 
 
-# ---- what is refused
+# ---- refused tickets
 
 
 def make_small_ticket() -> bytes:

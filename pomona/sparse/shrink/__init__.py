@@ -1,6 +1,6 @@
 """Physical removal of channels: a filter-pruned network becomes a smaller dense one with the same outputs.
 
-Torch-Pruning's dependency graph tells which channels are coupled: those that are added, concatenated or normalised
+Torch-Pruning's dependency graph gives the channels that are coupled: those that are added, concatenated or normalised
 on their way from the layers that produce them to the layers that read them. A channel whose producers hold only
 zeros has the same value for every input. One forward pass measures that value where the channel is read:
 

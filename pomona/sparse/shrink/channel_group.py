@@ -100,7 +100,7 @@ class ChannelGroup:
         self.constant = self.input_independent & has_one_value & ~self.removed
         if self.constant.sum() > 1:
             self.representative = self.choose_representative(inputs)
-        self.keep_one_channel_per_layer()
+        self.retain_one_channel_per_layer()
 
     def choose_representative(self, inputs: ConstantInputs) -> int:
         """Return the constant channel whose smallest magnitude over all readers is the largest."""
@@ -110,7 +110,7 @@ class ChannelGroup:
             magnitude.scatter_reduce_(0, reader.group_channels, values, "amin")
         return int(magnitude.where(self.constant, -1.0).argmax())
 
-    def keep_one_channel_per_layer(self) -> None:
+    def retain_one_channel_per_layer(self) -> None:
         """Exempt one channel of each layer that would lose all its channels."""
         leaving = self.removed.clone()
         if self.representative is not None:

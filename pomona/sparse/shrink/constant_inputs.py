@@ -16,7 +16,7 @@ def measure_constant_inputs(model: nn.Module, batch: Tensor) -> ConstantInputs:
     """Return for each layer the input channels that have one value for all samples and positions of a batch."""
     values: ConstantInputs = {}
 
-    def record_channels(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def store_constants(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         channels = inputs[0].movedim(-1 if isinstance(module, nn.Linear) else 1, 0).flatten(1)
         low, high = channels.aminmax(dim=1)
         # The head and the tail of a vectorised loop may round the same number in two ways.
@@ -26,7 +26,7 @@ def measure_constant_inputs(model: nn.Module, batch: Tensor) -> ConstantInputs:
         # A layer that runs several times has a constant input only if it is the same every time.
         values[module] = current.where(values.get(module, current) == current, torch.nan)
 
-    hooks = [m.register_forward_pre_hook(record_channels) for m in model.modules() if isinstance(m, LAYERS)]
+    hooks = [m.register_forward_pre_hook(store_constants) for m in model.modules() if isinstance(m, LAYERS)]
     try:
         model(batch)
     finally:
