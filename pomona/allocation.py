@@ -24,10 +24,10 @@ def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allo
     name, floor = read(allocation)
     tensors = list(scores.values())
     if name == "global":
-        masks = pattern.masks(lift(tensors, sparsity, pattern, floor) if floor else tensors, sparsity)
+        masks = pattern.select_masks(lift(tensors, sparsity, pattern, floor) if floor else tensors, sparsity)
     else:
         shares = LAYERWISE[name]([s.shape for s in tensors], sparsity)
-        masks = [pattern.masks([s], share)[0] for s, share in zip(tensors, shares, strict=True)]
+        masks = [pattern.select_masks([s], share)[0] for s, share in zip(tensors, shares, strict=True)]
     return dict(zip(scores, masks, strict=True))
 
 
@@ -35,7 +35,7 @@ def lift(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: flo
     """The scores, with +inf where a floor keeps the highest of a layer, so that they come before all others."""
     counts = floors([s.shape for s in scores], sparsity, pattern, floor)
     return [
-        s.masked_fill(pattern.masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
+        s.masked_fill(pattern.select_masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
         for s, count in zip(scores, counts, strict=True)
     ]
 
@@ -45,8 +45,8 @@ def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floo
 
     That share of them, rounded up to what comes and goes together; or down, where up is more than the sparsity leaves.
     """
-    sizes, units = [shape.numel() for shape in shapes], [pattern.quantum(shape) for shape in shapes]
-    worth = [pattern.weight(shape) for shape in shapes]
+    sizes, units = [shape.numel() for shape in shapes], [pattern.unit_size(shape) for shape in shapes]
+    worth = [pattern.unit_weight(shape) for shape in shapes]
 
     def counted(kept: Sequence[int]) -> int:
         """In what the sparsity is a share of: weights, or filters."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import require
 from .masking import apply_mask
-from .patterns import Pattern, Unstructured
+from .patterns import Pattern
 from .registry import Registry
 
 
@@ -88,7 +88,7 @@ class Soft(Compressor):
 
     def check(self, pattern: Pattern) -> None:
         require(
-            isinstance(pattern, Unstructured),
+            pattern.is_elementwise,
             f"Soft shrinks by the magnitude at which single weights were cut, and {pattern} cuts no single ones: "
             "take pattern='unstructured'.",
         )

@@ -150,7 +150,7 @@ class Method:
     def targets(self, model: nn.Module) -> list[Target]:
         """The parameters of a model that are pruned."""
         # A whole output of the last layer is a class, and none of those is to go.
-        dense = self.dense | {"classifier"} if self.pattern.outputs else self.dense
+        dense = self.dense | {"classifier"} if self.pattern.removes_outputs else self.dense
         return prunable(model, self.include, self.exclude, dense).targets
 
     @property

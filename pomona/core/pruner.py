@@ -99,9 +99,9 @@ class Pruner:
             "weight besides the last classifier; name layers with include=[…].",
         )
         for target in targets:
-            self.method.pattern.check(target.name, target.outputs_first)
+            self.method.pattern.validate_shape(target.name, target.outputs_first)
         slots = {target.name: Slot.make(target, self.method, track) for target in targets}
-        followers = self._followers(unwrap(model), slots) if self.method.pattern.follows else []
+        followers = self._followers(unwrap(model), slots) if self.method.pattern.removes_coupled else []
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
         if self.method.before or self.method.remembers or self.scored:

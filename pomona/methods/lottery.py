@@ -79,7 +79,7 @@ class Rounds(Pruner):
         targets = self.method.targets(model)
         require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
         for target in targets:
-            self.method.pattern.check(target.name, target.outputs_first)
+            self.method.pattern.validate_shape(target.name, target.outputs_first)
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         model_is = {target.name: list(target.shape) for target in targets}

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..errors import require
-from ..patterns import Units
 from ..schedules import Constant, Schedule
 from ..scores import random
 from . import _drop_grow as evolve
@@ -53,7 +52,7 @@ class SET(Method):
 
     def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
         """Without ζ of the smallest positive and of the largest negative weights, and those that never left zero."""
-        if isinstance(self.pattern, Units):
+        if self.pattern.ranks_units:
             return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(self.share, int(mask.sum())))
         kept = mask & (weight != 0)
         for sign in (mask & (weight > 0), mask & (weight < 0)):

@@ -88,7 +88,7 @@ def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse
     masks = select(scores, sparsity, pattern, f"global(floor={floor})")
     counts = floors([s.shape for s in scores.values()], sparsity, pattern, floor)
     for mask, count in zip(masks.values(), counts, strict=True):
-        assert count >= Fraction(floor) * mask.numel() - pattern.quantum(mask.shape)
+        assert count >= Fraction(floor) * mask.numel() - pattern.unit_size(mask.shape)
         assert int(mask.sum()) >= count
     if pattern == pm.Filter(of="filters"):
         filters = torch.cat([mask.flatten(1).any(1) for mask in masks.values()])

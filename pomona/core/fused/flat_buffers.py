@@ -14,7 +14,6 @@ from torch import Tensor
 from ...allocation import LAYERWISE, floors, read
 from ...compressors import Soft
 from ...masking import count_pruned
-from ...patterns import Unstructured
 from .. import guards
 from .random_stream import label
 
@@ -251,11 +250,7 @@ class Arena:
 
     def aim(self, sparsity: float) -> bool:
         """How sparse `follow` and `pick` are to leave the model; False where kernels cannot do it."""
-        if (
-            self.kernel is None
-            or not isinstance(self.method.pattern, Unstructured)
-            or self.latent.dtype == torch.float64
-        ):
+        if self.kernel is None or not self.method.pattern.is_elementwise or self.latent.dtype == torch.float64:
             return False
         if sparsity == self.aimed:
             return True
