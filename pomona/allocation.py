@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .errors import PomonaError, require, unknown
+from .errors import PomonaError, require, unknown_name_error
 from .masking import count_pruned
 from .patterns import Pattern
-from .registry import parse
+from .registry import parse_spec
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
@@ -96,14 +96,14 @@ def read(allocation: str) -> tuple[str, float]:
     name, bracket, rest = allocation.partition("(")
     name = name.strip()
     if name not in ALLOCATIONS:
-        raise unknown("allocation", name, ALLOCATIONS)
+        raise unknown_name_error("allocation", name, ALLOCATIONS)
     try:
-        options = parse(f"options({rest}")[1] if bracket else {}  # `global` itself is a word of Python's own
+        options = parse_spec(f"options({rest}")[1] if bracket else {}  # `global` itself is a word of Python's own
     except PomonaError as error:
         raise PomonaError(f"'{allocation}' is not of the form {name}(option=value, …).") from error
     floor = options.pop("floor", 0)
     for option in options:
-        raise unknown(f"option of allocation '{name}'", option, ["floor"])
+        raise unknown_name_error(f"option of allocation '{name}'", option, ["floor"])
     require(
         isinstance(floor, (int, float)) and 0 <= floor < 1,
         f"floor is the share of its weights that a layer keeps at least, in [0, 1), got {floor!r}.",

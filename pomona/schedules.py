@@ -53,7 +53,7 @@ class Rising(Schedule):
         """The share at x, which runs from 0 to 1 between `start` and `until`."""
 
 
-@SCHEDULES.add("cubic")
+@SCHEDULES.register("cubic")
 @dataclass(frozen=True)
 class Cubic(Rising):
     """Zhu & Gupta (2017): 1 − (1 − x)³, quick while much is redundant, slow at the end."""
@@ -62,7 +62,7 @@ class Cubic(Rising):
         return 1 - (1 - x) ** 3
 
 
-@SCHEDULES.add("linear")
+@SCHEDULES.register("linear")
 @dataclass(frozen=True)
 class Linear(Rising):
     """x itself."""
@@ -71,7 +71,7 @@ class Linear(Rising):
         return x
 
 
-@SCHEDULES.add("cosine")
+@SCHEDULES.register("cosine")
 @dataclass(frozen=True)
 class Cosine(Rising):
     """(1 − cos πx) / 2, slow at both ends."""
@@ -80,7 +80,7 @@ class Cosine(Rising):
         return (1 - math.cos(math.pi * x)) / 2
 
 
-@SCHEDULES.add("constant")
+@SCHEDULES.register("constant")
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The final sparsity from the first step on."""

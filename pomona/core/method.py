@@ -88,7 +88,7 @@ class Method:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
+        self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
         self._set(allocation=allocations.spelled(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
@@ -211,7 +211,7 @@ def method(name: str, *, paper: str, weights: str) -> Callable[[type[Method]], t
 
     def register(record: type[Method]) -> type[Method]:
         record.paper, record.weights = paper, weights
-        return METHODS.add(name)(record)
+        return METHODS.register(name)(record)
 
     return register
 

@@ -17,7 +17,7 @@ from ..core.method import Masks, Method, Targets, Time, method
 from ..core.pruner import Pruner
 from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
-from ..registry import describe
+from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
 from ..scores import among, magnitude
 from .finetune import Finetune
@@ -83,7 +83,9 @@ class Rounds(Pruner):
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         model_is = {target.name: list(target.shape) for target in targets}
-        shelf = Shelf(None if folder is None else Path(folder), {"options": describe(self.method), "layers": model_is})
+        shelf = Shelf(
+            None if folder is None else Path(folder), {"options": spec_to_dict(self.method), "layers": model_is}
+        )
         inner = unwrap(model)
         masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}
         done = shelf.results()

@@ -16,7 +16,7 @@ from .base import PATTERNS, Pattern
 from .selection import select_largest, select_largest_per_row
 
 
-@PATTERNS.add("balanced")
+@PATTERNS.register("balanced")
 @dataclass(frozen=True)
 class Balanced(Pattern):
     """Each row of the matrix out × (in · kh · kw) in equal blocks that keep the same count.
@@ -88,7 +88,7 @@ def select_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
     return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
 
 
-@PATTERNS.add("nm")
+@PATTERNS.register("nm")
 @dataclass(frozen=True)
 class NM(Pattern):
     """n kept of every m along in · kh · kw. It fixes the sparsity at 1 − n/m."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import PomonaError, require, unknown
+from ..errors import PomonaError, require, unknown_name_error
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
 from .selection import select_largest
@@ -66,7 +66,7 @@ def select_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float)
     return [m.view(u.shape) for m, u in zip(mask.split([u.numel() for u in units]), units, strict=True)]
 
 
-@PATTERNS.add("unstructured")
+@PATTERNS.register("unstructured")
 @dataclass(frozen=True)
 class Unstructured(Pattern):
     """Every weight for itself."""
@@ -78,7 +78,7 @@ class Unstructured(Pattern):
         return select_largest(scores, count - count_pruned(sparsity, count))
 
 
-@PATTERNS.add("block")
+@PATTERNS.register("block")
 @dataclass(frozen=True)
 class Block(UnitPattern):
     """Tiles of h × w in the matrix out × (in · kh · kw), ranked by their norm."""
@@ -108,7 +108,7 @@ class Block(UnitPattern):
         return (rows // height, height, columns // width, width), (1, 3)
 
 
-@PATTERNS.add("kernel")
+@PATTERNS.register("kernel")
 @dataclass(frozen=True)
 class Kernel(UnitPattern):
     """The 2-D slices (kh × kw) of a convolution; in a linear layer every weight is one."""
@@ -123,7 +123,7 @@ class Kernel(UnitPattern):
         return (outer, math.prod(shape[2:])), (1,)
 
 
-@PATTERNS.add("filter")
+@PATTERNS.register("filter")
 @dataclass(frozen=True)
 class Filter(UnitPattern):
     """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them.
@@ -141,7 +141,7 @@ class Filter(UnitPattern):
     def __post_init__(self) -> None:
         validate_norm(self.norm)
         if self.of not in ("weights", "filters"):
-            raise unknown("share", self.of, ("weights", "filters"))
+            raise unknown_name_error("share", self.of, ("weights", "filters"))
 
     @property
     def removes_coupled(self) -> bool:

@@ -8,7 +8,7 @@ from ..errors import require
 from ..schedules import SCHEDULES, Rising
 
 
-@SCHEDULES.add("exponential")
+@SCHEDULES.register("exponential")
 @dataclass(frozen=True)
 class Exponential(Rising):
     """base^(x − 1): slow at first, almost all of it in the last tenth. The base is the last share in per cent."""

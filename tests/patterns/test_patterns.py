@@ -352,9 +352,13 @@ def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern,
 )
 def test_bad_spellings(spelling: str, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        PATTERNS.make(spelling)
+        PATTERNS.resolve(spelling)
 
 
 def test_a_pattern_has_three_spellings() -> None:
-    assert PATTERNS.make("balanced(block=4)") == PATTERNS.make({"name": "balanced", "block": 4}) == pm.Balanced(block=4)
-    assert PATTERNS.make({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
+    assert (
+        PATTERNS.resolve("balanced(block=4)")
+        == PATTERNS.resolve({"name": "balanced", "block": 4})
+        == pm.Balanced(block=4)
+    )
+    assert PATTERNS.resolve({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
