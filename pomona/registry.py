@@ -59,7 +59,7 @@ class Registry(Generic[SpecT]):
         return fnmatch.filter(self, pattern)
 
     def resolve(self, choice: Any) -> SpecT:
-        """Return the spec that `choice` stands for: a string, a mapping with a name, or a spec, which is returned as is.
+        """Return the spec that `choice` stands for: a string, a mapping with a name, or a spec (returned as is).
 
         Raises PomonaError for an unknown name or option, a missing option, or a value of the wrong type.
         """

@@ -30,7 +30,7 @@ SCHEDULES: Registry[Schedule] = Registry("schedule")
 
 
 @dataclass(frozen=True)
-class Rising(Schedule):
+class RampSchedule(Schedule):
     """From 0 at `start` to 1 at `until`, both shares of training, along a curve."""
 
     start: float = 0.0
@@ -55,7 +55,7 @@ class Rising(Schedule):
 
 @SCHEDULES.register("cubic")
 @dataclass(frozen=True)
-class Cubic(Rising):
+class Cubic(RampSchedule):
     """Zhu & Gupta (2017): 1 − (1 − x)³, quick while much is redundant, slow at the end."""
 
     def curve(self, x: float) -> float:
@@ -64,7 +64,7 @@ class Cubic(Rising):
 
 @SCHEDULES.register("linear")
 @dataclass(frozen=True)
-class Linear(Rising):
+class Linear(RampSchedule):
     """x itself."""
 
     def curve(self, x: float) -> float:
@@ -73,7 +73,7 @@ class Linear(Rising):
 
 @SCHEDULES.register("cosine")
 @dataclass(frozen=True)
-class Cosine(Rising):
+class Cosine(RampSchedule):
     """(1 − cos πx) / 2, slow at both ends."""
 
     def curve(self, x: float) -> float:

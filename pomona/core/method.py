@@ -89,7 +89,7 @@ class Method:
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
-        self._set(allocation=allocations.spelled(self.allocation))
+        self._set(allocation=allocations.normalize_allocation(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)
@@ -105,7 +105,7 @@ class Method:
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.check(self.allocation, self.target)
+        allocations.validate_allocation(self.allocation, self.target)
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(

@@ -19,7 +19,7 @@ from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
-from ..scores import among, magnitude
+from ..scores import exclude_pruned, magnitude
 from .finetune import Finetune
 
 Train = Callable[[nn.Module, Pruner, int], Any]
@@ -61,7 +61,7 @@ class Lottery(Method):
         raise PomonaError("lottery trains several times: call pm.Lottery(…).rounds(model, train) instead of attach.")
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+        return self.select(exclude_pruned(magnitude(targets.latent), targets.masks), sparsity)
 
 
 class Rounds(Pruner):
