@@ -75,7 +75,7 @@ def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
             rank(_keys(part).numpy(), keep, out.numpy())
         return mask
     kernels = _kernels(scores)
-    if kernels and columns <= kernels.LONGEST_ROW:
+    if kernels and columns <= kernels.MAX_ROW_LENGTH:
         return kernels.select_largest_per_row(scores, keep)
     return _keep_by_topk(_keys(scores), keep)
 
@@ -96,10 +96,10 @@ def _check(keep: int, limit: int, what: str, *scores: Tensor) -> None:
 @cache
 def _triton() -> ModuleType | None:
     try:
-        from pomona.patterns import selection_triton
+        from pomona.patterns import radix_select_triton
     except ImportError:
         return None
-    return selection_triton
+    return radix_select_triton
 
 
 def _kernels(*scores: Tensor) -> ModuleType | None:

@@ -134,10 +134,10 @@ class Segments:
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes
 
-    def aim(self, keep: list[int]) -> None:
+    def set_counts(self, keep: list[int]) -> None:
         self.keep = keep
 
-    def run(self, scores: Tensor, mask: Tensor) -> None:
+    def select(self, scores: Tensor, mask: Tensor) -> None:
         parts = scores.split(self.sizes), mask[: len(scores)].split(self.sizes), self.keep
         for score, out, keep in zip(*parts, strict=True):
             out.fill_(False)
@@ -151,7 +151,7 @@ def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> 
         model.conv2.weight.mul_(1e-3)
     pruner.refresh()
     (arena,) = pruner._engine.arenas
-    arena.kernel, arena.latent, arena.score = SimpleNamespace(Selection=Segments), arena.latent.float(), None
+    arena.kernel, arena.latent, arena.score = SimpleNamespace(SegmentedTopK=Segments), arena.latent.float(), None
     assert arena.aim(sparsity)
     arena.play("pick")
     scores = {name: latent.abs() for name, latent in pruner.state_dict()["latents"].items()}

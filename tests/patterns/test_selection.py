@@ -9,25 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
+from interpreter import DEVICE
+from score_cases import INF, NAN, SCORE_KINDS, make_scores
 from torch import Tensor
 
 from pomona.errors import PomonaError
 from pomona.patterns import selection
 from pomona.patterns.selection import select_largest, select_largest_per_row
 
-NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
-kernel = [
-    *([] if INTERPRETED else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        not TRITON or (DEVICE == "cpu" and not INTERPRETED),
-        reason="needs Triton, and a CUDA device or its interpreter",
-    ),
-]
-
 # Few values, so that ties are the rule, with every special one among them.
 floats = st.sampled_from([-INF, -2.0, -0.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 2.0, 1e30, INF, NAN, -NAN])
 
@@ -46,24 +38,6 @@ def reference(values: list[float], keep: int) -> list[bool]:
 
 def flat(masks: list[Tensor]) -> list[bool]:
     return [kept for mask in masks for kept in mask.flatten().tolist()]
-
-
-def awkward(kind: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    scores = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    if kind == "ties":
-        return scores.round()
-    if kind == "equal":
-        return torch.full(shape, -0.25)
-    if kind == "mostly zero":
-        return torch.where(scores > 1, scores, 0.0)
-    if kind == "special":
-        odd = torch.tensor([NAN, -NAN, INF, -INF, -0.0, 0.0])
-        choice = torch.randint(12, shape, generator=torch.Generator().manual_seed(seed + 1))
-        return torch.where(choice < 6, odd[choice % 6], scores)
-    return scores
-
-
-KINDS = ["normal", "ties", "equal", "mostly zero", "special"]
 
 
 # --- over all tensors ---
@@ -108,10 +82,10 @@ def test_any_float_and_any_chunk(data: st.DataObject) -> None:
         assert flat(select_largest([torch.tensor(values)], keep)) == reference(values, keep)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORE_KINDS)
 def test_large(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "CHUNK", 4096)
-    scores = [awkward(kind, (50, 111)), awkward(kind, (7,), 1), awkward(kind, (20_000,), 2)]
+    scores = [make_scores(kind, (50, 111)), make_scores(kind, (7,), 1), make_scores(kind, (20_000,), 2)]
     values = torch.cat([score.flatten() for score in scores]).tolist()
     for keep in (1, 255, len(values) // 2, len(values) - 1):
         assert flat(select_largest(scores, keep)) == reference(values, keep)
@@ -120,12 +94,12 @@ def test_large(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("miss", [-INF, -0.5, 0.25, INF, NAN])
 def test_a_missed_guess_is_found_out(miss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_likely_threshold", lambda *_: np.float32(miss))
-    scores = awkward("special", (500,))
+    scores = make_scores("special", (500,))
     assert flat(select_largest([scores], 200)) == reference(scores.tolist(), 200)
 
 
 def test_the_guess_is_seldom_missed() -> None:
-    scores = awkward("normal", (30_000,)).numpy()
+    scores = make_scores("normal", (30_000,)).numpy()
     for keep in (3, 300, 3000, 15_000, 29_990):
         guess = selection._likely_threshold([scores], [scores], keep)
         assert guess == np.sort(scores)[-keep]
@@ -146,7 +120,7 @@ def test_not_contiguous_and_needing_a_gradient() -> None:
 
 
 def test_scores_are_left_alone() -> None:
-    scores = awkward("special", (64, 4))
+    scores = make_scores("special", (64, 4))
     bits = scores.view(torch.int32).clone()
     select_largest([scores], 100)
     select_largest_per_row(scores, 2)
@@ -198,11 +172,11 @@ def test_rows_against_the_reference(data: st.DataObject, dtype: torch.dtype, col
         assert selection._keep_by_topk(selection._keys(scores), keep).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORE_KINDS)
 @pytest.mark.parametrize("columns", [4, 32, 300])
 def test_many_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "CHUNK", 1024)
-    scores = awkward(kind, (columns, 77)).t()  # not contiguous
+    scores = make_scores(kind, (columns, 77)).t()  # not contiguous
     for keep in (1, columns // 2, columns - 1):
         assert select_largest_per_row(scores, keep).tolist() == [reference(row, keep) for row in scores.tolist()]
 
@@ -212,48 +186,6 @@ def test_rows_or_columns_that_are_not_there() -> None:
     assert select_largest_per_row(torch.empty(3, 0), 0).shape == (3, 0)
 
 
-# --- the Triton kernels, on a device or in Triton's interpreter ---
-
-
-class TestKernel:
-    pytestmark = kernel
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("sizes", [(5, 1), (2048,), (12_000, 0, 900)])
-    def test_kernel_over_all(self, kind: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        from pomona.patterns import selection_triton
-
-        monkeypatch.setattr(selection_triton, "PROGRAMS", 2)  # several blocks a program
-        scores = [awkward(kind, (size,), seed) for seed, size in enumerate(sizes)]
-        total = sum(sizes)
-        for keep in (total // 3, total - 1):
-            mask = selection_triton.select_largest([score.to(DEVICE) for score in scores], keep)
-            assert mask.tolist() == flat(select_largest(scores, keep))
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_kernel_on_narrow_floats(self, dtype: torch.dtype) -> None:
-        from pomona.patterns import selection_triton
-
-        scores = awkward("special", (3000,)).to(dtype)
-        mask = selection_triton.select_largest([scores.to(DEVICE)], 1700)
-        assert mask.tolist() == flat(select_largest([scores], 1700))
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("shape", [(70, 4), (300, 9), (65, 32), (3, 1000)])
-    def test_kernel_per_row(self, kind: str, shape: tuple[int, int]) -> None:
-        from pomona.patterns import selection_triton
-
-        scores = awkward(kind, shape)
-        for keep in (1, shape[1] // 2):
-            mask = selection_triton.select_largest_per_row(scores.to(DEVICE), keep)
-            assert torch.equal(mask.cpu(), select_largest_per_row(scores, keep))
-
-
-@needed
-def test_the_kernels_in_the_interpreter() -> None:
-    interpret(__file__, "TestKernel")
-
-
 # --- on CUDA ---
 
 
@@ -261,11 +193,11 @@ class TestCuda:
     pytestmark = gpu
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", SCORE_KINDS)
     def test_same_masks_as_on_cpu(self, kind: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
         for size in (1, 2, 2047, 2048, 2049, 270_001, 3_000_000):
-            scores = [awkward(kind, (size,)).to(dtype), awkward(kind, (3, 5)).to(dtype)]
+            scores = [make_scores(kind, (size,)).to(dtype), make_scores(kind, (3, 5)).to(dtype)]
             for keep in (0, 1, int(torch.randint(size, (), generator=generator)), size + 14, size + 15):
                 masks = select_largest([score.cuda() for score in scores], keep)
                 expected = select_largest(scores, keep)
@@ -274,8 +206,8 @@ class TestCuda:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(50_000, 4), (1001, 33), (64, 4096), (3, 5000)])
     def test_same_rows_as_on_cpu(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        for kind in KINDS:
-            scores = awkward(kind, shape).to(dtype)
+        for kind in SCORE_KINDS:
+            scores = make_scores(kind, shape).to(dtype)
             for keep in (0, 1, shape[1] // 2, shape[1]):
                 assert torch.equal(
                     select_largest_per_row(scores.cuda(), keep).cpu(), select_largest_per_row(scores, keep)
@@ -283,8 +215,8 @@ class TestCuda:
 
     def test_plain_torch_gives_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(selection, "_triton", lambda: None)
-        for kind in KINDS:
-            scores = awkward(kind, (10_000,))
+        for kind in SCORE_KINDS:
+            scores = make_scores(kind, (10_000,))
             assert torch.equal(select_largest([scores.cuda()], 999)[0].cpu(), select_largest([scores], 999)[0])
 
     @pytest.mark.parametrize("dtype", DTYPES)

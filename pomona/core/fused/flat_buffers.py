@@ -154,9 +154,9 @@ class Arena:
     def select(self, scores: Tensor) -> None:
         """mask ← the highest scores; what a floor keeps of a layer comes before all others."""
         if self.floor is not None:
-            self.floor.run(scores, self.mask)
+            self.floor.select(scores, self.mask)
             scores = scores.masked_fill(self.mask[: self.count], torch.inf)
-        self.selection.run(scores, self.mask)
+        self.selection.select(scores, self.mask)
 
     # ---- the three moves, for all slots or some of them
 
@@ -261,11 +261,11 @@ class Arena:
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
         if self.selection is None:
-            self.selection = self.kernel.Selection(sizes, self.mask.device)
-            self.floor = self.kernel.Selection(self.sizes, self.mask.device) if floor else None
-        self.selection.aim([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
+            self.selection = self.kernel.SegmentedTopK(sizes, self.mask.device)
+            self.floor = self.kernel.SegmentedTopK(self.sizes, self.mask.device) if floor else None
+        self.selection.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
         if floor:
-            self.floor.aim(floor_counts(shapes, sparsity, self.method.pattern, floor))
+            self.floor.set_counts(floor_counts(shapes, sparsity, self.method.pattern, floor))
         return True
 
     def redraw(self, number: int) -> None:

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...patterns.segments_triton import Selection
+from ...patterns.radix_select_triton import SegmentedTopK
 from .random_stream import GRAIN, ROUNDS, Stream
 
-__all__ = ["Figures", "Rows", "Selection", "move", "redraw", "table"]
+__all__ = ["Figures", "Rows", "SegmentedTopK", "move", "redraw", "table"]
 
 BLOCK = 4096  # weights a program moves
 ROW = 1024  # weights of an output that a program reads at a time
