@@ -77,7 +77,8 @@ def data(
         here = "[green]yes[/]" if entry.present else "no"
         table.add_row(f"[bold]{entry.name}[/]", here, entry.size, escape(entry.path or entry.get))
     show(table)
-    print(f"looked in {', '.join(map(str, sources.roots(data_dir)))}; --data-dir and POMONA_DATA name other folders.")
+    folders = ", ".join(map(str, sources.data_folders(data_dir)))
+    print(f"looked in {folders}; --data-dir and POMONA_DATA name other folders.")
 
 
 @app.command()

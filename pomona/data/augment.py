@@ -19,17 +19,17 @@ from pomona.registry import Registry
 
 
 @dataclass(frozen=True)
-class Augment:
+class Augmentation:
     """An augmentation that first pads with black, as is the custom: raw zeros, before normalising."""
 
     pad: int = 4
     name: ClassVar[str]
-    draws: ClassVar[int]  # uniform numbers an image needs
+    uniforms_per_image: ClassVar[int]  # uniform numbers an image needs
 
     def __post_init__(self) -> None:
         require(self.pad >= 0, f"pad must be 0 or more, got {self.pad}.")
 
-    def plan(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
+    def draw_params(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
         """What happens to each image, one row an image, from u in [0, 1) of `draws` columns."""
         raise NotImplementedError
 
@@ -38,20 +38,20 @@ class Augment:
         raise NotImplementedError
 
 
-AUGMENTS: Registry[Augment] = Registry("augmentation")
+AUGMENTS: Registry[Augmentation] = Registry("augmentation")
 
 
 @AUGMENTS.register("standard")
 @dataclass(frozen=True)
-class Standard(Augment):
+class Standard(Augmentation):
     """Pad, crop back to size at a random place, flip left to right half the time.
 
     A plan row is (top, left, flip), counted in the padded image.
     """
 
-    draws: ClassVar[int] = 3
+    uniforms_per_image: ClassVar[int] = 3
 
-    def plan(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
+    def draw_params(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
         return (u * [2 * self.pad + 1, 2 * self.pad + 1, 2]).astype(np.int64)
 
     def __call__(self, images: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Standard(Augment):
 
 @AUGMENTS.register("resized_crop")
 @dataclass(frozen=True)
-class ResizedCrop(Augment):
+class ResizedCrop(Augmentation):
     """Pad, cut a box of random area and shape, scale it back to size (bilinear), flip half the time.
 
     Boxes are drawn as torchvision's RandomResizedCrop draws them: up to ten tries for a box that
@@ -78,9 +78,9 @@ class ResizedCrop(Augment):
     tries: ClassVar[int] = 10
     area: ClassVar[tuple[float, float]] = (0.08, 1.0)
     ratio: ClassVar[tuple[float, float]] = (3 / 4, 4 / 3)
-    draws: ClassVar[int] = 2 * tries + 3
+    uniforms_per_image: ClassVar[int] = 2 * tries + 3
 
-    def plan(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
+    def draw_params(self, u: np.ndarray, height: int, width: int) -> np.ndarray:
         full = np.array([height + 2 * self.pad, width + 2 * self.pad])
         (small, large), (flat, wide) = self.area, self.ratio
         area = full.prod() * (small + (large - small) * u[:, : self.tries])

@@ -9,8 +9,8 @@ import torch
 
 from pomona.errors import require
 
-from . import draws
-from .augment import AUGMENTS, Augment
+from . import keyed_random
+from .augment import AUGMENTS, Augmentation
 from .split import Split
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +30,7 @@ class Batches:
         batch_size: int,
         *,
         seed: int = 0,
-        augment: str | Augment | None = None,
+        augment: str | Augmentation | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         shuffle: bool = True,
@@ -45,11 +45,11 @@ class Batches:
         self.dtype, self.rank, self.world = dtype, rank, world
         self.layout = torch.channels_last if channels_last else torch.preserve_format
         self.augment = None if augment is None else AUGMENTS.resolve(augment)
-        self._image = split.x.dim() == 4 and split.x.dtype == torch.uint8
-        self._check(channels_last)
-        self._scale, self._shift = self._affine(mean, std)
+        self._is_image = split.x.dim() == 4 and split.x.dtype == torch.uint8
+        self._validate(channels_last)
+        self._scale, self._shift = self._normalization(mean, std)
 
-    def _check(self, channels_last: bool) -> None:
+    def _validate(self, channels_last: bool) -> None:
         rows = len(self.split)
         require(self.batch_size >= 1, f"batch_size must be 1 or more, got {self.batch_size}.")
         require(rows > 0, "a split without rows gives no batches.")
@@ -63,17 +63,17 @@ class Batches:
             f"batch_size {self.batch_size} does not divide among {self.world} ranks: take a multiple.",
         )
         require(
-            self._image or (self.augment is None and not channels_last),
+            self._is_image or (self.augment is None and not channels_last),
             f"augment and channels_last are for images (uint8, 4 axes), "
             f"this split holds {self.split.x.dtype} with {self.split.x.dim()} axes: leave them out.",
         )
 
-    def _affine(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Batch:
+    def _normalization(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Batch:
         """What turns raw 0 … 255 into (x/255 − mean)/std."""
         device, shape = self.split.x.device, self.split.x.shape
         for given in (mean, std):
             require(
-                given is None or (self._image and len(given) in (1, shape[1])),
+                given is None or (self._is_image and len(given) in (1, shape[1])),
                 f"mean and std take one number for each of the image's channels, got {given} for {tuple(shape)}.",
             )
         require(min(std or [1.0]) > 0, f"std must be above 0, got {std}.")
@@ -94,46 +94,46 @@ class Batches:
             self.drop_last or rest % self.world == 0,
             f"the last batch of {rest} does not divide among {self.world} ranks: set drop_last=True.",
         )
-        return self._epoch(epoch, start)
+        return self._iterate_epoch(epoch, start)
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        order, plan = (None if part is None else part.to(self.split.x.device) for part in self.draw(epoch))
+    def _iterate_epoch(self, epoch: int, start: int) -> Iterator[Batch]:
+        order, plan = (None if part is None else part.to(self.split.x.device) for part in self.draw_epoch(epoch))
         for k in range(start, len(self)):
-            rows = self._slice(k)
-            yield self.gather(order[rows], None if plan is None else plan[rows])  # type: ignore[index]
+            rows = self._rank_rows(k)
+            yield self.gather_batch(order[rows], None if plan is None else plan[rows])  # type: ignore[index]
 
-    def draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draw_epoch(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An epoch's order of rows, and what the augmentation does to each; both on the host."""
         count = len(self.split)
-        order = draws.permutation(count, self.seed, epoch, 0) if self.shuffle else np.arange(count)
+        order = keyed_random.permutation(count, self.seed, epoch, 0) if self.shuffle else np.arange(count)
         if self.augment is None:
             return torch.from_numpy(order), None
-        u = draws.uniform((count, self.augment.draws), self.seed, epoch, 1)
-        return torch.from_numpy(order), torch.from_numpy(self.augment.plan(u, *self.split.x.shape[2:]))
+        u = keyed_random.uniform((count, self.augment.uniforms_per_image), self.seed, epoch, 1)
+        return torch.from_numpy(order), torch.from_numpy(self.augment.draw_params(u, *self.split.x.shape[2:]))
 
-    def gather(self, rows: torch.Tensor, plan: torch.Tensor | None) -> Batch:
+    def gather_batch(self, rows: torch.Tensor, plan: torch.Tensor | None) -> Batch:
         """The batch of these rows, augmented as planned."""
         images = self.split.x[rows]
         if self.augment is not None and plan is not None:
             images = self.augment(images, plan)
-        return self._ready(images), self.split.y[rows]
+        return self._prepare_inputs(images), self.split.y[rows]
 
     def evaluate(self) -> Iterator[Batch]:
         """Every row once, in order, without augmentation, the last batch included."""
         for k in range(-(-len(self.split) // self.batch_size)):
-            rows = self._slice(k)
-            yield self._ready(self.split.x[rows]), self.split.y[rows]
+            rows = self._rank_rows(k)
+            yield self._prepare_inputs(self.split.x[rows]), self.split.y[rows]
 
-    def _slice(self, k: int) -> slice:
+    def _rank_rows(self, k: int) -> slice:
         """This rank's rows of global batch k; the first ranks take one more where it is uneven."""
         first = k * self.batch_size
         share, extra = divmod(min(self.batch_size, len(self.split) - first), self.world)
         start = first + self.rank * share + min(self.rank, extra)
         return slice(start, start + share + (self.rank < extra))
 
-    def _ready(self, x: torch.Tensor) -> torch.Tensor:
+    def _prepare_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Images normalised, tables in the asked dtype, tokens as they are."""
-        if self._image:
+        if self._is_image:
             x = torch.addcmul(self._shift, x.float(), self._scale)
         if x.is_floating_point():
             x = x.to(self.dtype, memory_format=self.layout)

@@ -20,7 +20,7 @@ PIXELS = 3 * 32 * 32
 class Cifar(Source):
     """Colour images of 32×32; 50 000 to train, 10 000 to test."""
 
-    holds: ClassVar[str] = "50 000 + 10 000 colour images of 32×32"
+    contents: ClassVar[str] = "50 000 + 10 000 colour images of 32×32"
     licence: ClassVar[str] = "no licence stated; cite the report"
     citation: ClassVar[str] = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
     classes: ClassVar[int]
@@ -41,8 +41,8 @@ class Cifar(Source):
         images, labels = (np.concatenate(p) for p in zip(*parts, strict=True))
         return Dataset(
             self.name,
-            Split.of(images, labels),
-            Split.of(*read(folder / self.test, self.test_rows)),
+            Split.from_arrays(images, labels),
+            Split.from_arrays(*read(folder / self.test, self.test_rows)),
             classes=self.classes,
             input_shape=(3, 32, 32),
             mean=self.mean,
@@ -54,10 +54,10 @@ class Cifar(Source):
     def binary(self, path: Path, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """A file of records: the label bytes, then red, green and blue planes."""
         path = path.with_suffix(".bin")
-        data = np.frombuffer(self.content(path), np.uint8)
+        data = np.frombuffer(self.read_bytes(path), np.uint8)
         record = self.label_bytes + PIXELS
         if data.size != rows * record:
-            raise self.damaged(path, f"{data.size} bytes", f"{rows * record} ({rows} records of {record})")
+            raise self.damaged_error(path, f"{data.size} bytes", f"{rows * record} ({rows} records of {record})")
         records = data.reshape(rows, record)
         return self.checked(path, records[:, self.label_bytes :], records[:, self.label_bytes - 1])
 
@@ -66,30 +66,30 @@ class Cifar(Source):
         content = self.dictionary(path)
         images, labels = content.get("data"), content.get(self.key)
         if not isinstance(images, np.ndarray) or images.shape != (rows, PIXELS):
-            raise self.damaged(path, f"'data' of shape {getattr(images, 'shape', None)}", f"{(rows, PIXELS)}")
+            raise self.damaged_error(path, f"'data' of shape {getattr(images, 'shape', None)}", f"{(rows, PIXELS)}")
         whole = isinstance(labels, list) and len(labels) == rows and all(type(v) is int for v in labels)
         if not whole:
-            raise self.damaged(path, f"no list of {rows} whole numbers under '{self.key}'", "one")
+            raise self.damaged_error(path, f"no list of {rows} whole numbers under '{self.key}'", "one")
         return self.checked(path, images, np.array(labels))
 
     def checked(self, path: Path, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         bad = np.flatnonzero((labels < 0) | (labels >= self.classes))
         if bad.size:
-            raise self.damaged(path, f"label {labels[bad[0]]} in record {bad[0]}", f"0 to {self.classes - 1}")
+            raise self.damaged_error(path, f"label {labels[bad[0]]} in record {bad[0]}", f"0 to {self.classes - 1}")
         return images.reshape(-1, 3, 32, 32), labels
 
     def class_names(self, folder: Path, binary: bool) -> tuple[str, ...]:
         text, meta, key = self.names
         if binary:
-            return tuple(self.content(folder / text).decode("utf-8", "replace").split())
+            return tuple(self.read_bytes(folder / text).decode("utf-8", "replace").split())
         return tuple(str(n) for n in self.dictionary(folder / meta).get(key, ()))
 
     def dictionary(self, path: Path) -> dict[str, Any]:
-        content = self.content(path)
+        content = self.read_bytes(path)
         try:
             return unpickle(content)
         except ValueError as error:
-            raise self.damaged(path, str(error), "a dictionary of numbers, names and one uint8 array") from error
+            raise self.damaged_error(path, str(error), "a dictionary of numbers, names and one uint8 array") from error
 
 
 @SOURCES.register("cifar10")

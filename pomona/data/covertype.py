@@ -12,7 +12,7 @@ import numpy as np
 
 from pomona.errors import require
 
-from . import draws
+from . import keyed_random
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source
 from .split import Split
@@ -32,7 +32,7 @@ class Covertype(Source):
 
     test: float = 0.2  # share of the rows
     classes: ClassVar[int] = 7
-    holds: ClassVar[str] = "581 012 rows of 54 features, or any part of them"
+    contents: ClassVar[str] = "581 012 rows of 54 features, or any part of them"
     licence: ClassVar[str] = "CC BY 4.0"
     citation: ClassVar[str] = "Blackard, Covertype, UCI Machine Learning Repository, 1998"
     folders: ClassVar[tuple[str, ...]] = ("covertype",)
@@ -55,16 +55,16 @@ class Covertype(Source):
         x, labels = table[:, :FEATURES], table[:, FEATURES]
         bad = np.flatnonzero(~np.isin(labels, np.arange(1, 8)))
         if bad.size:
-            raise self.damaged(path, f"class {labels[bad[0]]:g} in data row {bad[0] + 1}", "1 to 7")
+            raise self.damaged_error(path, f"class {labels[bad[0]]:g} in data row {bad[0] + 1}", "1 to 7")
         if not np.isfinite(x).all():
-            raise self.damaged(path, "a feature that is no finite number", "numbers")
+            raise self.damaged_error(path, "a feature that is no finite number", "numbers")
         y = labels.astype(np.int64) - 1
-        train, test = draws.stratified(y, round(self.test * len(y)), 0)
+        train, test = keyed_random.stratified_split(y, round(self.test * len(y)), 0)
         x = unit(x)
         return Dataset(
             self.name,
-            Split.of(x[train], y[train]),
-            Split.of(x[test], y[test]),
+            Split.from_arrays(x[train], y[train]),
+            Split.from_arrays(x[test], y[test]),
             classes=7,
             input_shape=(FEATURES,),
             kind="table",
@@ -77,20 +77,20 @@ class Covertype(Source):
         for number, line in enumerate(lines, 1):
             columns = line.count(",") + 1
             if columns != FEATURES + 1:
-                raise self.damaged(path, f"{columns} columns in line {number}", f"{FEATURES + 1}")
+                raise self.damaged_error(path, f"{columns} columns in line {number}", f"{FEATURES + 1}")
         if len(lines) - header < 2:
-            raise self.damaged(path, f"{len(lines) - header} rows", "2 or more")
+            raise self.damaged_error(path, f"{len(lines) - header} rows", "2 or more")
         try:
             return np.loadtxt(lines[header:], np.float32, delimiter=",", ndmin=2)
         except ValueError as error:
-            raise self.damaged(path, str(error).rstrip("."), "numbers") from error
+            raise self.damaged_error(path, str(error).rstrip("."), "numbers") from error
 
     def text(self, path: Path) -> str:
-        data = self.content(path)
+        data = self.read_bytes(path)
         try:
             return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise self.damaged(path, str(error), "CSV text, plain or gzipped") from error
+            raise self.damaged_error(path, str(error), "CSV text, plain or gzipped") from error
 
 
 def unit(x: np.ndarray) -> np.ndarray:

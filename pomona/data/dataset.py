@@ -10,9 +10,9 @@ import torch
 
 from pomona.errors import PomonaError, require, unknown_name_error
 
-from . import draws
+from . import keyed_random
 from .batches import Batches
-from .split import Split, windows
+from .split import Split, cut_windows
 
 Kind = Literal["image", "tokens", "table", "text"]
 
@@ -62,7 +62,7 @@ class Dataset:
         """
         split = self.part(part)
         if self.kind == "text":
-            split = windows(split, self.input_shape[0], batch_size if carry else 0)
+            split = cut_windows(split, self.input_shape[0], batch_size if carry else 0)
             if carry:
                 options = {"shuffle": False, "drop_last": True} | options
         augment = self.augment if part == "train" else None
@@ -89,8 +89,8 @@ class Dataset:
             self.valid is None,
             f"'{self.name}' has its own validation part, so validation must be 0, got {validation}.",
         )
-        train, valid = draws.stratified(self.train.y.cpu().numpy(), count, seed)
-        return dataclasses.replace(self, train=self.train.take(train), valid=self.train.take(valid))
+        train, valid = keyed_random.stratified_split(self.train.y.cpu().numpy(), count, seed)
+        return dataclasses.replace(self, train=self.train.take_rows(train), valid=self.train.take_rows(valid))
 
     def describe(self) -> dict[str, Any]:
         """What a run records about its data."""

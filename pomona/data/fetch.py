@@ -15,12 +15,12 @@ from pathlib import Path
 
 from pomona.errors import PomonaError, unknown_name_error
 
-from .sources import SOURCES, Download, Root, roots
+from .sources import SOURCES, DataRoot, Download, data_folders
 
 Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all where known
 
 
-def download(name: str, root: Root = None, *, folder: str | None = None, progress: Progress | None = None) -> Path:
+def download(name: str, root: DataRoot = None, *, folder: str | None = None, progress: Progress | None = None) -> Path:
     """Fetch a data set into the first data folder and return where it lies.
 
     `folder` picks one of several published layouts (`cifar-10-batches-py`). What is there already
@@ -28,11 +28,11 @@ def download(name: str, root: Root = None, *, folder: str | None = None, progres
     """
     source = SOURCES[name]
     if not source.downloads:
-        raise PomonaError(f"data set '{name}' has no download: {source.get()}.")
+        raise PomonaError(f"data set '{name}' has no download: {source.how_to_get()}.")
     folder = folder or next(iter(source.downloads))
     if folder not in source.downloads:
         raise unknown_name_error(f"layout of '{name}'", folder, source.downloads)
-    base = roots(root)[0]
+    base = data_folders(root)[0]
     target = base / folder
     if target.exists():
         return target

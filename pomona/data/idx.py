@@ -33,7 +33,7 @@ class Idx(Source):
     """Ten classes of grey images in four IDX files."""
 
     classes: ClassVar[int] = 10
-    holds: ClassVar[str] = "60 000 + 10 000 grey images of 28×28"
+    contents: ClassVar[str] = "60 000 + 10 000 grey images of 28×28"
     mean: ClassVar[float]
     std: ClassVar[float]
     labels: ClassVar[tuple[str, ...]] = tuple("0123456789")
@@ -55,29 +55,29 @@ class Idx(Source):
         x, _ = self.array(folder, images, axes=3)
         y, path = self.array(folder, labels, axes=1)
         if len(x) != len(y):
-            raise self.damaged(path, f"{len(y)} labels", f"{len(x)}, one for each image")
+            raise self.damaged_error(path, f"{len(y)} labels", f"{len(x)}, one for each image")
         if y.max(initial=0) >= self.classes:
-            raise self.damaged(path, f"label {y.max()}", f"0 to {self.classes - 1}")
-        return Split.of(x[:, None], y)
+            raise self.damaged_error(path, f"label {y.max()}", f"0 to {self.classes - 1}")
+        return Split.from_arrays(x[:, None], y)
 
     def array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
         """One IDX file: magic number, a big-endian 32-bit length for each axis, then the bytes."""
         path = folder / name
-        data = self.content(path) if path.exists() else self.unzip(folder / f"{name}.gz")
+        data = self.read_bytes(path) if path.exists() else self.unzip(folder / f"{name}.gz")
         magic, start = 0x800 + axes, 4 + 4 * axes
         if len(data) < start or int.from_bytes(data[:4], "big") != magic:
-            raise self.damaged(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
+            raise self.damaged_error(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
         shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
         if len(data) != start + math.prod(shape):
-            raise self.damaged(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
+            raise self.damaged_error(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
 
     def unzip(self, path: Path) -> bytes:
-        data = self.content(path)
+        data = self.read_bytes(path)
         try:
             return gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise self.damaged(path, str(error), "a whole gzip file") from error
+            raise self.damaged_error(path, str(error), "a whole gzip file") from error
 
 
 @SOURCES.register("mnist")

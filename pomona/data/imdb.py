@@ -34,7 +34,7 @@ class Imdb(Source):
     keep: str = "last"  # which tokens of a longer review: the "first" or the "last"
     pad: str = "left"  # where a shorter review is filled: "left" or "right"
     classes: ClassVar[int] = 2
-    holds: ClassVar[str] = "25 000 + 25 000 reviews"
+    contents: ClassVar[str] = "25 000 + 25 000 reviews"
     licence: ClassVar[str] = "no licence stated; cite the paper"
     citation: ClassVar[str] = "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"
     folders: ClassVar[tuple[str, ...]] = ("aclImdb",)
@@ -78,9 +78,9 @@ class Imdb(Source):
         for label in ("neg", "pos"):
             paths = sorted((folder / label).glob("*.txt"))
             if len(paths) != self.reviews:
-                raise self.damaged(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
+                raise self.damaged_error(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
             for path in paths:
-                words = tokenise(self.content(path).decode("utf-8", "replace"))
+                words = tokenize(self.read_bytes(path).decode("utf-8", "replace"))
                 counts.update(words)
                 texts.append(words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :])
         return texts
@@ -90,9 +90,9 @@ class Imdb(Source):
         for row, words in zip(x, texts, strict=True):
             start = self.maxlen - len(words) if self.pad == "left" else 0
             row[start : start + len(words)] = [ids.get(word, UNKNOWN) for word in words]
-        return Split.of(x, np.arange(2).repeat(self.reviews))
+        return Split.from_arrays(x, np.arange(2).repeat(self.reviews))
 
 
-def tokenise(text: str) -> list[str]:
+def tokenize(text: str) -> list[str]:
     """Lower-case runs of letters; the reviews' line breaks, written as HTML, are no words."""
     return WORD.findall(text.lower().replace("<br />", " "))

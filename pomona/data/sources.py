@@ -15,7 +15,7 @@ from pomona.registry import Registry, parse_spec
 
 from .dataset import Dataset
 
-Root = str | os.PathLike[str] | None
+DataRoot = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -37,64 +37,64 @@ class Source:
 
     name: ClassVar[str]
     classes: ClassVar[int | None] = None  # None: the files tell
-    holds: ClassVar[str] = ""
+    contents: ClassVar[str] = ""
     licence: ClassVar[str] = ""
     citation: ClassVar[str] = ""
     folders: ClassVar[tuple[str, ...]] = ()  # names it goes by under a data folder; none: built in
     marker: ClassVar[str] = "."  # what a folder must hold to be taken for this data set
     downloads: ClassVar[Mapping[str, tuple[Download, ...]]] = {}  # folder → the files that make it
-    advice: ClassVar[str] = ""  # how to get it, where it cannot be downloaded
+    instructions: ClassVar[str] = ""  # how to get it, where it cannot be downloaded
 
     def read(self, folder: Path) -> Dataset:
         """Read the files, or say which one is missing or damaged."""
         raise NotImplementedError
 
     @classmethod
-    def get(cls) -> str:
+    def how_to_get(cls) -> str:
         """How to get the files, as an order to the reader."""
-        return f"run `pomona data --download {cls.name}`" if cls.downloads else cls.advice
+        return f"run `pomona data --download {cls.name}`" if cls.downloads else cls.instructions
 
     @classmethod
-    def candidates(cls, root: Root = None) -> list[Path]:
+    def candidate_folders(cls, root: DataRoot = None) -> list[Path]:
         """Every folder that is looked at, in order."""
         found = []
-        for base in roots(root):
+        for base in data_folders(root):
             found += [base / folder for folder in cls.folders]
             found += [base] if base.name in cls.folders else []  # pointed right at it
         return found
 
     @classmethod
-    def find(cls, root: Root = None) -> Path | None:
+    def find_folder(cls, root: DataRoot = None) -> Path | None:
         """The first folder that holds the data set."""
-        return next((f for f in cls.candidates(root) if f.is_dir() and (f / cls.marker).exists()), None)
+        return next((f for f in cls.candidate_folders(root) if f.is_dir() and (f / cls.marker).exists()), None)
 
-    def content(self, path: Path) -> bytes:
+    def read_bytes(self, path: Path) -> bytes:
         """A file's bytes; a missing one is the user's to mend."""
         try:
             return path.read_bytes()
         except OSError as error:
             raise PomonaError(
-                f"{path} cannot be read ({error.strerror}): '{self.name}' needs it; {self.mend(path)}."
+                f"{path} cannot be read ({error.strerror}): '{self.name}' needs it; {self.repair_advice(path)}."
             ) from error
 
-    def damaged(self, path: Path, found: str, expected: str) -> PomonaError:
+    def damaged_error(self, path: Path, found: str, expected: str) -> PomonaError:
         """The error for a file that is not what it should be."""
-        return PomonaError(f"{path} is damaged: {found}, expected {expected}; {self.mend(path)}.")
+        return PomonaError(f"{path} is damaged: {found}, expected {expected}; {self.repair_advice(path)}.")
 
-    def mend(self, path: Path) -> str:
+    def repair_advice(self, path: Path) -> str:
         """What to do about a bad file."""
         if not self.downloads:
             return "put a sound copy in its place"
         names = {Path(folder).name for folder in self.folders}
         whole = next((p for p in path.parents if p.name in names), path.parent)
-        return f"remove {whole} and {self.get()}"
+        return f"remove {whole} and {self.how_to_get()}"
 
 
 SOURCES: Registry[Source] = Registry("data set")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One line of `pomona data`."""
 
     name: str
@@ -108,45 +108,45 @@ class Entry:
     size: str
 
 
-def roots(root: Root = None) -> list[Path]:
+def data_folders(root: DataRoot = None) -> list[Path]:
     """Folders of data, in the order they are looked in: the given one, POMONA_DATA, the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pomona"
     given = [Path(p).expanduser() for p in (root, os.environ.get("POMONA_DATA")) if p]
     return list(dict.fromkeys([*given, cache]))
 
 
-def locate(name: str, root: Root = None) -> Path:
+def locate(name: str, root: DataRoot = None) -> Path:
     """The folder that holds a data set."""
     source = SOURCES[name]
     if not source.folders:
         raise PomonaError(f"data set '{name}' is built in and has no folder: load it as it is.")
-    folder = source.find(root)
+    folder = source.find_folder(root)
     if folder is None:
-        looked = ", ".join(str(f) for f in source.candidates(root))
+        looked = ", ".join(str(f) for f in source.candidate_folders(root))
         raise PomonaError(
-            f"data set '{name}' was looked for in {looked}, and is in none of them: {source.get()}, "
+            f"data set '{name}' was looked for in {looked}, and is in none of them: {source.how_to_get()}, "
             "or point --data-dir or POMONA_DATA at the folder that holds it."
         )
     return folder
 
 
-def catalog(root: Root = None) -> list[Entry]:
+def catalog(root: DataRoot = None) -> list[CatalogEntry]:
     """Every data set: whether it is here, where it was looked for, how to get it, whom to cite."""
     entries = []
     for name in SOURCES:
         source = SOURCES[name]
-        path = source.find(root)
+        path = source.find_folder(root)
         entries.append(
-            Entry(
+            CatalogEntry(
                 name=name,
                 present=path is not None or not source.folders,
                 path=None if path is None else str(path),
-                looked=[str(f) for f in source.candidates(root)],
-                get=source.get(),
+                looked=[str(f) for f in source.candidate_folders(root)],
+                get=source.how_to_get(),
                 licence=source.licence,
                 citation=source.citation,
                 classes=source.classes,
-                size=source.holds,
+                size=source.contents,
             )
         )
     return entries
@@ -155,7 +155,7 @@ def catalog(root: Root = None) -> list[Entry]:
 def load(
     name: str,
     *,
-    root: Root = None,
+    root: DataRoot = None,
     device: torch.device | str = "cpu",
     validation: int | float = 0,
     seed: int = 0,

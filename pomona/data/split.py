@@ -24,7 +24,7 @@ class Split:
         )
 
     @classmethod
-    def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
+    def from_arrays(cls, x: np.ndarray, y: np.ndarray) -> Split:
         """A split from arrays; targets become int64, which the losses of torch want."""
         return cls(torch.from_numpy(np.require(x, requirements=["C", "W"])), torch.from_numpy(y.astype(np.int64)))
 
@@ -34,13 +34,13 @@ class Split:
     def to(self, device: torch.device | str) -> Split:
         return Split(self.x.to(device), self.y.to(device))
 
-    def take(self, rows: np.ndarray) -> Split:
+    def take_rows(self, rows: np.ndarray) -> Split:
         """The given rows, copied."""
         index = torch.from_numpy(rows).to(self.x.device)
         return Split(self.x[index], self.y[index])
 
 
-def windows(stream: Split, length: int, carry: int = 0) -> Split:
+def cut_windows(stream: Split, length: int, carry: int = 0) -> Split:
     """Cut a token stream into windows of `length`; the last tokens that fill none are left out.
 
     With `carry` rows, the windows are so ordered that row i of one unshuffled batch of `carry` goes

@@ -31,7 +31,7 @@ class Text(Source):
     licence: ClassVar[str] = "yours"
     citation: ClassVar[str] = "yours"
     folders: ClassVar[tuple[str, ...]] = ("text",)
-    advice: ClassVar[str] = "put your text into text/input.txt, or train.txt, valid.txt and test.txt"
+    instructions: ClassVar[str] = "put your text into text/input.txt, or train.txt, valid.txt and test.txt"
 
     def __post_init__(self) -> None:
         require(self.length >= 1, f"length must be 1 or more, got {self.length}.")
@@ -44,7 +44,7 @@ class Text(Source):
     def read(self, folder: Path) -> Dataset:
         units, ends = self.units(folder)
         vocabulary, tokens = np.unique(units, return_inverse=True)
-        parts = [Split.of(part[:-1].astype(np.int64), part[1:]) for part in np.split(tokens, ends)]
+        parts = [Split.from_arrays(part[:-1].astype(np.int64), part[1:]) for part in np.split(tokens, ends)]
         for part, name in zip(parts, ("train", "valid", "test"), strict=True):
             require(
                 len(part) >= self.length,
@@ -78,9 +78,9 @@ class Text(Source):
 
     def cut(self, path: Path) -> np.ndarray:
         try:
-            text = self.content(path).decode()
+            text = self.read_bytes(path).decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(path, str(error), "UTF-8 text") from error
+            raise self.damaged_error(path, str(error), "UTF-8 text") from error
         if not text:
             raise PomonaError(f"{path} is empty: put a text there.")
         if self.unit == "word":
@@ -94,7 +94,7 @@ class Shakespeare(Text):
     """A megabyte of Shakespeare's plays, 65 different characters."""
 
     classes: ClassVar[int] = 65
-    holds: ClassVar[str] = "1 115 394 characters"
+    contents: ClassVar[str] = "1 115 394 characters"
     licence: ClassVar[str] = "public domain"
     citation: ClassVar[str] = "Karpathy, The Unreasonable Effectiveness of Recurrent Neural Networks, 2015"
     folders: ClassVar[tuple[str, ...]] = ("tinyshakespeare",)

@@ -10,7 +10,7 @@ summary(model, (3, 32, 32))              parameters, non-zeros and MACs, layer b
 from __future__ import annotations
 
 from . import conv, densenet, lstm, mlp, resnet, resnet_cifar, vgg, wide_resnet  # noqa: F401  (they register)
-from .registry import Info, build, info, names
+from .registry import ModelInfo, build, info, names
 from .summary import Layer, Summary, summary
 
-__all__ = ["Info", "Layer", "Summary", "build", "info", "names", "summary"]
+__all__ = ["Layer", "ModelInfo", "Summary", "build", "info", "names", "summary"]

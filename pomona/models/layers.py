@@ -6,10 +6,10 @@ from torch import nn
 
 from ..errors import require
 
-GROUPS = 16  # of group norm, as De et al. (2022) have it for private training
+GROUP_NORM_GROUPS = 16  # of group norm, as De et al. (2022) have it for private training
 
 
-def conv(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
+def make_conv(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
     """A convolution without bias that keeps the image's size at stride 1."""
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
@@ -18,15 +18,15 @@ def make_norm(channels: int, kind: str = "batch", affine: bool = True) -> nn.Mod
     """Batch norm, or group norm where samples must not see each other."""
     if kind == "batch":
         return nn.BatchNorm2d(channels, affine=affine)
-    return nn.GroupNorm(GROUPS, channels, affine=affine)
+    return nn.GroupNorm(GROUP_NORM_GROUPS, channels, affine=affine)
 
 
-def head(channels: int, num_classes: int) -> nn.Sequential:
+def make_head(channels: int, num_classes: int) -> nn.Sequential:
     """Global average pool and a linear classifier."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-def widen(width: int, rho: float) -> int:
+def scale_width(width: int, rho: float) -> int:
     """⌊ρ·width⌋, which must leave a channel."""
     require(rho * width >= 1, f"rho={rho} leaves no channel of {width}: give at least {1 / width}.")
     return int(rho * width)
@@ -38,14 +38,14 @@ def make_dropout(rate: float) -> nn.Module:
     return nn.Dropout(rate) if rate else nn.Identity()
 
 
-def he_normal(model: nn.Module) -> None:
+def init_he_normal(model: nn.Module) -> None:
     """N(0, 2/fan_out) for every convolution; norms and linear layers keep PyTorch's initial values."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def he_uniform(model: nn.Module) -> None:
+def init_he_uniform(model: nn.Module) -> None:
     """Uniform in ±√(6/fan_in) for every convolution and linear layer, biases zero: IteRand's "KU"."""
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):

@@ -42,14 +42,14 @@ class LSTM(nn.Module):
         states = self.lstm(self.embedding(tokens))[0]
         # A count over the real tokens is 1 first at the first one, and highest first at the last one.
         count = tokens.ne(0).cumsum(1)
-        last = state_at(states[..., : self.lstm.hidden_size], count.argmax(1))
+        last = gather_state(states[..., : self.lstm.hidden_size], count.argmax(1))
         if self.lstm.bidirectional:
-            first = state_at(states[..., self.lstm.hidden_size :], count.clamp(max=1).argmax(1))
+            first = gather_state(states[..., self.lstm.hidden_size :], count.clamp(max=1).argmax(1))
             last = torch.cat((last, first), 1)
         return self.linear(self.dropout(last))
 
 
-def state_at(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def gather_state(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """From (batch, time, hidden), the state of each sample at its own position."""
     return states.take_along_dim(position[:, None, None], 1).squeeze(1)
 

@@ -18,21 +18,21 @@ from ..registry import validate_type
 
 
 @dataclass(frozen=True)
-class Info:
+class ModelInfo:
     """What is known of a network before it is built."""
 
     name: str
     paper: str
     input_shape: tuple[int, ...]  # one sample: (channels, height, width), or (tokens,)
     options: Mapping[str, Any]  # every option of `build`, with its default
-    make: Callable[..., nn.Module]
+    constructor: Callable[..., nn.Module]
 
     @property
-    def tokens(self) -> bool:
+    def takes_tokens(self) -> bool:
         """Whether the network reads token ids, and not images."""
         return "vocabulary" in self.options
 
-    def fit(self, input_shape: tuple[int, ...], num_classes: int | None = None) -> dict[str, Any]:
+    def fit_options(self, input_shape: tuple[int, ...], num_classes: int | None = None) -> dict[str, Any]:
         """The options that fit the network to samples of this shape, and to this many classes."""
         facts = {
             "in_channels": input_shape[0],
@@ -44,7 +44,7 @@ class Info:
         return {key: value for key, value in facts.items() if key in self.options}
 
 
-_records: dict[str, Info] = {}
+_models: dict[str, ModelInfo] = {}
 
 
 def register(
@@ -68,13 +68,13 @@ def register(
         for key, value in given.items():
             if key not in options:
                 raise unknown_name_error(f"option of model '{name}'", key, options)
-            check(key, value, hints[key])
+            validate_option(key, value, hints[key])
         return network(*shape, **options | given)
 
-    _records[name] = Info(name, paper, input_shape, MappingProxyType(options), make)
+    _models[name] = ModelInfo(name, paper, input_shape, MappingProxyType(options), make)
 
 
-def check(key: str, value: Any, hint: Any) -> None:
+def validate_option(key: str, value: Any, hint: Any) -> None:
     """Refuse a value outside the choices, of the wrong type, or no count where one is needed."""
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):
@@ -90,16 +90,16 @@ def check(key: str, value: Any, hint: Any) -> None:
 
 def names(pattern: str = "*") -> list[str]:
     """The networks whose name matches a shell pattern."""
-    return fnmatch.filter(sorted(_records), pattern)
+    return fnmatch.filter(sorted(_models), pattern)
 
 
-def info(name: str) -> Info:
+def info(name: str) -> ModelInfo:
     """The record of a network."""
-    if name not in _records:
-        raise unknown_name_error("model", name, _records)
-    return _records[name]
+    if name not in _models:
+        raise unknown_name_error("model", name, _models)
+    return _models[name]
 
 
 def build(name: str, **options: Any) -> nn.Module:
     """A network with fresh weights, drawn from torch's random generator."""
-    return info(name).make(**options)
+    return info(name).constructor(**options)

@@ -7,16 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .layers import conv, he_normal, he_uniform, head, make_norm, widen
+from .layers import init_he_normal, init_he_uniform, make_conv, make_head, make_norm, scale_width
 from .registry import register
 
 
-def unit(inputs: int, outputs: int, size: int, stride: int, affine: bool) -> nn.Sequential:
+def conv_norm(inputs: int, outputs: int, size: int, stride: int, affine: bool) -> nn.Sequential:
     """A convolution and its batch norm."""
-    return nn.Sequential(conv(inputs, outputs, size, stride), make_norm(outputs, affine=affine))
+    return nn.Sequential(make_conv(inputs, outputs, size, stride), make_norm(outputs, affine=affine))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """The shortcut, a 1×1 convolution where the shape changes; subclasses have the other path."""
 
     expansion: int
@@ -25,14 +25,14 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, affine: bool) -> None:
         super().__init__()
         same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else unit(inputs, outputs, 1, stride, affine)
+        self.shortcut = nn.Identity() if same else conv_norm(inputs, outputs, 1, stride, affine)
         self.relu = nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.relu(self.path(x) + self.shortcut(x))
 
 
-class Basic(Block):
+class BasicBlock(ResidualBlock):
     """Two 3×3 convolutions."""
 
     expansion = 1
@@ -40,13 +40,13 @@ class Basic(Block):
     def __init__(self, inputs: int, width: int, stride: int, inner: int, affine: bool) -> None:
         super().__init__(inputs, width, stride, affine)
         self.path = nn.Sequential(
-            unit(inputs, inner * width, 3, stride, affine),
+            conv_norm(inputs, inner * width, 3, stride, affine),
             nn.ReLU(),
-            unit(inner * width, width, 3, 1, affine),
+            conv_norm(inner * width, width, 3, 1, affine),
         )
 
 
-class Bottleneck(Block):
+class BottleneckBlock(ResidualBlock):
     """1×1, 3×3 and 1×1 convolutions; the stride is at the 3×3, as is now usual."""
 
     expansion = 4
@@ -54,11 +54,11 @@ class Bottleneck(Block):
     def __init__(self, inputs: int, width: int, stride: int, inner: int, affine: bool) -> None:
         super().__init__(inputs, 4 * width, stride, affine)
         self.path = nn.Sequential(
-            unit(inputs, inner * width, 1, 1, affine),
+            conv_norm(inputs, inner * width, 1, 1, affine),
             nn.ReLU(),
-            unit(inner * width, inner * width, 3, stride, affine),
+            conv_norm(inner * width, inner * width, 3, stride, affine),
             nn.ReLU(),
-            unit(inner * width, 4 * width, 1, 1, affine),
+            conv_norm(inner * width, 4 * width, 1, 1, affine),
         )
 
 
@@ -74,7 +74,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[Basic] | type[Bottleneck],
+        block: type[BasicBlock] | type[BottleneckBlock],
         depths: tuple[int, ...],
         inner: int = 1,
         *,
@@ -88,20 +88,20 @@ class ResNet(nn.Module):
         super().__init__()
         channels = 64
         if stem == "cifar":
-            self.stem = nn.Sequential(unit(in_channels, channels, 3, 1, affine), nn.ReLU())
+            self.stem = nn.Sequential(conv_norm(in_channels, channels, 3, 1, affine), nn.ReLU())
         else:
             pool = nn.MaxPool2d(3, 2, padding=1)
-            self.stem = nn.Sequential(unit(in_channels, channels, 7, 2, affine), nn.ReLU(), pool)
+            self.stem = nn.Sequential(conv_norm(in_channels, channels, 7, 2, affine), nn.ReLU(), pool)
         blocks: list[nn.Module] = []
         for stage, depth in enumerate(depths):
-            width = widen(64 * 2**stage, rho)
+            width = scale_width(64 * 2**stage, rho)
             for i in range(depth):
                 stride = 2 if stage > 0 and i == 0 else 1
                 blocks.append(block(channels, width, stride, inner, affine))
                 channels = block.expansion * width
         self.blocks = nn.Sequential(*blocks)
-        self.head = head(channels, num_classes)
-        (he_normal if init == "normal" else he_uniform)(self)
+        self.head = make_head(channels, num_classes)
+        (init_he_normal if init == "normal" else init_he_uniform)(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(x)))
@@ -109,8 +109,8 @@ class ResNet(nn.Module):
 
 _he, _wide = "He et al., CVPR 2016", "Zagoruyko & Komodakis, BMVC 2016"
 _large: dict[str, Any] = {"num_classes": 1000, "stem": "imagenet"}
-register("resnet18", _he, (3, 32, 32), ResNet, Basic, (2, 2, 2, 2))
-register("resnet34", _he, (3, 32, 32), ResNet, Basic, (3, 4, 6, 3))
-register("resnet50", _he, (3, 224, 224), ResNet, Bottleneck, (3, 4, 6, 3), **_large)
-register("resnet101", _he, (3, 224, 224), ResNet, Bottleneck, (3, 4, 23, 3), **_large)
-register("wrn50_2", _wide, (3, 224, 224), ResNet, Bottleneck, (3, 4, 6, 3), 2, **_large)
+register("resnet18", _he, (3, 32, 32), ResNet, BasicBlock, (2, 2, 2, 2))
+register("resnet34", _he, (3, 32, 32), ResNet, BasicBlock, (3, 4, 6, 3))
+register("resnet50", _he, (3, 224, 224), ResNet, BottleneckBlock, (3, 4, 6, 3), **_large)
+register("resnet101", _he, (3, 224, 224), ResNet, BottleneckBlock, (3, 4, 23, 3), **_large)
+register("wrn50_2", _wide, (3, 224, 224), ResNet, BottleneckBlock, (3, 4, 6, 3), 2, **_large)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import conv, he_normal, head, make_norm
+from .layers import init_he_normal, make_conv, make_head, make_norm
 from .registry import register
 
 
-class Pad(nn.Module):
+class PadShortcut(nn.Module):
     """Shortcut A: every second pixel, and zeros for the channels that are new."""
 
     def __init__(self, stride: int, channels: int) -> None:
@@ -24,19 +24,19 @@ class Pad(nn.Module):
         return F.pad(x, (0, 0, 0, 0, self.channels // 2, self.channels - self.channels // 2))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3×3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str, affine: bool) -> None:
         super().__init__()
-        self.conv1, self.norm1 = conv(inputs, outputs, 3, stride), make_norm(outputs, affine=affine)
-        self.conv2, self.norm2 = conv(outputs, outputs), make_norm(outputs, affine=affine)
+        self.conv1, self.norm1 = make_conv(inputs, outputs, 3, stride), make_norm(outputs, affine=affine)
+        self.conv2, self.norm2 = make_conv(outputs, outputs), make_norm(outputs, affine=affine)
         self.relu = nn.ReLU()
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs and shortcut == "A":
-            self.shortcut = Pad(stride, outputs - inputs)
+            self.shortcut = PadShortcut(stride, outputs - inputs)
         elif inputs != outputs:
-            self.shortcut = nn.Sequential(conv(inputs, outputs, 1, stride), make_norm(outputs, affine=affine))
+            self.shortcut = nn.Sequential(make_conv(inputs, outputs, 1, stride), make_norm(outputs, affine=affine))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.norm1(self.conv1(x)))
@@ -61,16 +61,16 @@ class ResNetCifar(nn.Module):
     ) -> None:
         super().__init__()
         blocks, channels = (depth - 2) // 6, 16
-        self.stem = nn.Sequential(conv(in_channels, channels), make_norm(channels, affine=affine), nn.ReLU())
+        self.stem = nn.Sequential(make_conv(in_channels, channels), make_norm(channels, affine=affine), nn.ReLU())
         layers: list[nn.Module] = []
         for width in (16, 32, 64):
             for _ in range(blocks):
                 stride = 1 if width == channels else 2
-                layers.append(Block(channels, width, stride, shortcut, affine))
+                layers.append(ResidualBlock(channels, width, stride, shortcut, affine))
                 channels = width
         self.blocks = nn.Sequential(*layers)
-        self.head = head(channels, num_classes)
-        he_normal(self)
+        self.head = make_head(channels, num_classes)
+        init_he_normal(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(x)))

@@ -74,10 +74,10 @@ class Summary:
         table = Table("layer", "kind", "weight", show_footer=True)
         table.columns[0].footer = "total"
         titles = ("params", "non-zeros", "sparsity", "MACs", "MACs left")
-        for title, total in zip(titles, cells(self), strict=True):
+        for title, total in zip(titles, format_cells(self), strict=True):
             table.add_column(title, footer=total, justify="right", no_wrap=True)
         for layer in self.layers:
-            table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *cells(layer))
+            table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *format_cells(layer))
         return table
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Summary:
         return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def cells(of: Layer | Summary) -> tuple[str, ...]:
+def format_cells(of: Layer | Summary) -> tuple[str, ...]:
     """The numbers of a row of the table. A zero in a bias or a norm is a value, not a pruned weight."""
     share = "" if isinstance(of, Layer) and len(of.shape) < 2 else f"{of.sparsity:.2%}"
     return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
@@ -99,21 +99,21 @@ def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summ
     are given token ids. On the meta device nothing is computed and every weight counts as non-zero.
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model runs past hooks
-    batch = input_shape if isinstance(input_shape, torch.Tensor) else example(model, input_shape)
+    batch = input_shape if isinstance(input_shape, torch.Tensor) else make_example_batch(model, input_shape)
     shape = tuple(batch.shape)
     require(batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got shape {shape}.")
-    counter = Counter(len(batch))
-    with watched(model, counter):
+    counter = CostCounter(len(batch))
+    with counting_hooks(model, counter):
         try:
             model(batch)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             name = type(model).__name__
             raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
-    return counter.summary(model)
+    return counter.summarize(model)
 
 
-def example(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+def make_example_batch(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
     """A batch of one sample of zeros, where the model is."""
     valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
     message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
@@ -126,7 +126,7 @@ def example(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextmanager
-def watched(model: nn.Module, counter: Counter) -> Iterator[None]:
+def counting_hooks(model: nn.Module, counter: CostCounter) -> Iterator[None]:
     """Evaluation mode without gradients, every module reporting; afterwards all is as before."""
     training = {module: module.training for module in model.modules()}
     hooks = [module.register_forward_hook(counter, with_kwargs=True) for module in training]
@@ -142,34 +142,34 @@ def watched(model: nn.Module, counter: Counter) -> Iterator[None]:
 
 
 @dataclass
-class Counter:
+class CostCounter:
     """A forward hook that counts. Every weight does one MAC at each position it is applied to."""
 
     samples: int
     elementwise: int = 0
     macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # of all weights, of those not zero
-    known: dict[torch.Tensor, int] = field(default_factory=dict)
+    nonzero_counts: dict[torch.Tensor, int] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         inputs = (*args, *kwargs.values())
         if isinstance(module, nn.Linear):
-            self.add(module, out.numel() // module.out_features, module.weight)
+            self.add_macs(module, out.numel() // module.out_features, module.weight)
         elif isinstance(module, conv._ConvTransposeNd):
-            self.add(module, inputs[0].numel() // module.in_channels, module.weight)
+            self.add_macs(module, inputs[0].numel() // module.in_channels, module.weight)
         elif isinstance(module, conv._ConvNd):
-            self.add(module, out.numel() // module.out_channels, module.weight)
+            self.add_macs(module, out.numel() // module.out_channels, module.weight)
         elif isinstance(module, RECURRENT):
             steps = inputs[0].data.numel() // module.input_size  # `data` also opens a packed sequence
-            self.add(module, steps, *weights(module))
+            self.add_macs(module, steps, *own_weights(module))
         elif isinstance(module, nn.MultiheadAttention):
             named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            self.attention(module, named["query"], named["key"], named["value"])
+            self.add_attention(module, named["query"], named["key"], named["value"])
         elif isinstance(module, NORMS):
             self.elementwise += 2 * out.numel() // self.samples
         elif isinstance(module, nn.ReLU):
             self.elementwise += out.numel() // self.samples
 
-    def attention(
+    def add_attention(
         self, module: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """The four projections; the products of queries, keys and values have no weights."""
@@ -178,22 +178,22 @@ class Counter:
         else:
             parts = module.in_proj_weight.chunk(3)
         for tensor, weight in zip((query, key, value), parts, strict=True):
-            self.add(module, tensor.numel() // tensor.shape[-1], weight)
-        self.add(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
+            self.add_macs(module, tensor.numel() // tensor.shape[-1], weight)
+        self.add_macs(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
 
-    def add(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
+    def add_macs(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
         """Positions are those of the whole batch."""
         macs = self.macs.setdefault(module, [0, 0])
         macs[0] += positions * sum(t.numel() for t in tensors) // self.samples
-        macs[1] += positions * sum(map(self.nonzeros, tensors)) // self.samples
+        macs[1] += positions * sum(map(self.count_nonzeros, tensors)) // self.samples
 
-    def nonzeros(self, tensor: torch.Tensor) -> int:
+    def count_nonzeros(self, tensor: torch.Tensor) -> int:
         """Entries that are not zero, counted once for each tensor."""
-        if tensor not in self.known:
-            self.known[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
-        return self.known[tensor]
+        if tensor not in self.nonzero_counts:
+            self.nonzero_counts[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
+        return self.nonzero_counts[tensor]
 
-    def summary(self, model: nn.Module) -> Summary:
+    def summarize(self, model: nn.Module) -> Summary:
         """The record of every module that has parameters or did MACs, in the model's order."""
         seen: set[torch.Tensor] = set()
         layers = []
@@ -201,13 +201,13 @@ class Counter:
             own = [p for p in module.parameters(recurse=False) if p not in seen]
             seen.update(own)
             if own or module in self.macs:
-                shape = next((tuple(w.shape) for w in weights(module)), ())
-                params, nonzeros = sum(p.numel() for p in own), sum(map(self.nonzeros, own))
+                shape = next((tuple(w.shape) for w in own_weights(module)), ())
+                params, nonzeros = sum(p.numel() for p in own), sum(map(self.count_nonzeros, own))
                 macs, left = self.macs.get(module, (0, 0))
                 layers.append(Layer(name, type(module).__name__, shape, params, nonzeros, macs, left))
         return Summary(tuple(layers), self.elementwise)
 
 
-def weights(module: nn.Module) -> list[torch.Tensor]:
+def own_weights(module: nn.Module) -> list[torch.Tensor]:
     """A module's own weights, without its biases."""
     return [p for name, p in module.named_parameters(recurse=False) if "weight" in name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .layers import conv, he_normal, make_norm
+from .layers import init_he_normal, make_conv, make_norm
 from .registry import register
 
 
@@ -29,7 +29,7 @@ class VGG(nn.Module):
         features: list[nn.Module] = []
         for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
             for _ in range(depth):
-                features += [conv(in_channels, width), make_norm(width, affine=affine), nn.ReLU()]
+                features += [make_conv(in_channels, width), make_norm(width, affine=affine), nn.ReLU()]
                 in_channels = width
             features.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -38,7 +38,7 @@ class VGG(nn.Module):
             classifier += [nn.Linear(in_channels, width), nn.ReLU(), nn.BatchNorm1d(width, affine=affine)]
             in_channels = width
         self.classifier = nn.Sequential(*classifier, nn.Linear(in_channels, num_classes))
-        he_normal(self)
+        init_he_normal(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(x))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
 from ..masking import matrix_shape
-from ..models.summary import example as zeros
+from ..models.summary import make_example_batch as zeros
 from .format import DTYPES, WIDEST, BalancedTensor, index_bits
 from .layers import Conv2dReLU, Packed, PackedConv2d, PackedLinear, PackedLSTM, Weighted, channels_last
 from .timing import emptying, last_cache, race

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.targets import stores_outputs_second, unwrap
 from ..errors import PomonaError, require
-from ..models.resnet_cifar import Block, Pad
-from ..models.summary import example as zeros
+from ..models.resnet_cifar import PadShortcut, ResidualBlock
+from ..models.summary import make_example_batch as zeros
 from ..models.summary import summary
 
 LAYERS = (_ConvNd, nn.Linear)
@@ -416,7 +416,7 @@ def nothing(model: nn.Module, sparsity: float, kept: dict[str, str]) -> str:
 class Frame(nn.Module):
     """Shortcut A in a form the graph can follow: its new channels come from convolutions that hold zeros."""
 
-    def __init__(self, pad: Pad, channels: int, like: Tensor) -> None:
+    def __init__(self, pad: PadShortcut, channels: int, like: Tensor) -> None:
         super().__init__()
         self.pad, left = pad, pad.channels // 2
         self.left, self.right = (
@@ -451,14 +451,14 @@ class Sides(nn.Module):
 def open_pads(model: nn.Module) -> None:
     """Put frames in the place of our parameter-free shortcuts."""
     for block in model.modules():
-        if isinstance(block, Block) and isinstance(block.shortcut, Pad):
+        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, PadShortcut):
             block.shortcut = Frame(block.shortcut, block.conv1.in_channels, block.conv1.weight)
 
 
 def close_pads(model: nn.Module) -> None:
     """Take the frames away again."""
     for block in model.modules():
-        if isinstance(block, Block) and isinstance(block.shortcut, Frame):
+        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, Frame):
             block.shortcut = block.shortcut.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pomona.data import AUGMENTS, ResizedCrop, Standard
-from pomona.data.draws import uniform
+from pomona.data.keyed_random import uniform
 from pomona.errors import PomonaError
 
 
@@ -46,13 +46,13 @@ def slow_standard(images: np.ndarray, plan: np.ndarray, pad: int) -> np.ndarray:
 def test_standard_is_a_loop_over_pixels(pad: int, height: int, width: int, seed: int):
     images = np.random.default_rng(seed).integers(1, 256, (6, 2, height, width), dtype=np.uint8)
     augment = Standard(pad=pad)
-    plan = augment.plan(uniform((6, augment.draws), seed), height, width)
+    plan = augment.draw_params(uniform((6, augment.uniforms_per_image), seed), height, width)
     got = augment(torch.from_numpy(images), torch.from_numpy(plan))
     np.testing.assert_array_equal(got.numpy(), slow_standard(images, plan, pad))
 
 
 def test_standard_draws_every_place_and_both_sides_equally():
-    plan = Standard(pad=4).plan(uniform((40_000, 3), 7), 32, 32)
+    plan = Standard(pad=4).draw_params(uniform((40_000, 3), 7), 32, 32)
     for column, values in enumerate((9, 9, 2)):
         share = np.bincount(plan[:, column], minlength=values) / len(plan)
         assert len(share) == values
@@ -72,7 +72,7 @@ def slow_resized(image: torch.Tensor, row: np.ndarray, pad: int) -> torch.Tensor
 def test_resized_crop_is_slice_and_interpolate(pad: int):
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 3, 10, 12), dtype=np.uint8))
     augment = ResizedCrop(pad=pad)
-    plan = augment.plan(uniform((40, augment.draws), 3), 10, 12)
+    plan = augment.draw_params(uniform((40, augment.uniforms_per_image), 3), 10, 12)
     got = augment(images, torch.from_numpy(plan))
     want = torch.stack([slow_resized(i, p, pad) for i, p in zip(images, plan, strict=True)])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-2)  # of 255; the grid is float32
@@ -96,10 +96,10 @@ def slow_boxes(u: np.ndarray, height: int, width: int) -> list[tuple[float, ...]
 
 @pytest.mark.parametrize(("height", "width"), [(40, 40), (12, 40)])
 def test_boxes_are_torchvisions(height: int, width: int):
-    u = uniform((3000, ResizedCrop.draws), 5)
+    u = uniform((3000, ResizedCrop.uniforms_per_image), 5)
     u[:50, :10] = 1 - 1e-9  # the largest area, with the flattest ratio: no try fits, fall back
     u[:50, 10:20] = 0
-    plan = ResizedCrop(pad=0).plan(u, height, width)
+    plan = ResizedCrop(pad=0).draw_params(u, height, width)
     np.testing.assert_array_equal(plan, np.array(slow_boxes(u, height, width), dtype=np.float32))
 
 

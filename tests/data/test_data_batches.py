@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pomona.data import Batches, Split, windows
-from pomona.data.draws import permutation, stratified
+from pomona.data import Batches, Split, cut_windows
+from pomona.data.keyed_random import permutation, stratified_split
 from pomona.errors import PomonaError
 
 SIZES = st.integers(1, 40), st.integers(1, 12)
@@ -153,17 +153,17 @@ def test_what_is_no_image_is_not_augmented():
 
 def test_windows_are_shifted_by_one_and_carry_on():
     stream = Split(torch.arange(23), torch.arange(1, 24))
-    cut = windows(stream, 3)
+    cut = cut_windows(stream, 3)
     assert cut.x.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(7)]
     assert torch.equal(cut.y, cut.x + 1)
-    carried = list(Batches(windows(stream, 3, carry=2), 2, shuffle=False).epoch(0))
+    carried = list(Batches(cut_windows(stream, 3, carry=2), 2, shuffle=False).epoch(0))
     assert [x.tolist() for x, _ in carried] == [
         [[0, 1, 2], [9, 10, 11]],
         [[3, 4, 5], [12, 13, 14]],
         [[6, 7, 8], [15, 16, 17]],
     ]
     with pytest.raises(PomonaError, match="23 tokens give 1 windows of 12, 2 are needed"):
-        windows(stream, 12, carry=2)
+        cut_windows(stream, 12, carry=2)
 
 
 @settings(deadline=None)
@@ -171,7 +171,7 @@ def test_windows_are_shifted_by_one_and_carry_on():
 def test_stratified_keeps_the_proportions(labels: list[int], seed: int, data):
     count = data.draw(st.integers(0, len(labels)))
     y = np.array(labels)
-    train, test = stratified(y, count, seed)
+    train, test = stratified_split(y, count, seed)
     assert len(test) == count
     assert sorted([*train, *test]) == list(range(len(labels)))
     for label in set(labels):

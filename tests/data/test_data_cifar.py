@@ -12,12 +12,12 @@ import torch
 
 from pomona.data import load
 from pomona.data.cifar import Cifar10, Cifar100
-from pomona.data.sources import roots
+from pomona.data.sources import data_folders
 from pomona.data.unpickle import unpickle
 from pomona.errors import PomonaError
 
 ROWS = 4
-FOUND = [base / "cifar-10-batches-bin" for base in roots() if (base / "cifar-10-batches-bin").is_dir()]
+FOUND = [base / "cifar-10-batches-bin" for base in data_folders() if (base / "cifar-10-batches-bin").is_dir()]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pomona.data import load
-from pomona.data.imdb import Imdb, tokenise
+from pomona.data.imdb import Imdb, tokenize
 from pomona.errors import PomonaError
 
 # --- digits
@@ -161,7 +161,7 @@ def reviews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_reviews_become_ids(reviews: Path):
-    assert tokenise("Don't<br />go—élan_2x") == ["don", "t", "go", "élan", "x"]
+    assert tokenize("Don't<br />go—élan_2x") == ["don", "t", "go", "élan", "x"]
     # bad 3, film 3, then one each, in alphabetical order: a, don, …
     data = load("imdb", root=reviews, words=4, maxlen=5)
     assert (data.vocab, data.classes, data.input_shape, data.kind) == (6, 2, (5,), "tokens")

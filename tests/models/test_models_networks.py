@@ -26,7 +26,7 @@ def _one_thread():
 
 def sample(name: str, batch: int = 2, device: str = "cpu", small: bool = True) -> torch.Tensor:
     shape = info(name).input_shape
-    if info(name).tokens:
+    if info(name).takes_tokens:
         return torch.randint(1, 50, (batch, 9), device=device)
     return torch.randn(batch, shape[0], *((min(shape[1], 64),) * 2 if small else shape[1:]), device=device)
 

@@ -27,8 +27,8 @@ def test_a_record_has_the_defaults_of_the_signature():
         "affine": True,
     }
     assert record.paper
-    assert not record.tokens
-    assert info("bilstm").tokens
+    assert not record.takes_tokens
+    assert info("bilstm").takes_tokens
 
 
 def test_a_record_cannot_be_changed():
@@ -48,7 +48,7 @@ def test_every_classifier_takes_num_classes(name):
 
 @pytest.mark.parametrize("name", ["digits_cnn", "conv2", "mlp", "resnet20"])
 def test_fit_adapts_a_network_to_the_data(name):
-    model = build(name, **info(name).fit((2, 12, 12), num_classes=5)).eval()
+    model = build(name, **info(name).fit_options((2, 12, 12), num_classes=5)).eval()
     assert model(torch.zeros(3, 2, 12, 12)).shape == (3, 5)
 
 

@@ -260,7 +260,7 @@ def _make_model(given: Any) -> dict[str, Any]:
     name, options = _named("model", given)
     info = models.info(name)
     _try_model(name, json.dumps(options, default=str))
-    follows = {"vocabulary", *info.fit((1, 1, 1), 1)}
+    follows = {"vocabulary", *info.fit_options((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in follows}
     return {"name": name} | {key: to_plain_data(value) for key, value in {**defaults, **options}.items()}
 
@@ -269,7 +269,7 @@ def _make_model(given: Any) -> dict[str, Any]:
 def _try_model(name: str, options: str) -> None:
     """Refuse bad options by making the model, without its memory, once: a table has hundreds of recipes."""
     with torch.device("meta"), _Undrawn():
-        models.info(name).make(**json.loads(options))
+        models.info(name).constructor(**json.loads(options))
 
 
 class _Undrawn(TorchFunctionMode):

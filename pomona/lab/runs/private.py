@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pomona.data import draws
+from pomona.data import keyed_random
 from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
 from pomona.privacy import splits as predict
@@ -334,9 +334,9 @@ class PoissonLoop(Eager):
         batches, views = self.run.batches, self.run.full.private.views
         many, plan = rows.repeat_interleave(views) if views > 1 else rows, None
         if batches.augment is not None:
-            u = draws.uniform((len(many), batches.augment.draws), batches.seed, step, 2)
-            plan = torch.from_numpy(batches.augment.plan(u, *batches.split.x.shape[2:])).to(rows.device)
-        inputs, targets = batches.gather(many, plan)
+            u = keyed_random.uniform((len(many), batches.augment.uniforms_per_image), batches.seed, step, 2)
+            plan = torch.from_numpy(batches.augment.draw_params(u, *batches.split.x.shape[2:])).to(rows.device)
+        inputs, targets = batches.gather_batch(many, plan)
         return (inputs, targets) if views == 1 else (inputs.unflatten(0, (-1, views)), targets[::views])
 
 

@@ -602,15 +602,15 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
             f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
             f"choose one of {', '.join(fitting)}."
         )
-    follows = info.fit(dataset.input_shape, dataset.classes)
-    if info.tokens:
+    follows = info.fit_options(dataset.input_shape, dataset.classes)
+    if info.takes_tokens:
         follows["vocabulary"] = dataset.vocab
     return {**follows, **recipe.model}
 
 
-def _fits(info: models.Info, kind: str) -> bool:
+def _fits(info: models.ModelInfo, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
-    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+    return info.takes_tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class ImageFolder(Source):
     citation: ClassVar[str] = "yours"
     folders: ClassVar[tuple[str, ...]] = ("imagefolder", ".")
     marker: ClassVar[str] = "train"
-    advice: ClassVar[str] = "put images into imagefolder/train/<class>/ and imagefolder/val/<class>/"
+    instructions: ClassVar[str] = "put images into imagefolder/train/<class>/ and imagefolder/val/<class>/"
 
     def __post_init__(self) -> None:
         require(self.size >= 1, f"size must be 1 pixel or more, got {self.size}.")
@@ -66,7 +66,7 @@ class ImageFolder(Source):
         require(bool(found), f"{folder} holds no images ({', '.join(sorted(SUFFIXES))}).")
         with ThreadPoolExecutor() as pool:  # decoding runs outside the interpreter's lock
             pixels = list(pool.map(self.image, [path for path, _ in found]))
-        return Split.of(np.stack(pixels), np.array([y for _, y in found]))
+        return Split.from_arrays(np.stack(pixels), np.array([y for _, y in found]))
 
     def image(self, path: Path) -> np.ndarray:
         try:
@@ -77,7 +77,7 @@ class ImageFolder(Source):
             with Image.open(path) as image:
                 square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise self.damaged(path, str(error), "a readable image") from error
+            raise self.damaged_error(path, str(error), "a readable image") from error
         return np.asarray(square).transpose(2, 0, 1)
 
 
