@@ -73,7 +73,7 @@ class Registry(Generic[SpecT]):
         elif any(isinstance(choice, spec) for spec in self._specs.values()):
             return choice
         else:
-            raise PomonaError(f"{choice!r} is no {self.kind}: give one of {', '.join(self)}.")
+            raise PomonaError(f"{choice!r} is not a valid {self.kind}: choose one of {', '.join(self)}.")
         return build_spec(self[name], self.kind, options)
 
 

@@ -77,7 +77,7 @@ class TestKernel:
 
 
 @needed
-def test_the_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     interpret(__file__, "TestKernel")
 
 

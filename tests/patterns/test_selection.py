@@ -24,26 +24,28 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA
 floats = st.sampled_from([-INF, -2.0, -0.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 2.0, 1e30, INF, NAN, -NAN])
 
 
-def before(value: float, position: int) -> tuple[bool, float, int]:
-    """A sort key: NaN first, then the largest, then the earliest."""
-    lost = math.isnan(value)
-    return (not lost, 0.0 if lost else -value, position)
+def sort_key(value: float, position: int) -> tuple[bool, float, int]:
+    """Return a sort key: NaN first, then the largest, then the earliest."""
+    is_nan = math.isnan(value)
+    return (not is_nan, 0.0 if is_nan else -value, position)
 
 
-def reference(values: list[float], keep: int) -> list[bool]:
-    order = sorted(range(len(values)), key=lambda i: before(values[i], i))
+def reference_mask(values: list[float], keep: int) -> list[bool]:
+    """Return the mask of the `keep` largest values, found by sorting."""
+    order = sorted(range(len(values)), key=lambda i: sort_key(values[i], i))
     kept = set(order[:keep])
     return [i in kept for i in range(len(values))]
 
 
-def flat(masks: list[Tensor]) -> list[bool]:
+def flatten_masks(masks: list[Tensor]) -> list[bool]:
+    """Return the entries of all masks in one list."""
     return [kept for mask in masks for kept in mask.flatten().tolist()]
 
 
-# --- over all tensors ---
+# --- selection over all tensors ---
 
 
-def test_hand_worked() -> None:
+def test_masks_worked_out_by_hand() -> None:
     masks = select_largest([torch.tensor([[3.0, -1.0], [2.0, 5.0]]), torch.tensor([4.0, 2.0])], 4)
     assert masks[0].tolist() == [[True, False], [True, True]]  # the earlier of the two 2s
     assert masks[1].tolist() == [True, False]
@@ -62,64 +64,64 @@ def test_nan_is_the_largest_whatever_its_sign() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.sampled_from(DTYPES))
-def test_against_the_reference(data: st.DataObject, dtype: torch.dtype) -> None:
+def test_matches_sorting(data: st.DataObject, dtype: torch.dtype) -> None:
     parts = data.draw(st.lists(st.lists(floats, max_size=12), min_size=1, max_size=4))
     scores = [torch.tensor(part, dtype=torch.float64).to(dtype) for part in parts]
     values = [value for score in scores for value in score.tolist()]
     keep = data.draw(st.integers(0, len(values)))
     masks = select_largest(scores, keep)
     assert all(mask.dtype == torch.bool for mask in masks)
-    assert flat(masks) == reference(values, keep)
+    assert flatten_masks(masks) == reference_mask(values, keep)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_any_float_and_any_chunk(data: st.DataObject) -> None:
+def test_any_float_and_any_chunk_size(data: st.DataObject) -> None:
     values = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=200))
     keep = data.draw(st.integers(0, len(values)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "CHUNK", data.draw(st.sampled_from([1, 3, 64])))
-        assert flat(select_largest([torch.tensor(values)], keep)) == reference(values, keep)
+        assert flatten_masks(select_largest([torch.tensor(values)], keep)) == reference_mask(values, keep)
 
 
 @pytest.mark.parametrize("kind", SCORE_KINDS)
-def test_large(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "CHUNK", 4096)
     scores = [make_scores(kind, (50, 111)), make_scores(kind, (7,), 1), make_scores(kind, (20_000,), 2)]
     values = torch.cat([score.flatten() for score in scores]).tolist()
     for keep in (1, 255, len(values) // 2, len(values) - 1):
-        assert flat(select_largest(scores, keep)) == reference(values, keep)
+        assert flatten_masks(select_largest(scores, keep)) == reference_mask(values, keep)
 
 
-@pytest.mark.parametrize("miss", [-INF, -0.5, 0.25, INF, NAN])
-def test_a_missed_guess_is_found_out(miss: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_likely_threshold", lambda *_: np.float32(miss))
+@pytest.mark.parametrize("wrong", [-INF, -0.5, 0.25, INF, NAN])
+def test_a_wrong_estimate_is_detected(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_estimate_threshold", lambda *_: np.float32(wrong))
     scores = make_scores("special", (500,))
-    assert flat(select_largest([scores], 200)) == reference(scores.tolist(), 200)
+    assert flatten_masks(select_largest([scores], 200)) == reference_mask(scores.tolist(), 200)
 
 
-def test_the_guess_is_seldom_missed() -> None:
+def test_the_estimate_is_right() -> None:
     scores = make_scores("normal", (30_000,)).numpy()
     for keep in (3, 300, 3000, 15_000, 29_990):
-        guess = selection._likely_threshold([scores], [scores], keep)
-        assert guess == np.sort(scores)[-keep]
+        estimate = selection._estimate_threshold([scores], [scores], keep)
+        assert estimate == np.sort(scores)[-keep]
 
 
-def test_mixed_dtypes_compare_in_the_widest() -> None:
+def test_mixed_dtypes_are_compared_in_the_widest() -> None:
     close = 1 + 1e-12  # more than 1 in float64 alone
     scores = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([close], dtype=torch.float64)]
-    assert flat(select_largest([*scores, torch.tensor([1.0])], 1)) == [False, True, False]
+    assert flatten_masks(select_largest([*scores, torch.tensor([1.0])], 1)) == [False, True, False]
 
 
-def test_not_contiguous_and_needing_a_gradient() -> None:
+def test_non_contiguous_scores_that_require_a_gradient() -> None:
     scores = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     view = scores.t()[::2]
     (mask,) = select_largest([view], 9)
     assert mask.shape == view.shape
-    assert mask.flatten().tolist() == reference(view.flatten().tolist(), 9)
+    assert mask.flatten().tolist() == reference_mask(view.flatten().tolist(), 9)
 
 
-def test_scores_are_left_alone() -> None:
+def test_scores_are_not_modified() -> None:
     scores = make_scores("special", (64, 4))
     bits = scores.view(torch.int32).clone()
     select_largest([scores], 100)
@@ -131,7 +133,7 @@ def test_empty_and_scalar_tensors() -> None:
     assert select_largest([], 0) == []
     masks = select_largest([torch.empty(0, 3), torch.tensor(1.0), torch.tensor([2.0, 3.0]), torch.empty(0)], 2)
     assert [mask.shape for mask in masks] == [(0, 3), (), (2,), (0,)]
-    assert flat(masks) == [False, True, True]
+    assert flatten_masks(masks) == [False, True, True]
 
 
 @pytest.mark.parametrize("keep", [-1, 5])
@@ -142,7 +144,7 @@ def test_count_out_of_range(keep: int) -> None:
         select_largest_per_row(torch.ones(2, 4), keep)
 
 
-def test_what_is_not_a_score() -> None:
+def test_invalid_scores_are_refused() -> None:
     with pytest.raises(PomonaError, match=r"torch\.int64"):
         select_largest([torch.arange(4)], 2)
     with pytest.raises(PomonaError, match="3 dimensions"):
@@ -151,25 +153,25 @@ def test_what_is_not_a_score() -> None:
         select_largest([torch.ones(2), torch.ones(2, device="meta")], 1)
 
 
-# --- row by row ---
+# --- selection in each row ---
 
 
-def test_rows_hand_worked() -> None:
+def test_rows_worked_out_by_hand() -> None:
     scores = torch.tensor([[1.0, 4.0, 2.0, 3.0], [0.0, -0.0, 0.0, 0.0], [NAN, 1.0, INF, -NAN]])
     assert select_largest_per_row(scores, 2).int().tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.sampled_from(DTYPES), st.integers(1, 20), st.integers(0, 5))
-def test_rows_against_the_reference(data: st.DataObject, dtype: torch.dtype, columns: int, rows: int) -> None:
+def test_rows_match_sorting(data: st.DataObject, dtype: torch.dtype, columns: int, rows: int) -> None:
     row = st.lists(floats, min_size=columns, max_size=columns)
     values = data.draw(st.lists(row, min_size=rows, max_size=rows))
     scores = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(rows, columns)
     keep = data.draw(st.integers(0, columns))
-    expected = [reference(row, keep) for row in scores.tolist()]
+    expected = [reference_mask(row, keep) for row in scores.tolist()]
     assert select_largest_per_row(scores, keep).tolist() == expected
     if rows and keep:
-        assert selection._keep_by_topk(selection._keys(scores), keep).tolist() == expected
+        assert selection._select_by_topk(selection._keys(scores), keep).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", SCORE_KINDS)
@@ -178,10 +180,10 @@ def test_many_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(selection, "CHUNK", 1024)
     scores = make_scores(kind, (columns, 77)).t()  # not contiguous
     for keep in (1, columns // 2, columns - 1):
-        assert select_largest_per_row(scores, keep).tolist() == [reference(row, keep) for row in scores.tolist()]
+        assert select_largest_per_row(scores, keep).tolist() == [reference_mask(row, keep) for row in scores.tolist()]
 
 
-def test_rows_or_columns_that_are_not_there() -> None:
+def test_empty_rows_or_columns() -> None:
     assert select_largest_per_row(torch.empty(0, 4), 2).shape == (0, 4)
     assert select_largest_per_row(torch.empty(3, 0), 0).shape == (3, 0)
 
@@ -213,8 +215,8 @@ class TestCuda:
                     select_largest_per_row(scores.cuda(), keep).cpu(), select_largest_per_row(scores, keep)
                 )
 
-    def test_plain_torch_gives_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(selection, "_triton", lambda: None)
+    def test_plain_torch_selects_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(selection, "_import_kernels", lambda: None)
         for kind in SCORE_KINDS:
             scores = make_scores(kind, (10_000,))
             assert torch.equal(select_largest([scores.cuda()], 999)[0].cpu(), select_largest([scores], 999)[0])
