@@ -1,4 +1,4 @@
-"""How much of the final sparsity is asked for, when. A schedule is told the step and keeps no state."""
+"""Sparsity schedules: which fraction of the final sparsity is due at a step. Schedules keep no state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .registry import Registry
 
 
 class Schedule(ABC):
-    """The share of the final sparsity that is asked for after a step."""
+    """A function from the training step to the fraction of the final sparsity that is due after it."""
 
     name: ClassVar[str]
 
     @property
     @abstractmethod
     def until(self) -> float:
-        """The share of training after which all of it is asked for."""
+        """The fraction of training after which the final sparsity is due."""
 
     @abstractmethod
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
-        """The share asked for after `step` of `total` steps; with epochs it moves only at their start."""
+        """Return the fraction due after `step` of `total` steps; with `steps_per_epoch` it changes at epochs only."""
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")
@@ -31,7 +31,7 @@ SCHEDULES: Registry[Schedule] = Registry("schedule")
 
 @dataclass(frozen=True)
 class RampSchedule(Schedule):
-    """From 0 at `start` to 1 at `until`, both shares of training, along a curve."""
+    """Base of schedules that rise from 0 at `start` to 1 at `until`, both fractions of training, along a curve."""
 
     start: float = 0.0
     until: float = 0.75
@@ -39,7 +39,7 @@ class RampSchedule(Schedule):
     def __post_init__(self) -> None:
         require(
             0 <= self.start < self.until <= 1,
-            f"a schedule needs 0 ≤ start < until ≤ 1 (shares of training), got start={self.start}, until={self.until}.",
+            f"a schedule needs 0 ≤ start < until ≤ 1 (fractions of training), got start={self.start}, until={self.until}.",
         )
 
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
@@ -50,13 +50,13 @@ class RampSchedule(Schedule):
 
     @abstractmethod
     def curve(self, x: float) -> float:
-        """The share at x, which runs from 0 to 1 between `start` and `until`."""
+        """Return the fraction at x, which runs from 0 to 1 between `start` and `until`."""
 
 
 @SCHEDULES.register("cubic")
 @dataclass(frozen=True)
 class Cubic(RampSchedule):
-    """Zhu & Gupta (2017): 1 − (1 − x)³, quick while much is redundant, slow at the end."""
+    """1 − (1 − x)³ (Zhu & Gupta, 2017): fast at first, while many weights are redundant, slow at the end."""
 
     def curve(self, x: float) -> float:
         return 1 - (1 - x) ** 3
@@ -65,7 +65,7 @@ class Cubic(RampSchedule):
 @SCHEDULES.register("linear")
 @dataclass(frozen=True)
 class Linear(RampSchedule):
-    """x itself."""
+    """x, a straight line."""
 
     def curve(self, x: float) -> float:
         return x

@@ -162,7 +162,7 @@ def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> 
 @pytest.mark.parametrize(
     ("allocation", "message"),
     [
-        ("global(floor=0.2)", r"at least 20\.00% .* sparsity of 0\.9 only 10\.00% .* lower floor or sparsity"),
+        ("global(floor=0.2)", r"at least 20\.00% .* sparsity of 0\.9 keeps only 10\.00% .* lower floor or sparsity"),
         ("global(floor=1)", r"in \[0, 1\), got 1"),
         ("global(floor='x')", r"got 'x'"),
         ("global(flor=0.1)", "unknown option of allocation 'global' 'flor': did you mean 'floor'"),
