@@ -39,7 +39,8 @@ class RampSchedule(Schedule):
     def __post_init__(self) -> None:
         require(
             0 <= self.start < self.until <= 1,
-            f"a schedule needs 0 ≤ start < until ≤ 1 (fractions of training), got start={self.start}, until={self.until}.",
+            f"a schedule needs 0 ≤ start < until ≤ 1 (fractions of training), got start={self.start}, "
+            f"until={self.until}.",
         )
 
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:

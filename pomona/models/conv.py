@@ -1,4 +1,4 @@
-"""Plain convolutional networks: Conv2, Conv4, Conv6, and a small one for the digits."""
+"""Plain convolutional networks: Conv2, Conv4, Conv6, and a small network for scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .registry import register
 
 
 class ConvNet(nn.Module):
-    """Pairs of 3×3 convolutions, max-pool after each pair, then 256ρ, 256ρ and the classes.
+    """Pairs of 3×3 convolutions with a max-pool after each pair, then layers of 256ρ, 256ρ and `num_classes` outputs.
 
-    As in the code of IteRand: no batch norm, every layer with a bias, and the three last layers are
-    1×1 convolutions. Weights uniform in ±√(6/fan_in), biases zero.
+    As in the code of IteRand, there is no batch norm, every layer has a bias, and the last three layers are 1×1
+    convolutions. Weights are uniform in ±√(6/fan_in), biases zero.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
 
 
 class DigitsCNN(nn.Module):
-    """Four 3×3 convolutions with batch norm for 8×8 images, He-normal: 33 thousand parameters."""
+    """Four 3×3 convolutions with batch norm for 8×8 images: 33 thousand parameters, initialized He-normal."""
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 1, rho: float = 1.0, affine: bool = True) -> None:
         super().__init__()

@@ -10,12 +10,12 @@ from .registry import register
 
 
 def norm_relu_conv(inputs: int, outputs: int, size: int, rate: float, affine: bool) -> list[nn.Module]:
-    """Batch norm, ReLU, convolution and dropout."""
+    """Return a batch norm, ReLU, convolution and dropout."""
     return [make_norm(inputs, affine=affine), nn.ReLU(), make_conv(inputs, outputs, size), make_dropout(rate)]
 
 
 class DenseLayer(nn.Module):
-    """Adds `growth` channels to those it is given; a bottleneck narrows them to 4·growth before."""
+    """Append `growth` channels to the input; a bottleneck first reduces the input to 4·growth channels."""
 
     def __init__(self, inputs: int, growth: int, bottleneck: bool, rate: float, affine: bool) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Three dense blocks with transitions between them, He-normal.
+    """Three dense blocks with transitions between them, initialized He-normal.
 
-    With `compress` (the BC form) the dense layers have bottlenecks and a transition halves the channels.
+    With `compress` (the BC variant) the dense layers have bottlenecks and a transition halves the channels.
     """
 
     def __init__(

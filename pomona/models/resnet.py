@@ -1,4 +1,4 @@
-"""The residual networks of He et al. for ImageNet, with a stem for small images and a width factor ρ."""
+"""Residual networks of He et al. (2016) for ImageNet, with a stem for small images and a width factor ρ."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .registry import register
 
 
 def conv_norm(inputs: int, outputs: int, size: int, stride: int, affine: bool) -> nn.Sequential:
-    """A convolution and its batch norm."""
+    """Return a convolution and its batch norm."""
     return nn.Sequential(make_conv(inputs, outputs, size, stride), make_norm(outputs, affine=affine))
 
 
 class ResidualBlock(nn.Module):
-    """The shortcut, a 1×1 convolution where the shape changes; subclasses have the other path."""
+    """Base of residual blocks: the shortcut, a 1×1 convolution where the shape changes. Subclasses set `path`."""
 
     expansion: int
     path: nn.Sequential
@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class BasicBlock(ResidualBlock):
-    """Two 3×3 convolutions."""
+    """Residual block of two 3×3 convolutions."""
 
     expansion = 1
 
@@ -47,7 +47,7 @@ class BasicBlock(ResidualBlock):
 
 
 class BottleneckBlock(ResidualBlock):
-    """1×1, 3×3 and 1×1 convolutions; the stride is at the 3×3, as is now usual."""
+    """Residual block of 1×1, 3×3 and 1×1 convolutions, with the stride at the 3×3 as in torchvision."""
 
     expansion = 4
 
@@ -65,11 +65,11 @@ class BottleneckBlock(ResidualBlock):
 class ResNet(nn.Module):
     """Four stages of 64ρ, 128ρ, 256ρ and 512ρ channels (times 4 with bottlenecks).
 
-    The stem has 64 channels whatever ρ is: a 7×7 convolution of stride 2 and a max-pool for
-    "imagenet", a 3×3 convolution for "cifar". ResNet-18 and 34 default to "cifar" and 10 classes,
-    the deeper ones to "imagenet" and 1000. `inner` widens the inside of the blocks only, which makes
-    WideResNet-50-2 of ResNet-50. Initial weights are He's normal ones, or with `init="uniform"` those of
-    IteRand: uniform in ±√(6/fan_in), and no bias in the classifier to begin with.
+    The stem has 64 channels for every ρ: a 7×7 convolution of stride 2 and a max-pool for "imagenet", a 3×3
+    convolution for "cifar". ResNet-18 and 34 default to "cifar" and 10 classes, the deeper networks to "imagenet" and
+    1000. `inner` widens only the inside of the blocks, which turns ResNet-50 into WideResNet-50-2. Weights are
+    initialized He-normal, or with `init="uniform"` as in IteRand: uniform in ±√(6/fan_in), with a zero bias in the
+    classifier.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The residual networks of He et al. for CIFAR: ResNet-20, 32, 44, 56 and 110."""
+"""Residual networks of He et al. (2016) for CIFAR: ResNet-20, 32, 44, 56 and 110."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .registry import register
 
 
 class PadShortcut(nn.Module):
-    """Shortcut A: every second pixel, and zeros for the channels that are new."""
+    """Shortcut A of He et al.: subsample the image by `stride`, and pad with `channels` channels of zeros."""
 
     def __init__(self, stride: int, channels: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class PadShortcut(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut."""
+    """Residual block of two 3×3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str, affine: bool) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class ResidualBlock(nn.Module):
 
 
 class ResNetCifar(nn.Module):
-    """6n+2 layers in three stages of 16, 32 and 64 channels, He-normal.
+    """6n+2 layers in three stages of 16, 32 and 64 channels, initialized He-normal.
 
-    `shortcut="A"`, He's own for CIFAR, has no parameters; "B" is a 1×1 convolution with batch norm.
-    The DPF paper does not say which it used and prints no parameter count that would tell.
+    `shortcut="A"`, which He et al. use for CIFAR, has no parameters; "B" is a 1×1 convolution with batch norm. Lin et
+    al. (2020) do not state which they used, and give no parameter count from which it would follow.
     """
 
     def __init__(

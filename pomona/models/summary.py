@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: parameters, non-zeros and multiply-accumulates (MACs)."""
+"""Cost of a model, layer by layer: parameters, non-zeros and multiply-accumulate operations (MACs)."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that holds parameters of its own, or does MACs."""
+    """Cost of one module that has its own parameters or performs MACs."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]  # of its first weight
-    params: int  # a tensor shared by several layers is counted at the first
+    shape: tuple[int, ...]  # of the first weight
+    params: int  # a tensor shared by several layers is counted in the first
     nonzeros: int
     macs: int
-    macs_left: int
+    macs_left: int  # MACs whose weight is not zero
 
     @property
     def sparsity(self) -> float:
-        """The share of its parameters that is zero."""
+        """The fraction of the layer's parameters that are zero."""
         return 1 - self.nonzeros / self.params if self.params else 0.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model costs for one sample."""
+    """Cost of a model for one sample."""
 
     layers: tuple[Layer, ...]
-    elementwise: int  # 2 for each element out of a norm, 1 for each out of a ReLU module
+    elementwise: int  # operations outside MACs: 2 for each output element of a norm, 1 for each of a ReLU module
 
     @property
     def params(self) -> int:
-        """Parameters, tied ones once."""
+        """The number of parameters, with tied parameters counted once."""
         return sum(layer.params for layer in self.layers)
 
     @property
     def nonzeros(self) -> int:
-        """Parameters that are not zero (in a fresh model most biases are)."""
+        """The number of parameters that are not zero (in a new model most biases are zero)."""
         return sum(layer.nonzeros for layer in self.layers)
 
     @property
     def macs(self) -> int:
-        """MACs of convolutions, linear and recurrent layers and attention projections, with dense weights."""
+        """The MACs of convolutions, linear and recurrent layers and attention projections with dense weights."""
         return sum(layer.macs for layer in self.layers)
 
     @property
     def macs_left(self) -> int:
-        """The MACs whose weight is not zero."""
+        """The number of MACs whose weight is not zero."""
         return sum(layer.macs_left for layer in self.layers)
 
     @property
     def sparsity(self) -> float:
-        """The share of all parameters that is zero."""
+        """The fraction of all parameters that are zero."""
         return 1 - self.nonzeros / self.params if self.params else 0.0
 
     def __rich__(self) -> Table:
@@ -87,18 +87,19 @@ class Summary:
 
 
 def format_cells(of: Layer | Summary) -> tuple[str, ...]:
-    """The numbers of a row of the table. A zero in a bias or a norm is a value, not a pruned weight."""
+    """Return the numbers of a table row as text, without a sparsity for biases and norms, whose zeros are values."""
     share = "" if isinstance(of, Layer) and len(of.shape) < 2 else f"{of.sparsity:.2%}"
     return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
 
 
 def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summary:
-    """Count parameters, non-zeros and MACs by one forward pass, which leaves the model as it was.
+    """Count parameters, non-zeros and MACs with one forward pass, which does not change the model.
 
-    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding
-    are given token ids. On the meta device nothing is computed and every weight counts as non-zero.
+    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding receive token
+    ids. On the meta device nothing is computed and every weight counts as non-zero. Raises PomonaError for an invalid
+    shape, and if the model does not run on samples of that shape.
     """
-    model = getattr(model, "_orig_mod", model)  # a compiled model runs past hooks
+    model = getattr(model, "_orig_mod", model)  # a compiled model does not call the hooks of its modules
     batch = input_shape if isinstance(input_shape, torch.Tensor) else make_example_batch(model, input_shape)
     shape = tuple(batch.shape)
     require(batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got shape {shape}.")
@@ -114,7 +115,7 @@ def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summ
 
 
 def make_example_batch(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    """A batch of one sample of zeros, where the model is."""
+    """Return a batch of one sample of zeros, with the device and dtype of the model, or token ids for an embedding."""
     valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
     message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
     require(valid and not isinstance(shape, str), message)
@@ -127,7 +128,7 @@ def make_example_batch(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def counting_hooks(model: nn.Module, counter: CostCounter) -> Iterator[None]:
-    """Evaluation mode without gradients, every module reporting; afterwards all is as before."""
+    """Run the model in evaluation mode without gradients, with `counter` as a forward hook of every module."""
     training = {module: module.training for module in model.modules()}
     hooks = [module.register_forward_hook(counter, with_kwargs=True) for module in training]
     try:
@@ -143,11 +144,11 @@ def counting_hooks(model: nn.Module, counter: CostCounter) -> Iterator[None]:
 
 @dataclass
 class CostCounter:
-    """A forward hook that counts. Every weight does one MAC at each position it is applied to."""
+    """Forward hook that counts MACs: every weight performs one at each position that it is applied to."""
 
     samples: int
     elementwise: int = 0
-    macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # of all weights, of those not zero
+    macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # [of all weights, of non-zero weights]
     nonzero_counts: dict[torch.Tensor, int] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -159,7 +160,7 @@ class CostCounter:
         elif isinstance(module, conv._ConvNd):
             self.add_macs(module, out.numel() // module.out_channels, module.weight)
         elif isinstance(module, RECURRENT):
-            steps = inputs[0].data.numel() // module.input_size  # `data` also opens a packed sequence
+            steps = inputs[0].data.numel() // module.input_size  # a packed sequence has its elements in `data`
             self.add_macs(module, steps, *own_weights(module))
         elif isinstance(module, nn.MultiheadAttention):
             named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
@@ -172,7 +173,7 @@ class CostCounter:
     def add_attention(
         self, module: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """The four projections; the products of queries, keys and values have no weights."""
+        """Add the MACs of the four projections; the products of queries, keys and values have no weights."""
         if module.in_proj_weight is None:
             parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         else:
@@ -182,19 +183,19 @@ class CostCounter:
         self.add_macs(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
 
     def add_macs(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
-        """Positions are those of the whole batch."""
+        """Add the MACs of weights that are applied at `positions` positions of the whole batch."""
         macs = self.macs.setdefault(module, [0, 0])
         macs[0] += positions * sum(t.numel() for t in tensors) // self.samples
         macs[1] += positions * sum(map(self.count_nonzeros, tensors)) // self.samples
 
     def count_nonzeros(self, tensor: torch.Tensor) -> int:
-        """Entries that are not zero, counted once for each tensor."""
+        """Return the number of non-zero entries of a tensor, counted once and then cached."""
         if tensor not in self.nonzero_counts:
             self.nonzero_counts[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
         return self.nonzero_counts[tensor]
 
     def summarize(self, model: nn.Module) -> Summary:
-        """The record of every module that has parameters or did MACs, in the model's order."""
+        """Return the summary of all modules that have parameters or performed MACs, in the model's order."""
         seen: set[torch.Tensor] = set()
         layers = []
         for name, module in model.named_modules():
@@ -209,5 +210,5 @@ class CostCounter:
 
 
 def own_weights(module: nn.Module) -> list[torch.Tensor]:
-    """A module's own weights, without its biases."""
+    """Return the weights that belong to a module itself, without its biases."""
     return [p for name, p in module.named_parameters(recurse=False) if "weight" in name]

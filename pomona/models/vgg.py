@@ -10,10 +10,10 @@ from .registry import register
 
 
 class VGG(nn.Module):
-    """Five stages of 3×3 convolutions with batch norm, a max-pool after each, a classifier; He-normal.
+    """Five stages of 3×3 convolutions with batch norm, each with a max-pool, and a classifier; initialized He-normal.
 
-    `hidden=(512, 512)` puts two layers before the classifier, as the code of SNIP and of Sparse
-    Momentum does; DPF speaks of convolutions and one last layer only, which is the default here.
+    `hidden=(512, 512)` adds two layers before the classifier, as in the code of SNIP and of Sparse Momentum. DPF
+    describes convolutions and a single last layer, which is the default here.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from .registry import register
 
 
 class PreactivationBlock(nn.Module):
-    """Norm, ReLU, convolution, twice; where the shape changes the shortcut starts after the first ReLU."""
+    """Residual block of two convolutions, each after norm and ReLU; a 1×1 shortcut starts after the first ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, rate: float, kind: str, affine: bool) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class PreactivationBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """6n+4 layers in three stages of 16k, 32k and 64k channels, He-normal.
+    """6n+4 layers in three stages of 16k, 32k and 64k channels, initialized He-normal.
 
-    `norm="group"` mixes no samples, as training under differential privacy needs.
+    `norm="group"` does not mix samples, as training under differential privacy requires.
     """
 
     def __init__(
