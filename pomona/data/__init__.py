@@ -1,4 +1,4 @@
-"""Data sets of the papers: readers of their standard files, and batches made on the compute device.
+"""Data sets of the papers: readers of their standard files, and batches assembled on the compute device.
 
 data = pomona.data.load("cifar10", device="cuda", validation=5000)
 batches = data.batches(128, seed=1)

@@ -1,4 +1,4 @@
-"""Batches of a split, gathered, augmented and normalised on the device that holds it."""
+"""Batches of a split, gathered, augmented and normalized on the device that holds the split."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Batches:
-    """Batches whose order, crops and flips are a pure function of (seed, epoch, position).
+    """Batches whose order, crops and flips depend on (seed, epoch, position) alone.
 
-    Nothing is carried from batch to batch, so `epoch(e, start=k)` is the tail of `epoch(e)` bit for
-    bit, on any device. `batch_size` is the global one: each of `world` ranks draws the same order
-    and takes its own slice of every batch, so together they see what one process would.
+    No state passes from batch to batch, so `epoch(e, start=k)` is the tail of `epoch(e)` bit for bit, on any device.
+    `batch_size` is the global batch size: each of `world` ranks draws the same order and takes its own slice of every
+    batch, so that all ranks together see the batches of a single process.
     """
 
     def __init__(
@@ -50,17 +50,18 @@ class Batches:
         self._scale, self._shift = self._normalization(mean, std)
 
     def _validate(self, channels_last: bool) -> None:
+        """Raise PomonaError for options that do not fit the split or each other."""
         rows = len(self.split)
         require(self.batch_size >= 1, f"batch_size must be 1 or more, got {self.batch_size}.")
-        require(rows > 0, "a split without rows gives no batches.")
+        require(rows > 0, "a split without rows has no batches: give at least one row.")
         require(
             len(self) > 0,
-            f"batch_size {self.batch_size} is more than the {rows} rows: lower it or keep the last.",
+            f"batch_size {self.batch_size} is more than the {rows} rows: lower it, or set drop_last=False.",
         )
         require(0 <= self.rank < self.world, f"rank must lie in 0 … {self.world - 1}, got {self.rank}.")
         require(
             self.batch_size % self.world == 0,
-            f"batch_size {self.batch_size} does not divide among {self.world} ranks: take a multiple.",
+            f"batch_size {self.batch_size} does not divide among {self.world} ranks: use a multiple.",
         )
         require(
             self._is_image or (self.augment is None and not channels_last),
@@ -69,7 +70,7 @@ class Batches:
         )
 
     def _normalization(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Batch:
-        """What turns raw 0 … 255 into (x/255 − mean)/std."""
+        """Return the scale and shift that turn raw values 0 … 255 into (x/255 − mean)/std."""
         device, shape = self.split.x.device, self.split.x.shape
         for given in (mean, std):
             require(
@@ -82,12 +83,12 @@ class Batches:
         return (1 / (255 * s)).float().to(device), (-m / s).float().to(device)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         full, rest = divmod(len(self.split), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The training batches of an epoch, from batch `start` on."""
+        """Yield the training batches of an epoch, beginning with batch `start`."""
         require(0 <= start <= len(self), f"start must lie in 0 … {len(self)} batches, got {start}.")
         rest = len(self.split) % self.batch_size
         require(
@@ -97,13 +98,14 @@ class Batches:
         return self._iterate_epoch(epoch, start)
 
     def _iterate_epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        order, plan = (None if part is None else part.to(self.split.x.device) for part in self.draw_epoch(epoch))
+        """Yield the batches of `epoch`, whose arguments are already validated."""
+        order, params = (None if part is None else part.to(self.split.x.device) for part in self.draw_epoch(epoch))
         for k in range(start, len(self)):
             rows = self._rank_rows(k)
-            yield self.gather_batch(order[rows], None if plan is None else plan[rows])  # type: ignore[index]
+            yield self.gather_batch(order[rows], None if params is None else params[rows])  # type: ignore[index]
 
     def draw_epoch(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An epoch's order of rows, and what the augmentation does to each; both on the host."""
+        """Return the order of rows in an epoch and the augmentation parameters of each, both on the host."""
         count = len(self.split)
         order = keyed_random.permutation(count, self.seed, epoch, 0) if self.shuffle else np.arange(count)
         if self.augment is None:
@@ -111,28 +113,28 @@ class Batches:
         u = keyed_random.uniform((count, self.augment.uniforms_per_image), self.seed, epoch, 1)
         return torch.from_numpy(order), torch.from_numpy(self.augment.draw_params(u, *self.split.x.shape[2:]))
 
-    def gather_batch(self, rows: torch.Tensor, plan: torch.Tensor | None) -> Batch:
-        """The batch of these rows, augmented as planned."""
+    def gather_batch(self, rows: torch.Tensor, params: torch.Tensor | None) -> Batch:
+        """Return the batch of the given rows, augmented with the given parameters."""
         images = self.split.x[rows]
-        if self.augment is not None and plan is not None:
-            images = self.augment(images, plan)
+        if self.augment is not None and params is not None:
+            images = self.augment(images, params)
         return self._prepare_inputs(images), self.split.y[rows]
 
     def evaluate(self) -> Iterator[Batch]:
-        """Every row once, in order, without augmentation, the last batch included."""
+        """Yield every row once, in order and without augmentation, including the last partial batch."""
         for k in range(-(-len(self.split) // self.batch_size)):
             rows = self._rank_rows(k)
             yield self._prepare_inputs(self.split.x[rows]), self.split.y[rows]
 
     def _rank_rows(self, k: int) -> slice:
-        """This rank's rows of global batch k; the first ranks take one more where it is uneven."""
+        """Return this rank's rows of global batch k; if they do not divide evenly, the first ranks take one more."""
         first = k * self.batch_size
         share, extra = divmod(min(self.batch_size, len(self.split) - first), self.world)
         start = first + self.rank * share + min(self.rank, extra)
         return slice(start, start + share + (self.rank < extra))
 
     def _prepare_inputs(self, x: torch.Tensor) -> torch.Tensor:
-        """Images normalised, tables in the asked dtype, tokens as they are."""
+        """Return model inputs: images normalized, floating-point features in the chosen dtype, tokens unchanged."""
         if self._is_image:
             x = torch.addcmul(self._shift, x.float(), self._scale)
         if x.is_floating_point():

@@ -1,7 +1,7 @@
-"""Random numbers as a pure function of a key.
+"""Random numbers that depend on a key of integers alone.
 
-numpy promises that the raw stream of a bit generator never changes, so an order drawn here is the
-same on every machine, device and version, and nothing has to be saved to draw it again.
+numpy guarantees that the raw stream of a bit generator never changes. So numbers drawn here are the same on every
+machine, device and version, and no state has to be saved to draw them again.
 """
 
 from __future__ import annotations
@@ -10,27 +10,31 @@ import numpy as np
 
 from pomona.errors import require
 
+FLOAT64_BITS = 53  # of the significand
+
 
 def random_words(count: int, *key: int) -> np.ndarray:
-    """`count` random 64-bit words that depend on the key alone."""
+    """Return `count` random 64-bit words that depend on the key alone."""
     require(min(key) >= 0, f"a seed must be 0 or more, got {min(key)}.")
     return np.asarray(np.random.PCG64(list(key)).random_raw(count), dtype=np.uint64)
 
 
 def uniform(shape: tuple[int, int], *key: int) -> np.ndarray:
-    """Numbers in [0, 1), with all the 53 bits a float64 holds."""
-    return ((random_words(shape[0] * shape[1], *key) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+    """Return random numbers in [0, 1) with the full 53 bits of a float64."""
+    words = random_words(shape[0] * shape[1], *key)
+    return ((words >> np.uint64(64 - FLOAT64_BITS)) * 2.0**-FLOAT64_BITS).reshape(shape)
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """A random order of 0 … count − 1."""
+    """Return the integers 0 … count − 1 in random order."""
     return random_words(count, *key).argsort(kind="stable")
 
 
 def stratified_split(labels: np.ndarray, count: int, *key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split the rows in two, the second of `count`, each class in proportion; both sides in file order.
+    """Split the rows in two parts, the second of `count` rows, with each class in proportion.
 
-    Every row gets its quantile within its own class, in random order; the lowest quantiles go out.
+    Returns the row indices of both parts, sorted. Every row is given its quantile within its class, in random order;
+    the rows with the lowest quantiles form the second part.
     """
     order = permutation(len(labels), *key)
     quantile = np.empty(len(labels))

@@ -108,7 +108,7 @@ def test_no_network_is_one_sentence(site, tmp_path: Path, monkeypatch: pytest.Mo
     _, url = site
     publish(monkeypatch, f"{url}/missing.txt", TEXT)
     with pytest.raises(
-        PomonaError, match=r"missing.txt cannot be fetched \(HTTP Error 404.*\): try again with a network"
+        PomonaError, match=r"missing.txt cannot be fetched \(HTTP Error 404.*\): check the network and try again"
     ):
         download("shakespeare", tmp_path / "data")
     publish(monkeypatch, "http://127.0.0.1:1/input.txt", TEXT)  # nobody listens there
