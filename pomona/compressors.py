@@ -58,7 +58,7 @@ class Compressor(ABC):
 COMPRESSORS: Registry[Compressor] = Registry("compressor")
 
 
-@COMPRESSORS.add("quantize")
+@COMPRESSORS.register("quantize")
 @dataclass(frozen=True)
 class Quantize(Compressor):
     """Round to 2^bits − 1 evenly spaced levels, symmetric around zero, up to the tensor's largest magnitude."""
@@ -78,7 +78,7 @@ class Quantize(Compressor):
         weights.div_(torch.where(step > 0, step, 1)).round_().mul_(step).add_(0.0)  # + 0.0 turns −0.0 into 0.0
 
 
-@COMPRESSORS.add("binary")
+@COMPRESSORS.register("binary")
 @dataclass(frozen=True)
 class Binary(Compressor):
     """Replace weights by +1 or −1 by their sign, as BinaryConnect does (Courbariaux et al., 2015).
@@ -121,7 +121,7 @@ class Threshold(Compressor):
         return torch.ones_like(magnitude.mean(inner, keepdim=True))
 
 
-@COMPRESSORS.add("soft")
+@COMPRESSORS.register("soft")
 @dataclass(frozen=True)
 class SoftThreshold(Threshold):
     """Soft thresholds, s · sign(w) · max(|w| − t, 0), as in ST-3 (Vanderschueren & De Vleeschouwer, WACV 2023).
@@ -150,7 +150,7 @@ class SoftThreshold(Threshold):
         return FusedProjection(soft_threshold=True, rescale=self.rescale)
 
 
-@COMPRESSORS.add("power")
+@COMPRESSORS.register("power")
 @dataclass(frozen=True)
 class PowerThreshold(Threshold):
     """Thresholds sign(w) · (|w|ᵖ − tᵖ)^(1/p), as in Feather (Georgoulakis et al., BMVC 2023).

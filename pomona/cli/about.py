@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def methods(as_json: Json = False) -> None:
     """List the ways to prune, with every option and its default."""
     from pomona.methods import METHODS
-    from pomona.registry import describe
+    from pomona.registry import spec_to_dict
 
     records = []
     for record in (METHODS[name] for name in METHODS):
-        options = describe(record())
+        options = spec_to_dict(record())
         about = (record.__doc__ or "").split("\n")[0]
         records.append(
             {
@@ -77,7 +77,8 @@ def data(
         here = "[green]yes[/]" if entry.present else "no"
         table.add_row(f"[bold]{entry.name}[/]", here, entry.size, escape(entry.path or entry.get))
     show(table)
-    print(f"looked in {', '.join(map(str, sources.roots(data_dir)))}; --data-dir and POMONA_DATA name other folders.")
+    folders = ", ".join(map(str, sources.data_folders(data_dir)))
+    print(f"looked in {folders}; --data-dir and POMONA_DATA name other folders.")
 
 
 @app.command()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from .. import allocation as allocations
@@ -16,6 +15,7 @@ from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
+from ..scores import exclude_pruned
 from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -92,8 +92,8 @@ class Method:
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
-        self._set(allocation=allocations.spelled(self.allocation))
+        self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
+        self._set(allocation=allocations.normalize_allocation(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.default_sparsity if self.pattern.sparsity is None else self.pattern.sparsity)
@@ -110,7 +110,7 @@ class Method:
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.check(self.allocation, self.final_sparsity)
+        allocations.validate_allocation(self.allocation, self.final_sparsity)
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
@@ -169,7 +169,7 @@ class Method:
         Where the method only prunes, pruned weights rank below all others.
         """
         if self.only_prunes:
-            scores = {name: score.masked_fill(~targets.masks[name], -torch.inf) for name, score in scores.items()}
+            scores = exclude_pruned(scores, targets.masks)
         return allocations.select(scores, sparsity, self.pattern, self.allocation)
 
     @property
@@ -228,6 +228,6 @@ def method(name: str, *, paper: str, weights: str) -> Callable[[type[M]], type[M
 
     def register(spec: type[M]) -> type[M]:
         spec.paper, spec.weights = paper, weights
-        return METHODS.add(name)(spec)
+        return METHODS.register(name)(spec)
 
     return register

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PomonaError, require
-from ..registry import describe
+from ..registry import spec_to_dict
 from .mask_bits import pack_bits, unpack_bits
 from .method import Masks
 from .score_method import ScoreMethod
@@ -27,7 +27,7 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
     slots, every_slot = pruner.slots, (*pruner.slots, *pruner.coupled)
     state = {
         "version": VERSION,
-        "method": describe(pruner.method),
+        "method": spec_to_dict(pruner.method),
         **{key: getattr(pruner, key) for key in COUNTERS},
         "history": pruner.history,
         "shapes": {slot.name: list(slot.mask.shape) for slot in slots},
@@ -94,7 +94,7 @@ def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
     )
     for key in collect_state(pruner):
         require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
-    own = describe(pruner.method)
+    own = spec_to_dict(pruner.method)
     for key in own.keys() | state["method"].keys():
         given, expected = state["method"].get(key), own.get(key)
         require(given == expected, f"the state is of a method with {key} = {given}, this pruner has {expected}.")

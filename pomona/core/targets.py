@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from ..errors import PomonaError, unknown
+from ..errors import PomonaError, unknown_name_error
 from .tracing import called_modules
 
 # What a parameter can be. A method leaves some of these dense (`Method.left_dense`); the default is that of DPF.
@@ -110,7 +110,7 @@ def prunable(
     found = find_parameters(unwrap(model))
     for glob in (*include, *exclude):
         if not any(matches(glob, t) for t in found):
-            raise unknown("layer", glob, [t.name for t in found])
+            raise unknown_name_error("layer", glob, [t.name for t in found])
     return Prunable(tuple(choose(t, include, exclude, dense) for t in found))
 
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..registry import build
+from ..registry import build_spec
 from . import (
     dpf,
     dsr,
@@ -55,7 +55,7 @@ Options = ParamSpec("Options")
 
 def make_pruner(choice: Any) -> Pruner:
     """Return a pruner for a method, given as its record or in any other spelling: "dpf(sparsity=0.9)"."""
-    spec = METHODS.make(choice)
+    spec = METHODS.resolve(choice)
     return LotteryRounds(spec) if isinstance(spec, lottery.Lottery) else Pruner(spec)
 
 
@@ -69,7 +69,7 @@ def make_constructor(spec: Callable[Options, Method]) -> Callable[Options, Prune
     def construct(*args: Options.args, **options: Options.kwargs) -> Pruner:
         if args:
             raise TypeError(f"{spec.__name__} takes its options by name, such as sparsity=0.9.")
-        return make_pruner(build(spec, "method", options))
+        return make_pruner(build_spec(spec, "method", options))
 
     fields = [f for f in dataclasses.fields(spec) if f.init]
     construct.__name__ = construct.__qualname__ = spec.__name__

@@ -13,7 +13,7 @@ from ..core.method import Masks, Method, Targets
 from ..errors import PomonaError, require
 from ..patterns import Pattern, Unstructured
 from ..schedules import Constant, Schedule
-from ..scores import random
+from ..scores import random_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DropGrow(Method):
         )
 
     def initial_masks(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, random(targets.latent, self.seed), sparsity)
+        return self.select(targets, random_scores(targets.latent, self.seed), sparsity)
 
     def require_free_layers(self) -> None:
         """Raise PomonaError for a pattern that fixes every layer's sparsity, where weights move between layers."""

@@ -21,7 +21,7 @@ class Compressed(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compressor is not None:
-            self._set(compressor=COMPRESSORS.make(self.compressor))
+            self._set(compressor=COMPRESSORS.resolve(self.compressor))
             self.compressor.validate_pattern(self.pattern)
 
     def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor | None:

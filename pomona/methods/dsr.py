@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
-from ..scores import random
+from ..scores import random_scores
 from ._drop_grow import DropGrow, divide_growth, drop_lowest, grow_highest, unit_sizes
 
 DOUBLE_INTERVAL_AT = (1 / 8, 2 / 5, 7 / 10)  # shares of training: epochs 25, 80 and 140 of the authors' 200
@@ -71,7 +71,7 @@ class DSR(DropGrow):
         goal = self.churn * sum(mask.numel() for mask in kept.values())
         memory["threshold"] = threshold * (0.5 if moved > 1.1 * goal else 2.0 if moved < 0.9 * goal else 1.0)
         growth = divide_growth(moved, {name: float(n) for name, n in active.items()}, free, sizes, active)
-        draws = random(targets.latent, seed=self.seed + 1 + targets.progress.step)
+        draws = random_scores(targets.latent, seed=self.seed + 1 + targets.progress.step)
         return {
             n: grow_highest(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])
             for n, m in kept.items()

@@ -15,7 +15,7 @@ from ..core.method import Masks, Method, Targets, TrainingProgress, method
 from ..core.pruner import Pruner
 from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
-from ..registry import describe
+from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
 from ..scores import magnitude
 from ._mask_holder import MaskHolder
@@ -84,7 +84,7 @@ class LotteryRounds(Pruner):
         sparsities = self.method.round_sparsities(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         layers = {target.name: list(target.shape) for target in targets}
-        settings = {"options": describe(self.method), "layers": layers}
+        settings = {"options": spec_to_dict(self.method), "layers": layers}
         store = RoundStore(None if folder is None else Path(folder), settings)
         inner = unwrap(model)
         masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}

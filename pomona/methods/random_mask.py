@@ -17,4 +17,4 @@ class Random(SingleUpdate):
     seed: int = 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, scores.random(targets.latent, self.seed), sparsity)
+        return self.select(targets, scores.random_scores(targets.latent, self.seed), sparsity)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.method import Masks, Targets, TrainingProgress, method, validate_every
 from ..errors import require
-from ..scores import random
+from ..scores import random_scores
 from ._drop_grow import DropGrow, drop_lowest, floor_share, grow_highest
 
 
@@ -62,4 +62,4 @@ class SET(DropGrow):
         """Return the score by which free entries grow: random."""
         # Each layer and update has its own seed, so that a resumed run draws the same.
         index = list(targets.latent).index(name)
-        return random({name: targets.latent[name]}, self.seed + 1_000_003 * targets.progress.step + index)[name]
+        return random_scores({name: targets.latent[name]}, self.seed + 1_000_003 * targets.progress.step + index)[name]

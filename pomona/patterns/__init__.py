@@ -1,4 +1,4 @@
-"""Which weights fall together, and the only place where a top-k is taken."""
+"""Sparsity patterns: which weights are pruned together. Every top-k selection of weights is made here."""
 
 from .balanced import NM, Balanced
 from .base import PATTERNS, Pattern

@@ -1,4 +1,4 @@
-"""Patterns made of units that are ranked against each other: weights, tiles, kernels, filters."""
+"""Patterns whose units are ranked against each other: single weights, tiles, kernels, filters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import PomonaError, require, unknown
+from ..errors import PomonaError, require, unknown_name_error
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
 from .selection import select_largest
 
 
 class UnitPattern(Pattern):
-    """A tensor is cut into equal units; the units of all tensors are ranked together."""
+    """Base of patterns that divide a tensor into equal units and rank the units of all tensors together by a norm."""
 
     ranks_units: ClassVar[bool] = True
 
@@ -26,7 +26,7 @@ class UnitPattern(Pattern):
 
     @abstractmethod
     def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A view of the tensor, and the dimensions of that view that one unit spans."""
+        """Return the shape of a view of the tensor, and the dimensions of that view which one unit spans."""
 
     def unit_size(self, shape: torch.Size) -> int:
         view, inner = self.split_into_units(shape)
@@ -42,20 +42,20 @@ class UnitPattern(Pattern):
         ]
 
     def unit_norms(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
-        """The norm of the scores over each unit; a unit with nothing but −inf stays −inf."""
+        """Return the norm of the scores over each unit; a unit of −inf scores only stays −inf."""
         wide = torch.promote_types(score.dtype, torch.float32)
         norm = torch.linalg.vector_norm(score.clamp(min=0), self.norm, inner, keepdim=True, dtype=wide)
         return norm.masked_fill((score == -torch.inf).all(dim=inner, keepdim=True), -torch.inf)
 
 
 def select_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
-    """Keep the highest units, as many as come nearest to the sparsity in weights."""
+    """Return masks of the highest-ranked units, as many as bring the sparsity, counted in weights, nearest."""
     weights = sum(u.numel() * size for u, size in zip(units, sizes, strict=True))
     pruned = count_pruned(sparsity, weights)
     if len(set(sizes)) == 1:
         count = sum(u.numel() for u in units)
         return select_largest(units, count - round(pruned / sizes[0]))
-    # Units of several sizes: walk down the ranking, and stop where the weights kept are nearest.
+    # Units of several sizes: go down the ranking, and stop where the number of kept weights is nearest.
     flat = torch.cat([u.flatten() for u in units])
     order = flat.argsort(descending=True, stable=True)
     size = torch.cat([torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)])
@@ -66,10 +66,10 @@ def select_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float)
     return [m.view(u.shape) for m, u in zip(mask.split([u.numel() for u in units]), units, strict=True)]
 
 
-@PATTERNS.add("unstructured")
+@PATTERNS.register("unstructured")
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """Every weight for itself."""
+    """Single weights, without structure."""
 
     is_elementwise: ClassVar[bool] = True
 
@@ -78,10 +78,10 @@ class Unstructured(Pattern):
         return select_largest(scores, count - count_pruned(sparsity, count))
 
 
-@PATTERNS.add("block")
+@PATTERNS.register("block")
 @dataclass(frozen=True)
 class Block(UnitPattern):
-    """Tiles of h × w in the matrix out × (in · kh · kw), ranked by their norm."""
+    """Tiles of h × w weights in the matrix out × (in · kh · kw), ranked by their norm."""
 
     shape: tuple[int, int]
     norm: int = 2
@@ -108,10 +108,10 @@ class Block(UnitPattern):
         return (rows // height, height, columns // width, width), (1, 3)
 
 
-@PATTERNS.add("kernel")
+@PATTERNS.register("kernel")
 @dataclass(frozen=True)
 class Kernel(UnitPattern):
-    """The 2-D slices (kh × kw) of a convolution; in a linear layer every weight is one."""
+    """Kernels of a convolution, its 2-D slices of kh × kw weights; in a linear layer each weight is its own kernel."""
 
     norm: int = 2
 
@@ -123,25 +123,25 @@ class Kernel(UnitPattern):
         return (outer, math.prod(shape[2:])), (1,)
 
 
-@PATTERNS.add("filter")
+@PATTERNS.register("filter")
 @dataclass(frozen=True)
 class Filter(UnitPattern):
-    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them.
+    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm are pruned with them.
 
-    The papers count filters (`of="filters"`) and leave norms alone (`norms=False`): a removed channel then still
-    passes on the constant that its norm makes of zero, so that it cannot be taken out.
+    The papers count filters (`of="filters"`) and do not prune norms (`norms=False`). The norm then turns a pruned
+    channel into a constant that later layers read, so the channel cannot be removed from the network.
     """
 
     removes_outputs: ClassVar[bool] = True
 
     norm: int = 2
-    of: str = "weights"  # what the sparsity is a share of, over all tensors: "weights" or "filters"
-    norms: bool = True  # whether bias and norm fall with their filter
+    of: str = "weights"  # what the sparsity is a fraction of, over all tensors: "weights" or "filters"
+    norms: bool = True  # whether bias and norm are pruned with their filter
 
     def __post_init__(self) -> None:
         validate_norm(self.norm)
         if self.of not in ("weights", "filters"):
-            raise unknown("share", self.of, ("weights", "filters"))
+            raise unknown_name_error("share", self.of, ("weights", "filters"))
 
     @property
     def removes_coupled(self) -> bool:
@@ -155,4 +155,5 @@ class Filter(UnitPattern):
 
 
 def validate_norm(norm: int) -> None:
+    """Raise PomonaError unless `norm` is 1 or 2."""
     require(norm in (1, 2), f"norm must be 1 or 2, got {norm}.")

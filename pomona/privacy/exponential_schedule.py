@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import require
-from ..schedules import SCHEDULES, Rising
+from ..schedules import SCHEDULES, RampSchedule
 
 
-@SCHEDULES.add("exponential")
+@SCHEDULES.register("exponential")
 @dataclass(frozen=True)
-class Exponential(Rising):
+class Exponential(RampSchedule):
     """Schedule that follows base^(x − 1): almost all of the rise is in the last tenth.
 
     The authors' base is the final sparsity in per cent.

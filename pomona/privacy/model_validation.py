@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..errors import PomonaError, require
-from ..models.layers import GROUPS
+from ..models.layers import GROUP_NORM_GROUPS
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def convert_to_group_norm(norm: _BatchNorm) -> nn.GroupNorm:
 
     After a linear layer, where a channel is one number, all channels form one group.
     """
-    groups = 1 if isinstance(norm, nn.BatchNorm1d) else math.gcd(GROUPS, norm.num_features)
+    groups = 1 if isinstance(norm, nn.BatchNorm1d) else math.gcd(GROUP_NORM_GROUPS, norm.num_features)
     converted = nn.GroupNorm(groups, norm.num_features, norm.eps, norm.affine)
     if norm.affine:
         converted = converted.to(norm.weight.device, norm.weight.dtype)

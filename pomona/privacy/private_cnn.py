@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..models.layers import conv, head, make_norm, widen
+from ..models.layers import make_conv, make_head, make_norm, scale_width
 from ..models.registry import register
 
 
@@ -20,11 +20,11 @@ class PrivateCNN(nn.Module):
         layers: list[nn.Module] = []
         channels = in_channels
         for width, stride in ((32, 2), (32, 1), (64, 2), (64, 1)):
-            outputs = widen(width, rho)
-            layers += [conv(channels, outputs, 3, stride), make_norm(outputs, "group"), nn.ReLU()]
+            outputs = scale_width(width, rho)
+            layers += [make_conv(channels, outputs, 3, stride), make_norm(outputs, "group"), nn.ReLU()]
             channels = outputs
         self.features = nn.Sequential(*layers)
-        self.head = head(channels, num_classes)
+        self.head = make_head(channels, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(x))

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import require, unknown
-from ..registry import describe
+from ..errors import require, unknown_name_error
+from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import Budget
 from .clipping import clip_and_sum, flatten
@@ -82,7 +82,7 @@ class PrivateStep:
         validate_options(budget, method, keep, group, clip, micro, views, public)
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
-        self.keep, self.schedule, self.group = float(keep), SCHEDULES.make(schedule), group
+        self.keep, self.schedule, self.group = float(keep), SCHEDULES.resolve(schedule), group
         self.clip, self.loss, self.micro, self.views, self.public = clip, loss, micro, views, public
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
@@ -248,7 +248,7 @@ class PrivateStep:
             "index_epsilon": self.budget.index,
             "share": self.budget.share,
             "keep": self.keep if self.method != "dpsgd" else 1.0,
-            "schedule": describe(self.schedule),
+            "schedule": spec_to_dict(self.schedule),
             "group": self.group,
             "lost": {"middle": self.lost(middle), "end": self.lost(end)},
             "random_loses": {"middle": self.lost_at_random(middle), "end": self.lost_at_random(end)},
@@ -301,7 +301,7 @@ def validate_options(
 ) -> None:
     """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
     if method not in METHODS:
-        raise unknown("private method", method, METHODS)
+        raise unknown_name_error("private method", method, METHODS)
     require(0 < keep <= 1, f"keep is the share of coordinates that are kept, in (0, 1], got {keep:g}.")
     require(
         group is None or round(keep * group) >= 1,

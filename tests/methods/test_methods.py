@@ -215,7 +215,7 @@ def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
         ({"every": 2.5}, "every takes int, got 2.5"),
         ({"settle": 1.0}, r"in \[0, 1\), got 1\.0"),
         ({"pattern": "filtr"}, "unknown pattern 'filtr': did you mean 'filter'"),
-        ({"pattern": 3}, "3 is no pattern"),
+        ({"pattern": 3}, "3 is not a valid pattern"),
         ({"pattern": pm.NM(2, 4), "sparsity": 0.9}, "fixes the sparsity at 0.5, got 0.9"),
         ({"schedule": "cubics"}, "did you mean 'cubic'"),
         ({"include": 3}, "include"),

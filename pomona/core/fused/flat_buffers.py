@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import LAYERWISE, floors, read
+from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
 from ...masking import count_pruned
 from .. import guards
 from ..slot import dense_strides
@@ -171,9 +171,9 @@ class FlatBuffers:
     def _select_largest(self, scores: Tensor) -> None:
         """Write the mask of the highest scores; what a floor keeps of a layer ranks above all others."""
         if self.floor_top_k is not None:
-            self.floor_top_k.run(scores, self.mask)
+            self.floor_top_k.select(scores, self.mask)
             scores = scores.masked_fill(self.target_mask, torch.inf)
-        self.top_k.run(scores, self.mask)
+        self.top_k.select(scores, self.mask)
 
     # ---- the copies of a step, for all slots or some of them
 
@@ -287,17 +287,17 @@ class FlatBuffers:
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = read(self.method.allocation)
-        layerwise = LAYERWISE.get(name)
+        name, floor = parse_allocation(self.method.allocation)
+        layerwise = LAYERWISE_ALLOCATIONS.get(name)
         sizes = [self.count] if layerwise is None else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
         if self.top_k is None:
-            self.top_k = self.kernels.Selection(sizes, self.mask.device)
-            self.floor_top_k = self.kernels.Selection(self.sizes, self.mask.device) if floor else None
-        self.top_k.aim([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
+            self.top_k = self.kernels.SegmentedTopK(sizes, self.mask.device)
+            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if floor else None
+        self.top_k.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
         if floor:
-            self.floor_top_k.aim(floors(shapes, sparsity, self.method.pattern, floor))
+            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, self.method.pattern, floor))
         return True
 
     # ---- random weights

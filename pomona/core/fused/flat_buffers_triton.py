@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...patterns.segments_triton import Selection
+from ...patterns.radix_select_triton import SegmentedTopK
 from .random_stream import DRAW_BITS, ROUNDS, RandomStream
 
-__all__ = ["OutputThresholds", "Selection", "UpdateFigures", "make_block_table", "redraw", "run_copy"]
+__all__ = ["OutputThresholds", "SegmentedTopK", "UpdateFigures", "make_block_table", "redraw", "run_copy"]
 
 BLOCK = 4096  # weights that one program copies
 ROW = 1024  # weights of an output that a program reads at a time

@@ -44,7 +44,7 @@ from pomona.core.method import Masks
 from pomona.data import Batches, Dataset
 from pomona.errors import PomonaError, require
 from pomona.methods._mask_holder import MaskHolder
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from ..recipes.recipe import Recipe
 from . import checkpoint, loops, masks
@@ -578,7 +578,11 @@ _loaded: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary
 
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
     """The recipe's data set, on the device; runs that are packed read one copy of it."""
-    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
+    options = spec_to_dict(recipe.data.source) | {
+        "root": data_dir,
+        "device": device,
+        "validation": recipe.data.validation,
+    }
     key = repr(options)
     found = _loaded.get(key) if loops.PACKED.get() else None
     if found is None:
@@ -598,15 +602,15 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
             f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
             f"choose one of {', '.join(fitting)}."
         )
-    follows = info.fit(dataset.input_shape, dataset.classes)
-    if info.tokens:
+    follows = info.fit_options(dataset.input_shape, dataset.classes)
+    if info.takes_tokens:
         follows["vocabulary"] = dataset.vocab
     return {**follows, **recipe.model}
 
 
-def _fits(info: models.Info, kind: str) -> bool:
+def _fits(info: models.ModelInfo, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
-    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+    return info.takes_tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
 @contextmanager

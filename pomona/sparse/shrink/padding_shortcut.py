@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...models.resnet_cifar import Block, Pad
+from ...models.resnet_cifar import PadShortcut, ResidualBlock
 
 
 class TraceableShortcut(nn.Module):
@@ -15,7 +15,7 @@ class TraceableShortcut(nn.Module):
     The dependency graph cannot follow padded channels, but it can follow a concatenation of convolutions.
     """
 
-    def __init__(self, pad: Pad, channels: int, like: Tensor) -> None:
+    def __init__(self, pad: PadShortcut, channels: int, like: Tensor) -> None:
         super().__init__()
         self.pad, left = pad, pad.channels // 2
         self.left, self.right = (
@@ -52,12 +52,12 @@ class UnevenPad(nn.Module):
 def make_shortcuts_traceable(model: nn.Module) -> None:
     """Replace the zero-padding shortcuts of a model, in place, by ones that the dependency graph can follow."""
     for block in model.modules():
-        if isinstance(block, Block) and isinstance(block.shortcut, Pad):
+        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, PadShortcut):
             block.shortcut = TraceableShortcut(block.shortcut, block.conv1.in_channels, block.conv1.weight)
 
 
 def restore_padding_shortcuts(model: nn.Module) -> None:
     """Undo `make_shortcuts_traceable` in place, with the number of channels that are left."""
     for block in model.modules():
-        if isinstance(block, Block) and isinstance(block.shortcut, TraceableShortcut):
+        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, TraceableShortcut):
             block.shortcut = block.shortcut.to_padding()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.targets import unwrap
 from ...errors import PomonaError, require
-from ...models.summary import example as make_example
+from ...models.summary import make_example_batch as make_example
 from ...models.summary import summary
 from . import latency as latencies
 from .channel_group import ChannelGroup

@@ -1,4 +1,4 @@
-"""The kernels of score methods against the CPU: the selection, the re-draw, the whole step."""
+"""The kernels of score methods against the CPU: the re-draw, the whole step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.patterns.selection import select_largest
 
 pytestmark = pytest.mark.gpu
 
@@ -35,42 +34,6 @@ def step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
     F.cross_entropy(model(x), torch.arange(8, device=x.device)).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("sizes", [[1], [5, 1, 7], [2048, 4096, 3], [100_000, 17, 3_000_000, 2049]])
-@pytest.mark.parametrize("ties", [False, True])
-def test_segments_are_selected_exactly(sizes: list[int], ties: bool) -> None:
-    from pomona.patterns.segments_triton import Selection
-
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(sum(sizes), generator=generator)
-    scores = scores.round() if ties else scores
-    selection, mask = Selection(sizes, torch.device("cuda")), torch.empty(sum(sizes), dtype=torch.bool, device="cuda")
-    for share in (0.0, 0.3, 0.5, 0.999, 1.0):
-        keep = [round(share * size) for size in sizes]
-        selection.aim(keep)
-        selection.run(scores.cuda(), mask)
-        expected = torch.cat([select_largest([s], k)[0] for s, k in zip(scores.split(sizes), keep, strict=True)])
-        assert torch.equal(mask.cpu(), expected)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_selection_follows_scores_that_creep_and_jump(ties: bool) -> None:
-    """What is assumed of the threshold from the time before holds for some segments and not for others."""
-    from pomona.patterns.segments_triton import Selection
-
-    sizes, generator = [100_000, 17, 300_000, 2049], torch.Generator().manual_seed(2)
-    selection, mask = Selection(sizes, torch.device("cuda")), torch.empty(sum(sizes), dtype=torch.bool, device="cuda")
-    scores = torch.randn(sum(sizes), generator=generator)
-    for time in range(30):
-        now = (scores * 64).round() / 64 if ties else scores
-        keep = [round((0.4 + 0.001 * max(time - 20, 0)) * size) for size in sizes]
-        selection.aim(keep)
-        selection.run(now.cuda(), mask)
-        expected = torch.cat([select_largest([s], k)[0] for s, k in zip(now.split(sizes), keep, strict=True)])
-        assert torch.equal(mask.cpu(), expected), f"at time {time}"
-        creep = 0.002 * torch.randn(sum(sizes), generator=generator)
-        scores = scores + creep if time % 9 else -1.7 * scores
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -1,4 +1,4 @@
-"""Where data sets are looked for, what is told about them, and how they are held out."""
+"""Locating data sets, their catalog, and validation parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pomona.data import SOURCES, catalog, load, locate
 from pomona.errors import PomonaError
 
 
-def test_the_given_folder_then_the_environment_then_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_search_order_is_given_folder_environment_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given, env, cache = tmp_path / "given", tmp_path / "env", tmp_path / "cache" / "pomona"
     monkeypatch.setenv("POMONA_DATA", str(env))
     for base in (cache, env, given):
@@ -22,7 +22,7 @@ def test_the_given_folder_then_the_environment_then_the_cache(tmp_path: Path, mo
     assert locate("imdb") == env / "aclImdb"
 
 
-def test_what_is_not_there_is_listed_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_for_a_missing_data_set_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("POMONA_DATA", str(tmp_path / "env"))
     with pytest.raises(PomonaError) as error:
         load("cifar10", root=tmp_path / "given")
@@ -44,7 +44,7 @@ def test_unknown_names_and_options(tmp_path: Path):
         locate("digits")
 
 
-def test_the_catalog_knows_every_set(tmp_path: Path):
+def test_catalog_lists_every_data_set(tmp_path: Path):
     (tmp_path / "covertype").mkdir()
     entries = {e.name: e for e in catalog(tmp_path)}
     assert set(entries) == set(SOURCES)
@@ -58,7 +58,7 @@ def test_the_catalog_knows_every_set(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("validation", "count"), [(47, 47), (0.1, 135), (0, 0), (0.0, 0)])
-def test_a_validation_part_is_held_out(validation: float, count: int):
+def test_validation_part_is_held_out(validation: float, count: int):
     whole, data = load("digits"), load("digits", validation=validation, seed=4)
     assert torch.equal(whole.test.x, data.test.x)
     if not count:
@@ -73,17 +73,17 @@ def test_a_validation_part_is_held_out(validation: float, count: int):
 
 
 @pytest.mark.parametrize("validation", [-1, 1347, 1.0, 1.5, float("nan")])
-def test_a_bad_validation_part_is_refused(validation: float):
+def test_invalid_validation_sizes_are_refused(validation: float):
     with pytest.raises(PomonaError, match="a count from 0 to 1346 or a fraction below 1"):
         load("digits", validation=validation)
 
 
-def test_a_data_set_describes_itself():
+def test_describe_and_part():
     data = load("digits", validation=100)
-    told = data.describe()
-    json.dumps(told)
-    assert (told["name"], told["train"], told["valid"], told["test"]) == ("digits", 1247, 100, 450)
-    assert told["input_shape"] == [1, 8, 8]
+    facts = data.describe()
+    json.dumps(facts)
+    assert (facts["name"], facts["train"], facts["valid"], facts["test"]) == ("digits", 1247, 100, 450)
+    assert facts["input_shape"] == [1, 8, 8]
     with pytest.raises(PomonaError, match="unknown part 'tests': did you mean 'test'"):
         data.part("tests")
     with pytest.raises(PomonaError, match="has no validation part"):
