@@ -35,7 +35,7 @@ bench: setup
 	$(BIN)/python benchmarks/shrink.py
 	$(BIN)/python benchmarks/balanced.py
 
-# Write the pages whose figures come from results/.
+# The pages whose figures come from results/.
 docs: setup
 	for page in page results iterand_page balanced_page; do $(BIN)/python benchmarks/$$page.py || exit 1; done
 	$(BIN)/python benchmarks/private_cifar.py page
