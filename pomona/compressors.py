@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import require
 from .masking import apply_mask
-from .patterns import Pattern, Unstructured
+from .patterns import Pattern
 from .registry import Registry
 
 
@@ -39,7 +39,7 @@ class Compressor(ABC):
 COMPRESSORS: Registry[Compressor] = Registry("compressor")
 
 
-@COMPRESSORS.add("quantize")
+@COMPRESSORS.register("quantize")
 @dataclass(frozen=True)
 class Quantize(Compressor):
     """Round to 2^bits − 1 evenly spaced levels, symmetric around zero, up to the tensor's largest magnitude."""
@@ -59,7 +59,7 @@ class Quantize(Compressor):
         weights.div_(torch.where(step > 0, step, 1)).round_().mul_(step).add_(0.0)  # + 0.0: −0.0 becomes 0.0
 
 
-@COMPRESSORS.add("binary")
+@COMPRESSORS.register("binary")
 @dataclass(frozen=True)
 class Binary(Compressor):
     """+1 or −1 by the weight's sign, as in BinaryConnect (Courbariaux et al., 2015); w is clipped to [−1, 1]."""
@@ -71,7 +71,7 @@ class Binary(Compressor):
         latent.clamp_(-1, 1)
 
 
-@COMPRESSORS.add("soft")
+@COMPRESSORS.register("soft")
 @dataclass(frozen=True)
 class Soft(Compressor):
     """w̃ = s · sign(w) · max(|w| − t, 0), as in ST-3 (Vanderschueren & De Vleeschouwer, WACV 2023).
@@ -88,7 +88,7 @@ class Soft(Compressor):
 
     def check(self, pattern: Pattern) -> None:
         require(
-            isinstance(pattern, Unstructured),
+            pattern.is_elementwise,
             f"Soft shrinks by the magnitude at which single weights were cut, and {pattern} cuts no single ones: "
             "take pattern='unstructured'.",
         )

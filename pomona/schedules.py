@@ -30,7 +30,7 @@ SCHEDULES: Registry[Schedule] = Registry("schedule")
 
 
 @dataclass(frozen=True)
-class Rising(Schedule):
+class RampSchedule(Schedule):
     """From 0 at `start` to 1 at `until`, both shares of training, along a curve."""
 
     start: float = 0.0
@@ -53,34 +53,34 @@ class Rising(Schedule):
         """The share at x, which runs from 0 to 1 between `start` and `until`."""
 
 
-@SCHEDULES.add("cubic")
+@SCHEDULES.register("cubic")
 @dataclass(frozen=True)
-class Cubic(Rising):
+class Cubic(RampSchedule):
     """Zhu & Gupta (2017): 1 − (1 − x)³, quick while much is redundant, slow at the end."""
 
     def curve(self, x: float) -> float:
         return 1 - (1 - x) ** 3
 
 
-@SCHEDULES.add("linear")
+@SCHEDULES.register("linear")
 @dataclass(frozen=True)
-class Linear(Rising):
+class Linear(RampSchedule):
     """x itself."""
 
     def curve(self, x: float) -> float:
         return x
 
 
-@SCHEDULES.add("cosine")
+@SCHEDULES.register("cosine")
 @dataclass(frozen=True)
-class Cosine(Rising):
+class Cosine(RampSchedule):
     """(1 − cos πx) / 2, slow at both ends."""
 
     def curve(self, x: float) -> float:
         return (1 - math.cos(math.pi * x)) / 2
 
 
-@SCHEDULES.add("constant")
+@SCHEDULES.register("constant")
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The final sparsity from the first step on."""

@@ -19,13 +19,13 @@ def magnitude(weights: Mapping[str, Tensor]) -> Scores:
     return dict(zip(weights, torch._foreach_abs(list(weights.values())), strict=True))  # one kernel for all
 
 
-def random(weights: Mapping[str, Tensor], seed: int) -> Scores:
+def random_scores(weights: Mapping[str, Tensor], seed: int) -> Scores:
     """Uniform draws, the same on every device: one stream on the CPU from `seed`."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(w.shape, generator=generator).to(w.device) for name, w in weights.items()}
 
 
-def among(scores: Scores, masks: Mapping[str, Tensor]) -> Scores:
+def exclude_pruned(scores: Scores, masks: Mapping[str, Tensor]) -> Scores:
     """The same scores, with every entry off its mask put last: what is pruned stays pruned."""
     return {name: score.masked_fill(~masks[name], -torch.inf) for name, score in scores.items()}
 

@@ -108,7 +108,7 @@ def test_delta_without_a_compressor_is_the_share_that_was_cut() -> None:
 )
 def test_bad_compressors(spelling: str, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        COMPRESSORS.make(spelling)
+        COMPRESSORS.resolve(spelling)
     with pytest.raises(pm.PomonaError, match=message):
         pm.DPF(compressor=spelling)
 

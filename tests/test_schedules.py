@@ -66,8 +66,12 @@ def test_impossible_spans_are_refused(options: dict[str, float]) -> None:
 
 
 def test_spellings() -> None:
-    assert SCHEDULES.make("cubic(until=0.5)") == SCHEDULES.make({"name": "cubic", "until": 0.5}) == pm.Cubic(until=0.5)
+    assert (
+        SCHEDULES.resolve("cubic(until=0.5)")
+        == SCHEDULES.resolve({"name": "cubic", "until": 0.5})
+        == pm.Cubic(until=0.5)
+    )
     with pytest.raises(pm.PomonaError, match="unknown schedule 'qubic': did you mean 'cubic'"):
-        SCHEDULES.make("qubic")
+        SCHEDULES.resolve("qubic")
     with pytest.raises(pm.PomonaError, match="until takes float, got 'late'"):
-        SCHEDULES.make("cubic(until='late')")
+        SCHEDULES.resolve("cubic(until='late')")

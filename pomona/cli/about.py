@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def methods(as_json: Json = False) -> None:
     """List the ways to prune, with every option and its default."""
     from pomona.methods import METHODS
-    from pomona.registry import describe
+    from pomona.registry import spec_to_dict
 
     records = []
     for record in (METHODS[name] for name in METHODS):
-        options = describe(record())
+        options = spec_to_dict(record())
         about = (record.__doc__ or "").split("\n")[0]
         records.append(
             {

@@ -88,8 +88,8 @@ class Method:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
-        self._set(allocation=allocations.spelled(self.allocation))
+        self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
+        self._set(allocation=allocations.normalize_allocation(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)
@@ -105,7 +105,7 @@ class Method:
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.check(self.allocation, self.target)
+        allocations.validate_allocation(self.allocation, self.target)
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
@@ -150,7 +150,7 @@ class Method:
     def targets(self, model: nn.Module) -> list[Target]:
         """The parameters of a model that are pruned."""
         # A whole output of the last layer is a class, and none of those is to go.
-        dense = self.dense | {"classifier"} if self.pattern.outputs else self.dense
+        dense = self.dense | {"classifier"} if self.pattern.removes_outputs else self.dense
         return prunable(model, self.include, self.exclude, dense).targets
 
     @property
@@ -211,7 +211,7 @@ def method(name: str, *, paper: str, weights: str) -> Callable[[type[Method]], t
 
     def register(record: type[Method]) -> type[Method]:
         record.paper, record.weights = paper, weights
-        return METHODS.add(name)(record)
+        return METHODS.register(name)(record)
 
     return register
 

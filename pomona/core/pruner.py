@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
 from ..masking import apply_mask
-from ..registry import describe
+from ..registry import spec_to_dict
 from . import guards
 from . import history as dynamics
 from .companions import companions, norms_behind
@@ -99,9 +99,9 @@ class Pruner:
             "weight besides the last classifier; name layers with include=[…].",
         )
         for target in targets:
-            self.method.pattern.check(target.name, target.outputs_first)
+            self.method.pattern.validate_shape(target.name, target.outputs_first)
         slots = {target.name: Slot.make(target, self.method, track) for target in targets}
-        followers = self._followers(unwrap(model), slots) if self.method.pattern.follows else []
+        followers = self._followers(unwrap(model), slots) if self.method.pattern.removes_coupled else []
         everything = [*slots.values(), *followers]
         guards.refuse_values(everything)
         if self.method.before or self.method.remembers or self.scored:
@@ -224,7 +224,7 @@ class Pruner:
         """All that a resumed run needs: plain values and tensors. It also rides in `optimizer.state_dict()`."""
         state = {
             "version": VERSION,
-            "method": describe(self.method),
+            "method": spec_to_dict(self.method),
             "step": self.step,
             "total": self.total,
             "steps_per_epoch": self.steps_per_epoch,
@@ -288,7 +288,7 @@ class Pruner:
         )
         for key in self.state_dict():
             require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
-        mine = describe(self.method)
+        mine = spec_to_dict(self.method)
         for key in mine.keys() | state["method"].keys():
             given, own = state["method"].get(key), mine.get(key)
             require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from ..errors import PomonaError, unknown
+from ..errors import PomonaError, unknown_name_error
 
 # What a parameter can be. A method leaves some of these dense (`Method.dense`); the default is DPF's.
 KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")
@@ -112,7 +112,7 @@ def prunable(
     found = candidates(unwrap(model))
     for glob in (*include, *exclude):
         if not any(matches(glob, t) for t in found):
-            raise unknown("layer", glob, [t.name for t in found])
+            raise unknown_name_error("layer", glob, [t.name for t in found])
     return Prunable(tuple(choose(t, include, exclude, dense) for t in found))
 
 

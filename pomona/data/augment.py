@@ -41,7 +41,7 @@ class Augment:
 AUGMENTS: Registry[Augment] = Registry("augmentation")
 
 
-@AUGMENTS.add("standard")
+@AUGMENTS.register("standard")
 @dataclass(frozen=True)
 class Standard(Augment):
     """Pad, crop back to size at a random place, flip left to right half the time.
@@ -65,7 +65,7 @@ class Standard(Augment):
         return padded.gather(2, source.flatten(1)[:, None].expand(-1, images.shape[1], -1)).view_as(images)
 
 
-@AUGMENTS.add("resized_crop")
+@AUGMENTS.register("resized_crop")
 @dataclass(frozen=True)
 class ResizedCrop(Augment):
     """Pad, cut a box of random area and shape, scale it back to size (bilinear), flip half the time.

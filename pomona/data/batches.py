@@ -44,7 +44,7 @@ class Batches:
         self.shuffle, self.drop_last = shuffle, drop_last
         self.dtype, self.rank, self.world = dtype, rank, world
         self.layout = torch.channels_last if channels_last else torch.preserve_format
-        self.augment = None if augment is None else AUGMENTS.make(augment)
+        self.augment = None if augment is None else AUGMENTS.resolve(augment)
         self._image = split.x.dim() == 4 and split.x.dtype == torch.uint8
         self._check(channels_last)
         self._scale, self._shift = self._affine(mean, std)

@@ -92,7 +92,7 @@ class Cifar(Source):
             raise self.damaged(path, str(error), "a dictionary of numbers, names and one uint8 array") from error
 
 
-@SOURCES.add("cifar10")
+@SOURCES.register("cifar10")
 @dataclass(frozen=True)
 class Cifar10(Cifar):
     """Ten classes of colour images."""
@@ -123,7 +123,7 @@ class Cifar10(Cifar):
     }
 
 
-@SOURCES.add("cifar100")
+@SOURCES.register("cifar100")
 @dataclass(frozen=True)
 class Cifar100(Cifar):
     """A hundred classes of colour images (the fine labels)."""

@@ -21,7 +21,7 @@ FILES = "covertype.csv", "covertype.csv.gz", "covtype.csv", "covtype.data", "cov
 FEATURES = 54
 
 
-@SOURCES.add("covertype")
+@SOURCES.register("covertype")
 @dataclass(frozen=True)
 class Covertype(Source):
     """54 features in [0, 1] and the class 1 to 7 in the last column, with a header or without.

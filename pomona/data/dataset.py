@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 
 from . import draws
 from .batches import Batches
@@ -48,7 +48,7 @@ class Dataset:
         """`train`, `valid` or `test`."""
         parts = {"train": self.train, "valid": self.valid, "test": self.test}
         if name not in parts:
-            raise unknown("part", name, parts)
+            raise unknown_name_error("part", name, parts)
         split = parts[name]
         if split is None:
             raise PomonaError(f"'{self.name}' has no validation part: load it with validation=COUNT.")

@@ -14,7 +14,7 @@ from .sources import SOURCES, Source
 from .split import Split
 
 
-@SOURCES.add("digits")
+@SOURCES.register("digits")
 @dataclass(frozen=True)
 class Digits(Source):
     """1797 grey digits of 8×8 pixels: 1347 to train and 450 to test, the same ones for everybody."""

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from pomona.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown_name_error
 
 from .sources import SOURCES, Download, Root, roots
 
@@ -31,7 +31,7 @@ def download(name: str, root: Root = None, *, folder: str | None = None, progres
         raise PomonaError(f"data set '{name}' has no download: {source.get()}.")
     folder = folder or next(iter(source.downloads))
     if folder not in source.downloads:
-        raise unknown(f"layout of '{name}'", folder, source.downloads)
+        raise unknown_name_error(f"layout of '{name}'", folder, source.downloads)
     base = roots(root)[0]
     target = base / folder
     if target.exists():

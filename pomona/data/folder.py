@@ -19,7 +19,7 @@ from .split import Split
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
 
 
-@SOURCES.add("imagefolder")
+@SOURCES.register("imagefolder")
 @dataclass(frozen=True)
 class ImageFolder(Source):
     """Your own images. All live on the device at once, 3·size² bytes each.

@@ -80,7 +80,7 @@ class Idx(Source):
             raise self.damaged(path, str(error), "a whole gzip file") from error
 
 
-@SOURCES.add("mnist")
+@SOURCES.register("mnist")
 @dataclass(frozen=True)
 class Mnist(Idx):
     """Handwritten digits."""
@@ -101,7 +101,7 @@ class Mnist(Idx):
     }
 
 
-@SOURCES.add("fashion_mnist")
+@SOURCES.register("fashion_mnist")
 @dataclass(frozen=True)
 class FashionMnist(Idx):
     """Pictures of clothes, in MNIST's format."""

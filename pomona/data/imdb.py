@@ -20,7 +20,7 @@ PADDING, UNKNOWN, FIRST = 0, 1, 2  # token ids; words start at FIRST, the most f
 WORD = re.compile(r"[^\W\d_]+")
 
 
-@SOURCES.add("imdb")
+@SOURCES.register("imdb")
 @dataclass(frozen=True)
 class Imdb(Source):
     """Reviews as token ids: lower-case runs of letters, in the vocabulary of the train reviews.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from pomona.errors import PomonaError
-from pomona.registry import Registry, parse
+from pomona.registry import Registry, parse_spec
 
 from .dataset import Dataset
 
@@ -166,7 +166,7 @@ def load(
     `validation`, a count or a fraction, is held out of train, drawn by `seed` with the classes in
     proportion. The name may carry options, "imdb(maxlen=200)"; those given here win.
     """
-    base, inline = parse(name)
-    source = SOURCES.make({**inline, **options, "name": base})
+    base, inline = parse_spec(name)
+    source = SOURCES.resolve({**inline, **options, "name": base})
     folder = locate(base, root) if source.folders else Path()
     return source.read(folder).hold_out(validation, seed).to(device)

@@ -15,7 +15,7 @@ from .sources import SOURCES, Download, Source
 from .split import Split
 
 
-@SOURCES.add("text")
+@SOURCES.register("text")
 @dataclass(frozen=True)
 class Text(Source):
     """Your own text: `input.txt`, cut in order into train, valid and test; or one file for each part.
@@ -88,7 +88,7 @@ class Text(Source):
         return np.array([text]).view("U1")
 
 
-@SOURCES.add("shakespeare")
+@SOURCES.register("shakespeare")
 @dataclass(frozen=True)
 class Shakespeare(Text):
     """A megabyte of Shakespeare's plays, 65 different characters."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..registry import build
+from ..registry import build_spec
 from . import dpf, dsr, edge_popup, finetune, incremental, iterand, lottery, oneshot, rigl, sfp, snip, sparse_momentum
 from . import random_mask as random
 from . import sparse_evolutionary as set
@@ -39,7 +39,7 @@ __all__ = [
 
 def pruner(choice: Any) -> Pruner:
     """A pruner from a method's record, or any other spelling of it: "dpf(sparsity=0.9)"."""
-    record = METHODS.make(choice)
+    record = METHODS.resolve(choice)
     return lottery.Rounds(record) if isinstance(record, lottery.Lottery) else Pruner(record)
 
 
@@ -47,7 +47,7 @@ def constructor(record: type[Method]) -> Callable[..., Pruner]:
     """The public face of a method: takes its options, gives a pruner."""
 
     def make(**options: Any) -> Pruner:
-        return pruner(build(record, "method", options))
+        return pruner(build_spec(record, "method", options))
 
     fields = [f for f in dataclasses.fields(record) if f.init]
     make.__name__ = make.__qualname__ = record.__name__

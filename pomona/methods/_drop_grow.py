@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PomonaError, require
-from ..patterns import Pattern, Units, Unstructured
+from ..patterns import Pattern, Unstructured
 
 
 def drop(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -16,15 +16,15 @@ def drop(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
 
     Where a pattern counts by blocks any entries may go: `grow` fills the blocks up again.
     """
-    chooser = pattern if isinstance(pattern, Units) else Unstructured()
+    chooser = pattern if pattern.ranks_units else Unstructured()
     pruned = mask.numel() - int(mask.sum()) + count
-    return chooser.masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
+    return chooser.select_masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
 
 
 def grow(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
     """The mask with the highest-scored entries added until `active` are on; −inf is not eligible."""
     # A row that was filled up counts more blocks than it has weights for.
-    return pattern.masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
+    return pattern.select_masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
 
 
 def part(share: float, count: int) -> int:
@@ -35,7 +35,7 @@ def part(share: float, count: int) -> int:
 def refuse_filters(pattern: Pattern, name: str) -> None:
     """Refuse patterns of whole outputs, which cannot grow."""
     require(
-        not pattern.outputs,
+        not pattern.removes_outputs,
         f"{name} grows weights from zero, and a filter of zeros behind a ReLU never learns: use snip, incremental, "
         "sfp or dpf with filters, or another pattern.",
     )
@@ -103,4 +103,4 @@ def fill(total: int, weights: Mapping[str, float], room: Mapping[str, int], even
 
 def quanta(pattern: Pattern, masks: Mapping[str, Tensor]) -> dict[str, int]:
     """How many weights of each layer come or go together."""
-    return {name: pattern.quantum(mask.shape) for name, mask in masks.items()}
+    return {name: pattern.unit_size(mask.shape) for name, mask in masks.items()}

@@ -37,7 +37,7 @@ class DPF(Periodic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compressor is not None:
-            self._set(compressor=COMPRESSORS.make(self.compressor))
+            self._set(compressor=COMPRESSORS.resolve(self.compressor))
             self.compressor.check(self.pattern)
         require(
             self.feedback is None or self.feedback >= 0,

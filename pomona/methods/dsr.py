@@ -11,7 +11,7 @@ from ..core.method import Masks, Method, Targets, Time, method
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
 from ..schedules import Constant, Schedule
-from ..scores import random
+from ..scores import random_scores
 from . import _drop_grow as evolve
 
 
@@ -49,7 +49,7 @@ class DSR(Method):
         return 0 < time.step < self.until * time.total and time.each(self.every * 2**doublings)
 
     def start(self, targets: Targets, sparsity: float) -> Masks:
-        masks = self.select(random(targets.latent, self.seed), sparsity)
+        masks = self.select(random_scores(targets.latent, self.seed), sparsity)
         for name, mask in masks.items():
             if not bool(mask.any()):
                 raise PomonaError(
@@ -76,7 +76,7 @@ class DSR(Method):
         goal = self.churn * sum(mask.numel() for mask in kept.values())
         memory["threshold"] = threshold * (0.5 if moved > 1.1 * goal else 2.0 if moved < 0.9 * goal else 1.0)
         growth = evolve.share_out(moved, {name: float(n) for name, n in active.items()}, free, quanta, active)
-        draws = random(targets.latent, seed=self.seed + 1 + targets.time.step)
+        draws = random_scores(targets.latent, seed=self.seed + 1 + targets.time.step)
         return {
             n: evolve.grow(self.pattern, draws[n].masked_fill(targets.masks[n] & ~m, -1.0), m, active[n] + growth[n])
             for n, m in kept.items()

@@ -11,7 +11,6 @@ from ..core.fused.random_stream import Stream
 from ..core.method import Masks, Method, Targets, Time, method
 from ..core.targets import DENSE
 from ..errors import require
-from ..patterns.units import Units
 from ..schedules import Constant, Schedule
 
 
@@ -49,7 +48,7 @@ class EdgePopup(Method):
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         scores = dict(targets.latent)
-        if isinstance(self.pattern, Units):  # ranks units by a norm, which wants scores of one sign
+        if self.pattern.ranks_units:  # ranks units by a norm, which wants scores of one sign
             lowest = torch.stack([score.amin() for score in scores.values()]).amin()
             scores = {name: score - lowest for name, score in scores.items()}
         return self.select(scores, sparsity)

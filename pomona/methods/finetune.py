@@ -26,7 +26,7 @@ class Finetune(Single):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.pattern.outputs:  # the zeros are there already, in whatever pattern
+        if not self.pattern.removes_outputs:  # the zeros are there already, in whatever pattern
             self._set(pattern=Unstructured())
 
     def _check(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.method import Masks, Targets, Time, method
-from ..scores import among, magnitude
+from ..scores import exclude_pruned, magnitude
 from ._periodic import Periodic
 
 
@@ -22,6 +22,6 @@ class Incremental(Periodic):
         return super().due(time) and (time.step == 0 or self.asked(before) < self.target)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        masks = self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+        masks = self.select(exclude_pruned(magnitude(targets.latent), targets.masks), sparsity)
         # Units of several sizes can come nearest to the count with a pruned one among them.
         return {name: mask & targets.masks[name] for name, mask in masks.items()}

@@ -17,9 +17,9 @@ from ..core.method import Masks, Method, Targets, Time, method
 from ..core.pruner import Pruner
 from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
-from ..registry import describe
+from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
-from ..scores import among, magnitude
+from ..scores import exclude_pruned, magnitude
 from .finetune import Finetune
 
 Train = Callable[[nn.Module, Pruner, int], Any]
@@ -61,7 +61,7 @@ class Lottery(Method):
         raise PomonaError("lottery trains several times: call pm.Lottery(…).rounds(model, train) instead of attach.")
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(among(magnitude(targets.latent), targets.masks), sparsity)
+        return self.select(exclude_pruned(magnitude(targets.latent), targets.masks), sparsity)
 
 
 class Rounds(Pruner):
@@ -79,11 +79,13 @@ class Rounds(Pruner):
         targets = self.method.targets(model)
         require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
         for target in targets:
-            self.method.pattern.check(target.name, target.outputs_first)
+            self.method.pattern.validate_shape(target.name, target.outputs_first)
         levels = self.method.levels(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         model_is = {target.name: list(target.shape) for target in targets}
-        shelf = Shelf(None if folder is None else Path(folder), {"options": describe(self.method), "layers": model_is})
+        shelf = Shelf(
+            None if folder is None else Path(folder), {"options": spec_to_dict(self.method), "layers": model_is}
+        )
         inner = unwrap(model)
         masks = {target.name: torch.ones(target.outputs_first, dtype=torch.bool) for target in targets}
         done = shelf.results()

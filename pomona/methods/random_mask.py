@@ -17,4 +17,4 @@ class Random(Single):
     seed: int = 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(scores.random(targets.latent, self.seed), sparsity)
+        return self.select(scores.random_scores(targets.latent, self.seed), sparsity)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from ..core.method import Masks, Targets, method
 from ..core.targets import DENSE
-from ..patterns import Unstructured
 from ..scores import saliency
 from ._single_update import Single
 
@@ -26,7 +25,7 @@ class SNIP(Single):
     @property
     def dense(self) -> frozenset[str]:  # type: ignore[override]
         """Biases are weights like others, where the pattern is no structure of a matrix."""
-        return DENSE - {"classifier", "bias"} if isinstance(self.pattern, Unstructured) else DENSE - {"classifier"}
+        return DENSE - {"classifier", "bias"} if self.pattern.is_elementwise else DENSE - {"classifier"}
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(saliency(targets.latent, targets.grads), sparsity)

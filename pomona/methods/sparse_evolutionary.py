@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..errors import require
-from ..patterns import Units
 from ..schedules import Constant, Schedule
-from ..scores import random
+from ..scores import random_scores
 from . import _drop_grow as evolve
 
 
@@ -38,7 +37,7 @@ class SET(Method):
         return 0 < time.step < time.total and time.each(self.every)
 
     def start(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(random(targets.latent, self.seed), sparsity)
+        return self.select(random_scores(targets.latent, self.seed), sparsity)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return {name: self.rewire(name, targets) for name in targets.latent}
@@ -53,7 +52,7 @@ class SET(Method):
 
     def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
         """Without ζ of the smallest positive and of the largest negative weights, and those that never left zero."""
-        if isinstance(self.pattern, Units):
+        if self.pattern.ranks_units:
             return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(self.share, int(mask.sum())))
         kept = mask & (weight != 0)
         for sign in (mask & (weight > 0), mask & (weight < 0)):
@@ -64,4 +63,4 @@ class SET(Method):
         """The score by which free entries are taken."""
         # A stream of its own for each layer and update, so that a resumed run draws the same.
         index = list(targets.latent).index(name)
-        return random({name: targets.latent[name]}, self.seed + 1_000_003 * targets.time.step + index)[name]
+        return random_scores({name: targets.latent[name]}, self.seed + 1_000_003 * targets.time.step + index)[name]

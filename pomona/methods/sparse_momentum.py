@@ -12,7 +12,7 @@ from ..core.method import Masks, Method, Targets, Time, check_every, method
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
 from ..schedules import Constant, Schedule
-from ..scores import random
+from ..scores import random_scores
 from . import _drop_grow as evolve
 
 
@@ -49,7 +49,7 @@ class SparseMomentum(Method):
         return 0 < time.step < time.total and time.each(self.every)
 
     def start(self, targets: Targets, sparsity: float) -> Masks:
-        masks = self.select(random(targets.latent, self.seed), sparsity)
+        masks = self.select(random_scores(targets.latent, self.seed), sparsity)
         targets.memory["kept"] = sum(int(m.sum()) for m in masks.values())
         return masks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import require, unknown
-from ..registry import check_type
+from ..errors import require, unknown_name_error
+from ..registry import validate_type
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def register(
     def make(**given: Any) -> nn.Module:
         for key, value in given.items():
             if key not in options:
-                raise unknown(f"option of model '{name}'", key, options)
+                raise unknown_name_error(f"option of model '{name}'", key, options)
             check(key, value, hints[key])
         return network(*shape, **options | given)
 
@@ -78,9 +78,9 @@ def check(key: str, value: Any, hint: Any) -> None:
     """Refuse a value outside the choices, of the wrong type, or no count where one is needed."""
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):
-            raise unknown(key, value, typing.get_args(hint))
+            raise unknown_name_error(key, value, typing.get_args(hint))
         return
-    check_type(key, value, hint)
+    validate_type(key, value, hint)
     if hint is int:
         require(value >= 1, f"{key} must be at least 1, got {value}.")
     if hint == tuple[int, ...]:
@@ -96,7 +96,7 @@ def names(pattern: str = "*") -> list[str]:
 def info(name: str) -> Info:
     """The record of a network."""
     if name not in _records:
-        raise unknown("model", name, _records)
+        raise unknown_name_error("model", name, _records)
     return _records[name]
 
 

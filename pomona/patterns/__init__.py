@@ -2,6 +2,6 @@
 
 from .balanced import NM, Balanced
 from .base import PATTERNS, Pattern
-from .units import Block, Filter, Kernel, Units, Unstructured
+from .units import Block, Filter, Kernel, UnitPattern, Unstructured
 
-__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "Units", "Unstructured"]
+__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "UnitPattern", "Unstructured"]

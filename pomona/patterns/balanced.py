@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from ..errors import PomonaError, require
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
-from .selection import keep_largest, keep_largest_per_row
+from .selection import select_largest, select_largest_per_row
 
 
-@PATTERNS.add("balanced")
+@PATTERNS.register("balanced")
 @dataclass(frozen=True)
 class Balanced(Pattern):
     """Each row of the matrix out × (in · kh · kw) in equal blocks that keep the same count.
@@ -36,11 +36,11 @@ class Balanced(Pattern):
         )
         require((self.block or self.blocks or 0) >= 1, "Balanced needs at least one column and one block.")
 
-    def width(self, columns: int) -> int:
+    def block_width(self, columns: int) -> int:
         """The width of a block in a row of that many columns."""
         return self.block or math.ceil(columns / self.blocks)  # type: ignore[operator]
 
-    def check(self, name: str, shape: torch.Size) -> None:
+    def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
         if self.pad or columns % (self.block or self.blocks or 1) == 0:
             return
@@ -51,44 +51,44 @@ class Balanced(Pattern):
             f"pad=True fills the last block up, or leave the layer out with exclude=['{name}']."
         )
 
-    def quantum(self, shape: torch.Size) -> int:
+    def unit_size(self, shape: torch.Size) -> int:
         rows, columns = matrix_shape(shape)
-        return rows * math.ceil(columns / self.width(columns))
+        return rows * math.ceil(columns / self.block_width(columns))
 
-    def pruned(self, sparsity: float, width: int) -> int:
+    def pruned_per_block(self, sparsity: float, width: int) -> int:
         """How many of a block's weights go: round half up, one at least is kept."""
         return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        widths = [self.width(matrix_shape(s.shape)[1]) for s in scores]
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        widths = [self.block_width(matrix_shape(s.shape)[1]) for s in scores]
         if len(scores) == 1:
-            return [keep_per_block(scores[0], widths[0], widths[0] - self.pruned(sparsity, widths[0]))]
+            return [select_per_block(scores[0], widths[0], widths[0] - self.pruned_per_block(sparsity, widths[0]))]
         # One threshold over all layers says how sparse each is; its blocks then share that evenly.
         count = sum(s.numel() for s in scores)
-        common = keep_largest(scores, count - count_pruned(sparsity, count))
+        common = select_largest(scores, count - count_pruned(sparsity, count))
         return [
-            keep_per_block(s, width, width - share_of_block((~m).sum(), m.numel(), width))
+            select_per_block(s, width, width - scale_to_block((~m).sum(), m.numel(), width))
             for s, m, width in zip(scores, common, widths, strict=True)
         ]
 
 
-def share_of_block(pruned: Tensor, count: int, width: int) -> Tensor:
+def scale_to_block(pruned: Tensor, count: int, width: int) -> Tensor:
     """How many of a block go where `pruned` of a layer's `count` do: half up, in whole numbers, on the device."""
     return ((2 * pruned * width + count) // (2 * count)).clamp(max=width - 1)
 
 
-def keep_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
+def select_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
     """The mask of one layer that keeps `keep` entries in each block of `width` columns."""
     rows, columns = matrix_shape(score.shape)
     padding = -columns % width
     flat = score.reshape(rows, columns)
     if padding:
         flat = pad(flat, (0, padding), value=-torch.inf)
-    kept = keep_largest_per_row(flat.reshape(-1, width), keep)
+    kept = select_largest_per_row(flat.reshape(-1, width), keep)
     return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
 
 
-@PATTERNS.add("nm")
+@PATTERNS.register("nm")
 @dataclass(frozen=True)
 class NM(Pattern):
     """n kept of every m along in · kh · kw. It fixes the sparsity at 1 − n/m."""
@@ -103,7 +103,7 @@ class NM(Pattern):
     def sparsity(self) -> float:
         return 1 - self.n / self.m
 
-    def check(self, name: str, shape: torch.Size) -> None:
+    def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
         require(
             columns % self.m == 0,
@@ -111,7 +111,7 @@ class NM(Pattern):
             f"m={math.gcd(columns, self.m)} would fit, or leave the layer out with exclude=['{name}'].",
         )
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         # On the way there (a schedule that is still rising) more than n are kept.
-        pruned = Balanced(block=self.m).pruned(min(sparsity, self.sparsity), self.m)
-        return [keep_per_block(s, self.m, self.m - pruned) for s in scores]
+        pruned = Balanced(block=self.m).pruned_per_block(min(sparsity, self.sparsity), self.m)
+        return [select_per_block(s, self.m, self.m - pruned) for s in scores]

@@ -20,31 +20,33 @@ class Pattern(ABC):
     """
 
     name: ClassVar[str]
-    outputs: ClassVar[bool] = False  # whether whole outputs fall
+    is_elementwise: ClassVar[bool] = False  # whether single weights are ranked against each other
+    ranks_units: ClassVar[bool] = False  # whether units are ranked by a norm, which needs non-negative scores
+    removes_outputs: ClassVar[bool] = False  # whether whole outputs (rows, filters) are pruned
 
     @property
-    def follows(self) -> bool:
+    def removes_coupled(self) -> bool:
         """Whether biases and norms fall with the outputs they belong to."""
-        return self.outputs
+        return self.removes_outputs
 
     @property
     def sparsity(self) -> float | None:
         """The one sparsity the pattern can have, or None where it can have any."""
         return None
 
-    def check(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
+    def validate_shape(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
         """Refuse a tensor that the pattern does not fit."""
 
-    def quantum(self, shape: torch.Size) -> int:
+    def unit_size(self, shape: torch.Size) -> int:
         """How many weights of a tensor come or go together: its count of kept weights moves in such steps."""
         return 1
 
-    def weight(self, shape: torch.Size) -> int:
+    def unit_weight(self, shape: torch.Size) -> int:
         """What these count for where a sparsity is shared out."""
-        return self.quantum(shape)
+        return self.unit_size(shape)
 
     @abstractmethod
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         """One mask a tensor, true where kept, that together have the sparsity nearest to the one asked for."""
 
 

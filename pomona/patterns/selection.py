@@ -28,7 +28,7 @@ _BITS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (torch.int64,
 
 
 @torch.no_grad()
-def keep_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
+def select_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
     """Boolean masks, one a score tensor and of its shape, true for the `keep` largest entries of all.
 
     Ties are broken by position: tensor order, then row-major order. On CUDA nothing waits for the
@@ -42,7 +42,7 @@ def keep_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
         return _keep_on_cpu(scores, keep)
     flat = [score.reshape(-1) for score in scores]
     if kernels := _kernels(*scores):
-        mask = kernels.keep_largest(flat, keep)
+        mask = kernels.select_largest(flat, keep)
     else:
         mask = _keep_by_topk(_keys(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
     parts = mask.split([score.numel() for score in scores])
@@ -50,7 +50,7 @@ def keep_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def keep_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
+def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
     """The mask of a (rows × columns) score, true for the `keep` largest entries of each row.
 
     A count that lies on the device, as a tensor of one whole number from 1 to the columns, stays there.
@@ -76,7 +76,7 @@ def keep_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
         return mask
     kernels = _kernels(scores)
     if kernels and columns <= kernels.LONGEST_ROW:
-        return kernels.keep_largest_per_row(scores, keep)
+        return kernels.select_largest_per_row(scores, keep)
     return _keep_by_topk(_keys(scores), keep)
 
 

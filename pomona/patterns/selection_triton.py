@@ -22,7 +22,7 @@ BITS = 8  # in a digit
 LEVELS = triton.cdiv(32, BITS)  # digits in a key
 
 
-def keep_largest(scores: Sequence[Tensor], keep: int) -> Tensor:
+def select_largest(scores: Sequence[Tensor], keep: int) -> Tensor:
     """The flat mask of the `keep` largest entries over flat scores; 0 < keep < their total."""
     total = sum(score.numel() for score in scores)
     flat = scores[0]
@@ -44,7 +44,7 @@ def keep_largest(scores: Sequence[Tensor], keep: int) -> Tensor:
     return mask[:total]
 
 
-def keep_largest_per_row(scores: Tensor, keep: int) -> Tensor:
+def select_largest_per_row(scores: Tensor, keep: int) -> Tensor:
     """The mask of the `keep` largest entries of each row of at most `LONGEST_ROW` columns."""
     scores = scores.contiguous()
     rows, columns = scores.shape

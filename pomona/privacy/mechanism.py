@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import require
-from ..patterns.selection import keep_largest, keep_largest_per_row
+from ..patterns.selection import select_largest, select_largest_per_row
 from ..theory import gip
 from .noise import Source
 
@@ -106,7 +106,7 @@ class IndexMechanism:
 def draw(scores: Tensor, kept: int, theta: float, source: Source) -> Tensor:
     """One set for each row of scores."""
     rows, size = scores.shape
-    top = keep_largest([scores], kept)[0] if rows == 1 else keep_largest_per_row(scores, kept)
+    top = select_largest([scores], kept)[0] if rows == 1 else select_largest_per_row(scores, kept)
     if kept in (0, size) or math.isinf(theta):
         return top
     return swap(top, kept, count(theta, size, kept, rows, source), source)

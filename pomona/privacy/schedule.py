@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import require
-from ..schedules import SCHEDULES, Rising
+from ..schedules import SCHEDULES, RampSchedule
 
 
-@SCHEDULES.add("exponential")
+@SCHEDULES.register("exponential")
 @dataclass(frozen=True)
-class Exponential(Rising):
+class Exponential(RampSchedule):
     """base^(x − 1): slow at first, almost all of it in the last tenth. The base is the last share in per cent."""
 
     until: float = 1.0

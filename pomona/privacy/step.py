@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import require, unknown
-from ..registry import describe
+from ..errors import require, unknown_name_error
+from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .accounting import Budget
 from .examples import Gradients, Loss, per_example, summed
@@ -63,7 +63,7 @@ class PrivateStep:
         (rows, views, …) and an example's gradient is the mean over its views.
         """
         if method not in METHODS:
-            raise unknown("private method", method, METHODS)
+            raise unknown_name_error("private method", method, METHODS)
         require(0 < keep <= 1, f"keep is the share of coordinates that is left, in (0, 1], got {keep:g}.")
         require(
             group is None or round(keep * group) >= 1,
@@ -79,7 +79,7 @@ class PrivateStep:
         require((public is None) == (method != "public"), "public data goes with method='public', and only with it.")
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
-        self.keep, self.schedule, self.group = float(keep), SCHEDULES.make(schedule), group
+        self.keep, self.schedule, self.group = float(keep), SCHEDULES.resolve(schedule), group
         self.clip, self.loss, self.micro, self.views, self.public = clip, loss, micro, views, public
         self.parameters = held(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
@@ -229,7 +229,7 @@ class PrivateStep:
             "index_epsilon": self.budget.index,
             "share": self.budget.share,
             "keep": self.keep if self.method != "dpsgd" else 1.0,
-            "schedule": describe(self.schedule),
+            "schedule": spec_to_dict(self.schedule),
             "group": self.group,
             "lost": {"middle": self.lost(middle), "end": self.lost(end)},
             "random_loses": {"middle": self.chance(middle), "end": self.chance(end)},

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.patterns.selection import keep_largest
+from pomona.patterns.selection import select_largest
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_segments_are_selected_exactly(sizes: list[int], ties: bool) -> None:
         keep = [round(share * size) for size in sizes]
         selection.aim(keep)
         selection.run(scores.cuda(), mask)
-        expected = torch.cat([keep_largest([s], k)[0] for s, k in zip(scores.split(sizes), keep, strict=True)])
+        expected = torch.cat([select_largest([s], k)[0] for s, k in zip(scores.split(sizes), keep, strict=True)])
         assert torch.equal(mask.cpu(), expected)
 
 
@@ -67,7 +67,7 @@ def test_selection_follows_scores_that_creep_and_jump(ties: bool) -> None:
         keep = [round((0.4 + 0.001 * max(time - 20, 0)) * size) for size in sizes]
         selection.aim(keep)
         selection.run(now.cuda(), mask)
-        expected = torch.cat([keep_largest([s], k)[0] for s, k in zip(now.split(sizes), keep, strict=True)])
+        expected = torch.cat([select_largest([s], k)[0] for s, k in zip(now.split(sizes), keep, strict=True)])
         assert torch.equal(mask.cpu(), expected), f"at time {time}"
         creep = 0.002 * torch.randn(sum(sizes), generator=generator)
         scores = scores + creep if time % 9 else -1.7 * scores

@@ -104,9 +104,9 @@ def test_boxes_are_torchvisions(height: int, width: int):
 
 
 def test_augmentations_have_names_and_options():
-    assert AUGMENTS.make("standard") == Standard(pad=4)
-    assert AUGMENTS.make("resized_crop(pad=0)") == ResizedCrop(pad=0)
+    assert AUGMENTS.resolve("standard") == Standard(pad=4)
+    assert AUGMENTS.resolve("resized_crop(pad=0)") == ResizedCrop(pad=0)
     with pytest.raises(PomonaError, match="did you mean 'standard'"):
-        AUGMENTS.make("standart")
+        AUGMENTS.resolve("standart")
     with pytest.raises(PomonaError, match="pad must be 0 or more, got -1"):
         Standard(pad=-1)

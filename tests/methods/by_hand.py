@@ -81,7 +81,10 @@ def largest_of_all(parts: Masks, count: int) -> Masks:
 
 def draws(weights: Mapping[str, Array], seed: int) -> Masks:
     """The package's random scores, which are its own business; what is made of them is not."""
-    return {n: s.numpy() for n, s in scores.random({n: torch.from_numpy(w) for n, w in weights.items()}, seed).items()}
+    return {
+        n: s.numpy()
+        for n, s in scores.random_scores({n: torch.from_numpy(w) for n, w in weights.items()}, seed).items()
+    }
 
 
 def started(model: nn.Module, names: Iterable[str], seed: int, sparsity: float) -> Masks:

@@ -246,7 +246,7 @@ def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsi
         options |= {"until": 1.0, "share": 0.5}
     if name == "dsr":
         options |= {"threshold": 0.05, "churn": 0.3}
-    if pattern.outputs:
+    if pattern.removes_outputs:
         with pytest.raises(pm.PomonaError, match="a filter of zeros behind a ReLU never learns"):
             pruner({"name": name, **options})
         return
@@ -258,7 +258,7 @@ def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsi
     optimizer = sgd(model)
     ours = pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
     kept = {n: int(mask.sum()) for n, mask in ours.masks().items()}
-    quanta = {pattern.quantum(mask.shape) for mask in ours.masks().values()}
+    quanta = {pattern.unit_size(mask.shape) for mask in ours.masks().values()}
     # Where layers have units of several sizes, some counts cannot be reached when weights move between layers.
     slack = max(quanta) / 2 if len(quanta) > 1 else 0
     for t in range(40):

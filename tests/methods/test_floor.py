@@ -14,7 +14,7 @@ from kit import attached, obeys, train
 from torch import Tensor
 
 import pomona as pm
-from pomona.allocation import floors, read, select
+from pomona.allocation import floor_counts, parse_allocation, select
 from pomona.patterns import Pattern
 
 PATTERNS: list[Pattern] = [
@@ -45,18 +45,19 @@ def test_by_hand() -> None:
 
 def test_shares_are_rounded_up_where_that_fits() -> None:
     shapes = [torch.Size([10]), torch.Size([30])]
-    assert floors(shapes, 0.8, pm.Unstructured(), 0.11) == [2, 4]
-    assert floors(shapes, 0.87, pm.Unstructured(), 0.11) == [1, 3]  # 5 of 40 are kept, and 2 + 4 are more
-    assert floors(shapes, 0.8, pm.Unstructured(), 0.1) == [1, 3]
-    assert floors([torch.Size([8, 4]), torch.Size([2, 4])], 0.5, pm.Filter(), 0.2) == [8, 4]  # whole filters
-    assert floors([torch.Size([100])], 0.5, pm.Unstructured(), 0.29) == [29]  # not 30, though 0.29 · 100 is below 29
+    assert floor_counts(shapes, 0.8, pm.Unstructured(), 0.11) == [2, 4]
+    assert floor_counts(shapes, 0.87, pm.Unstructured(), 0.11) == [1, 3]  # 5 of 40 are kept, and 2 + 4 are more
+    assert floor_counts(shapes, 0.8, pm.Unstructured(), 0.1) == [1, 3]
+    assert floor_counts([torch.Size([8, 4]), torch.Size([2, 4])], 0.5, pm.Filter(), 0.2) == [8, 4]  # whole filters
+    # 29 and not 30, though 0.29 · 100 is below 29 in floating point
+    assert floor_counts([torch.Size([100])], 0.5, pm.Unstructured(), 0.29) == [29]
 
 
 def test_filters_are_counted_where_the_sparsity_is_a_share_of_them() -> None:
     # Two of ten filters are kept: one of each layer would be four, though they hold few weights.
     shapes = [torch.Size([1, 1])] * 3 + [torch.Size([7, 1000])]
-    assert floors(shapes, 0.8, pm.Filter(of="filters"), 0.1) == [0, 0, 0, 0]
-    assert floors(shapes, 0.6, pm.Filter(of="filters"), 0.1) == [1, 1, 1, 1000]
+    assert floor_counts(shapes, 0.8, pm.Filter(of="filters"), 0.1) == [0, 0, 0, 0]
+    assert floor_counts(shapes, 0.6, pm.Filter(of="filters"), 0.1) == [1, 1, 1, 1000]
     scores = {str(k): torch.full(shape, 1.0 + k) for k, shape in enumerate(shapes)}
     masks = select(scores, 0.8, pm.Filter(of="filters"), "global(floor=0.1)")
     assert [int(mask.flatten(1).any(1).sum()) for mask in masks.values()] == [0, 0, 0, 2]
@@ -66,7 +67,7 @@ def test_a_floor_of_none_lifts_none() -> None:
     # 96 of 480 are kept. One a block everywhere would be 100, so the small layers have no floor, and the last has all.
     scores = {str(k): torch.rand(4, 4) for k in range(5)} | {"last": torch.rand(4, 100) / 100}
     pattern = pm.Balanced(blocks=1)
-    assert floors([s.shape for s in scores.values()], 0.8, pattern, 0.2) == [0, 0, 0, 0, 0, 80]
+    assert floor_counts([s.shape for s in scores.values()], 0.8, pattern, 0.2) == [0, 0, 0, 0, 0, 80]
     assert int(select(scores, 0.8, pattern, "global(floor=0.2)")["last"].sum()) == 80
 
 
@@ -86,9 +87,9 @@ def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse
     # Layers a hundred times apart: without a floor some of them would be empty.
     scores = {str(k): torch.rand(shape, generator=generator) * 100 ** (k % 3) + 0.01 for k, shape in enumerate(shapes)}
     masks = select(scores, sparsity, pattern, f"global(floor={floor})")
-    counts = floors([s.shape for s in scores.values()], sparsity, pattern, floor)
+    counts = floor_counts([s.shape for s in scores.values()], sparsity, pattern, floor)
     for mask, count in zip(masks.values(), counts, strict=True):
-        assert count >= Fraction(floor) * mask.numel() - pattern.quantum(mask.shape)
+        assert count >= Fraction(floor) * mask.numel() - pattern.unit_size(mask.shape)
         assert int(mask.sum()) >= count
     if pattern == pm.Filter(of="filters"):
         filters = torch.cat([mask.flatten(1).any(1) for mask in masks.values()])
@@ -180,8 +181,8 @@ def test_bad_floors(method: Callable[..., pm.Pruner], allocation: object, messag
 
 
 def test_spelling() -> None:
-    assert read("global(floor=0.02)") == ("global", 0.02)
-    assert read("erk") == ("erk", 0)
+    assert parse_allocation("global(floor=0.02)") == ("global", 0.02)
+    assert parse_allocation("erk") == ("erk", 0)
     for one, written in [
         ("global", ["global(floor=0)", "global()", " global "]),
         ("global(floor=0.1)", ["global(floor=.10)", "global ( floor = 0.1 )"]),

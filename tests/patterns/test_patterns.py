@@ -21,7 +21,9 @@ INF = math.inf
 
 def masks(pattern: Pattern, sparsity: float, *scores: Sequence) -> list[list]:
     """Masks as lists of zeros and ones."""
-    return [m.int().tolist() for m in pattern.masks([torch.tensor(s, dtype=torch.float64) for s in scores], sparsity)]
+    return [
+        m.int().tolist() for m in pattern.select_masks([torch.tensor(s, dtype=torch.float64) for s in scores], sparsity)
+    ]
 
 
 # ---- by hand
@@ -47,7 +49,10 @@ def test_balanced_keeps_the_same_in_every_block() -> None:
     assert masks(pm.Balanced(blocks=1), 0.5, rows) == [[[0, 0, 1, 1], [1, 1, 0, 0]]]
     assert masks(pm.Balanced(blocks=2), 0.5, rows) == masks(pm.Balanced(block=2), 0.5, rows)
     convolution = torch.tensor(rows, dtype=torch.float64).view(2, 1, 2, 2)
-    assert pm.Balanced(block=2).masks([convolution], 0.5)[0].view(2, 4).int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+    assert pm.Balanced(block=2).select_masks([convolution], 0.5)[0].view(2, 4).int().tolist() == [
+        [0, 1, 1, 0],
+        [0, 1, 0, 1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_balanced_keeps_the_same_in_every_block() -> None:
     ],
 )
 def test_balanced_rounds_half_up_and_keeps_one(width: int, sparsity: float, pruned: int) -> None:
-    mask = pm.Balanced(block=width).masks([torch.rand(3, 2 * width)], sparsity)[0]
+    mask = pm.Balanced(block=width).select_masks([torch.rand(3, 2 * width)], sparsity)[0]
     assert (mask.view(-1, width).sum(1) == width - pruned).all()
 
 
@@ -89,7 +94,7 @@ def test_balanced_shares_are_exact_halves() -> None:
     # 6 of the first layer's 80 go: 1.5 of every 20, which rounds up to 2; in float32 it would not.
     first = torch.arange(1.0, 81).view(1, 80)
     second = 100 + torch.arange(80.0).view(1, 80)
-    kept = pm.Balanced(block=20).masks([first, second], 6 / 160)
+    kept = pm.Balanced(block=20).select_masks([first, second], 6 / 160)
     assert [int((~m).sum()) for m in kept] == [8, 0]
 
 
@@ -119,8 +124,13 @@ def test_block() -> None:
 
 def test_kernel() -> None:
     weights = torch.tensor([[[3.0, 0], [2, 2]], [[1, 1], [0, 0]]]).view(2, 2, 1, 2)  # norms 3, 2.8, 1.4, 0
-    assert pm.Kernel().masks([weights], 0.5)[0].int().view(4, 2).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
-    assert pm.Kernel(norm=1).masks([weights], 0.75)[0].int().view(4, 2).tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert pm.Kernel().select_masks([weights], 0.5)[0].int().view(4, 2).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert pm.Kernel(norm=1).select_masks([weights], 0.75)[0].int().view(4, 2).tolist() == [
+        [0, 0],
+        [1, 1],
+        [0, 0],
+        [0, 0],
+    ]
     assert masks(pm.Kernel(), 0.5, [[1.0, 4], [3, 2]]) == [[[0, 1], [1, 0]]]  # in a linear layer every weight
 
 
@@ -169,7 +179,7 @@ def test_norms_may_be_left_alone() -> None:
 def test_norms_of_bfloat16_are_told_apart() -> None:
     rows = torch.ones(2, 64, dtype=torch.bfloat16)
     rows[1, 0] = 1.0625  # norms 8 and 8.008, one number in bfloat16
-    assert pm.Filter().masks([rows], 0.5)[0][:, 0].tolist() == [False, True]
+    assert pm.Filter().select_masks([rows], 0.5)[0][:, 0].tolist() == [False, True]
 
 
 # ---- for any scores
@@ -223,7 +233,7 @@ def test_masks_have_the_structure_and_the_count(
     pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int, levels: int
 ) -> None:
     scores = draw(shapes, seed, levels)
-    kept = pattern.masks(scores, sparsity)
+    kept = pattern.select_masks(scores, sparsity)
     assert [m.shape for m in kept] == [s.shape for s in scores]
     assert all(m.dtype == torch.bool and m.is_contiguous() for m in kept)
     size = sum(s.numel() for s in scores)
@@ -252,7 +262,7 @@ def test_no_higher_unit_goes_before_a_lower_one(
 ) -> None:
     """What is kept scores at least as high as what goes: within a block, or among the units of all layers."""
     scores = draw(shapes, seed, levels)
-    kept = pattern.masks(scores, sparsity)
+    kept = pattern.select_masks(scores, sparsity)
     if isinstance(pattern, (pm.Balanced, pm.NM)):
         for score, mask in zip(scores, kept, strict=True):
             score, mask = units(pattern, score), units(pattern, mask)
@@ -282,7 +292,7 @@ def test_what_is_out_is_kept_only_where_nothing_else_can_be(
         else:
             rows = units(pattern, score).masked_fill(dead[:, None], -INF)
             marked.append(fold(pattern, rows, score.shape))
-    kept = pattern.masks(marked, sparsity)
+    kept = pattern.select_masks(marked, sparsity)
     for score, mask in zip(marked, kept, strict=True):
         rows, on = units(pattern, score), units(pattern, mask)
         if isinstance(pattern, (pm.Balanced, pm.NM)):
@@ -316,9 +326,9 @@ def fold(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
 )
 def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message) as caught:
-        pattern.check("body.0", torch.Size([6, 3, 2, 2]))
+        pattern.validate_shape("body.0", torch.Size([6, 3, 2, 2]))
     assert "exclude=['body.0']" in str(caught.value)
-    pattern.check("body.0", torch.Size([8, 40]))
+    pattern.validate_shape("body.0", torch.Size([8, 40]))
 
 
 @pytest.mark.parametrize(
@@ -342,9 +352,13 @@ def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern,
 )
 def test_bad_spellings(spelling: str, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        PATTERNS.make(spelling)
+        PATTERNS.resolve(spelling)
 
 
 def test_a_pattern_has_three_spellings() -> None:
-    assert PATTERNS.make("balanced(block=4)") == PATTERNS.make({"name": "balanced", "block": 4}) == pm.Balanced(block=4)
-    assert PATTERNS.make({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
+    assert (
+        PATTERNS.resolve("balanced(block=4)")
+        == PATTERNS.resolve({"name": "balanced", "block": 4})
+        == pm.Balanced(block=4)
+    )
+    assert PATTERNS.resolve({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pomona.errors import PomonaError
 from pomona.patterns import selection
-from pomona.patterns.selection import keep_largest, keep_largest_per_row
+from pomona.patterns.selection import select_largest, select_largest_per_row
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -70,20 +70,20 @@ KINDS = ["normal", "ties", "equal", "mostly zero", "special"]
 
 
 def test_hand_worked() -> None:
-    masks = keep_largest([torch.tensor([[3.0, -1.0], [2.0, 5.0]]), torch.tensor([4.0, 2.0])], 4)
+    masks = select_largest([torch.tensor([[3.0, -1.0], [2.0, 5.0]]), torch.tensor([4.0, 2.0])], 4)
     assert masks[0].tolist() == [[True, False], [True, True]]  # the earlier of the two 2s
     assert masks[1].tolist() == [True, False]
 
 
 def test_zeros_of_both_signs_tie() -> None:
-    assert keep_largest([torch.tensor([-1.0, -0.0, 0.0, -0.0])], 2)[0].tolist() == [False, True, True, False]
+    assert select_largest([torch.tensor([-1.0, -0.0, 0.0, -0.0])], 2)[0].tolist() == [False, True, True, False]
 
 
 def test_nan_is_the_largest_whatever_its_sign() -> None:
     scores = torch.tensor([INF, -NAN, 1.0, NAN, -INF])
-    assert keep_largest([scores], 1)[0].tolist() == [False, True, False, False, False]
-    assert keep_largest([scores], 2)[0].tolist() == [False, True, False, True, False]
-    assert keep_largest([scores], 3)[0].tolist() == [True, True, False, True, False]
+    assert select_largest([scores], 1)[0].tolist() == [False, True, False, False, False]
+    assert select_largest([scores], 2)[0].tolist() == [False, True, False, True, False]
+    assert select_largest([scores], 3)[0].tolist() == [True, True, False, True, False]
 
 
 @settings(deadline=None, max_examples=200)
@@ -93,7 +93,7 @@ def test_against_the_reference(data: st.DataObject, dtype: torch.dtype) -> None:
     scores = [torch.tensor(part, dtype=torch.float64).to(dtype) for part in parts]
     values = [value for score in scores for value in score.tolist()]
     keep = data.draw(st.integers(0, len(values)))
-    masks = keep_largest(scores, keep)
+    masks = select_largest(scores, keep)
     assert all(mask.dtype == torch.bool for mask in masks)
     assert flat(masks) == reference(values, keep)
 
@@ -105,7 +105,7 @@ def test_any_float_and_any_chunk(data: st.DataObject) -> None:
     keep = data.draw(st.integers(0, len(values)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "CHUNK", data.draw(st.sampled_from([1, 3, 64])))
-        assert flat(keep_largest([torch.tensor(values)], keep)) == reference(values, keep)
+        assert flat(select_largest([torch.tensor(values)], keep)) == reference(values, keep)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,14 +114,14 @@ def test_large(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = [awkward(kind, (50, 111)), awkward(kind, (7,), 1), awkward(kind, (20_000,), 2)]
     values = torch.cat([score.flatten() for score in scores]).tolist()
     for keep in (1, 255, len(values) // 2, len(values) - 1):
-        assert flat(keep_largest(scores, keep)) == reference(values, keep)
+        assert flat(select_largest(scores, keep)) == reference(values, keep)
 
 
 @pytest.mark.parametrize("miss", [-INF, -0.5, 0.25, INF, NAN])
 def test_a_missed_guess_is_found_out(miss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_likely_threshold", lambda *_: np.float32(miss))
     scores = awkward("special", (500,))
-    assert flat(keep_largest([scores], 200)) == reference(scores.tolist(), 200)
+    assert flat(select_largest([scores], 200)) == reference(scores.tolist(), 200)
 
 
 def test_the_guess_is_seldom_missed() -> None:
@@ -134,13 +134,13 @@ def test_the_guess_is_seldom_missed() -> None:
 def test_mixed_dtypes_compare_in_the_widest() -> None:
     close = 1 + 1e-12  # more than 1 in float64 alone
     scores = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([close], dtype=torch.float64)]
-    assert flat(keep_largest([*scores, torch.tensor([1.0])], 1)) == [False, True, False]
+    assert flat(select_largest([*scores, torch.tensor([1.0])], 1)) == [False, True, False]
 
 
 def test_not_contiguous_and_needing_a_gradient() -> None:
     scores = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     view = scores.t()[::2]
-    (mask,) = keep_largest([view], 9)
+    (mask,) = select_largest([view], 9)
     assert mask.shape == view.shape
     assert mask.flatten().tolist() == reference(view.flatten().tolist(), 9)
 
@@ -148,14 +148,14 @@ def test_not_contiguous_and_needing_a_gradient() -> None:
 def test_scores_are_left_alone() -> None:
     scores = awkward("special", (64, 4))
     bits = scores.view(torch.int32).clone()
-    keep_largest([scores], 100)
-    keep_largest_per_row(scores, 2)
+    select_largest([scores], 100)
+    select_largest_per_row(scores, 2)
     assert torch.equal(scores.view(torch.int32), bits)
 
 
 def test_empty_and_scalar_tensors() -> None:
-    assert keep_largest([], 0) == []
-    masks = keep_largest([torch.empty(0, 3), torch.tensor(1.0), torch.tensor([2.0, 3.0]), torch.empty(0)], 2)
+    assert select_largest([], 0) == []
+    masks = select_largest([torch.empty(0, 3), torch.tensor(1.0), torch.tensor([2.0, 3.0]), torch.empty(0)], 2)
     assert [mask.shape for mask in masks] == [(0, 3), (), (2,), (0,)]
     assert flat(masks) == [False, True, True]
 
@@ -163,18 +163,18 @@ def test_empty_and_scalar_tensors() -> None:
 @pytest.mark.parametrize("keep", [-1, 5])
 def test_count_out_of_range(keep: int) -> None:
     with pytest.raises(PomonaError, match=rf"cannot keep {keep} of 4 entries: ask for 0 to 4"):
-        keep_largest([torch.ones(4)], keep)
+        select_largest([torch.ones(4)], keep)
     with pytest.raises(PomonaError, match=rf"cannot keep {keep} of 4 columns: ask for 0 to 4"):
-        keep_largest_per_row(torch.ones(2, 4), keep)
+        select_largest_per_row(torch.ones(2, 4), keep)
 
 
 def test_what_is_not_a_score() -> None:
     with pytest.raises(PomonaError, match=r"torch\.int64"):
-        keep_largest([torch.arange(4)], 2)
+        select_largest([torch.arange(4)], 2)
     with pytest.raises(PomonaError, match="3 dimensions"):
-        keep_largest_per_row(torch.ones(2, 2, 2), 1)
+        select_largest_per_row(torch.ones(2, 2, 2), 1)
     with pytest.raises(PomonaError, match="cpu and meta"):
-        keep_largest([torch.ones(2), torch.ones(2, device="meta")], 1)
+        select_largest([torch.ones(2), torch.ones(2, device="meta")], 1)
 
 
 # --- row by row ---
@@ -182,7 +182,7 @@ def test_what_is_not_a_score() -> None:
 
 def test_rows_hand_worked() -> None:
     scores = torch.tensor([[1.0, 4.0, 2.0, 3.0], [0.0, -0.0, 0.0, 0.0], [NAN, 1.0, INF, -NAN]])
-    assert keep_largest_per_row(scores, 2).int().tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]]
+    assert select_largest_per_row(scores, 2).int().tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]]
 
 
 @settings(deadline=None, max_examples=200)
@@ -193,7 +193,7 @@ def test_rows_against_the_reference(data: st.DataObject, dtype: torch.dtype, col
     scores = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(rows, columns)
     keep = data.draw(st.integers(0, columns))
     expected = [reference(row, keep) for row in scores.tolist()]
-    assert keep_largest_per_row(scores, keep).tolist() == expected
+    assert select_largest_per_row(scores, keep).tolist() == expected
     if rows and keep:
         assert selection._keep_by_topk(selection._keys(scores), keep).tolist() == expected
 
@@ -204,12 +204,12 @@ def test_many_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(selection, "CHUNK", 1024)
     scores = awkward(kind, (columns, 77)).t()  # not contiguous
     for keep in (1, columns // 2, columns - 1):
-        assert keep_largest_per_row(scores, keep).tolist() == [reference(row, keep) for row in scores.tolist()]
+        assert select_largest_per_row(scores, keep).tolist() == [reference(row, keep) for row in scores.tolist()]
 
 
 def test_rows_or_columns_that_are_not_there() -> None:
-    assert keep_largest_per_row(torch.empty(0, 4), 2).shape == (0, 4)
-    assert keep_largest_per_row(torch.empty(3, 0), 0).shape == (3, 0)
+    assert select_largest_per_row(torch.empty(0, 4), 2).shape == (0, 4)
+    assert select_largest_per_row(torch.empty(3, 0), 0).shape == (3, 0)
 
 
 # --- the Triton kernels, on a device or in Triton's interpreter ---
@@ -227,16 +227,16 @@ class TestKernel:
         scores = [awkward(kind, (size,), seed) for seed, size in enumerate(sizes)]
         total = sum(sizes)
         for keep in (total // 3, total - 1):
-            mask = selection_triton.keep_largest([score.to(DEVICE) for score in scores], keep)
-            assert mask.tolist() == flat(keep_largest(scores, keep))
+            mask = selection_triton.select_largest([score.to(DEVICE) for score in scores], keep)
+            assert mask.tolist() == flat(select_largest(scores, keep))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_kernel_on_narrow_floats(self, dtype: torch.dtype) -> None:
         from pomona.patterns import selection_triton
 
         scores = awkward("special", (3000,)).to(dtype)
-        mask = selection_triton.keep_largest([scores.to(DEVICE)], 1700)
-        assert mask.tolist() == flat(keep_largest([scores], 1700))
+        mask = selection_triton.select_largest([scores.to(DEVICE)], 1700)
+        assert mask.tolist() == flat(select_largest([scores], 1700))
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", [(70, 4), (300, 9), (65, 32), (3, 1000)])
@@ -245,8 +245,8 @@ class TestKernel:
 
         scores = awkward(kind, shape)
         for keep in (1, shape[1] // 2):
-            mask = selection_triton.keep_largest_per_row(scores.to(DEVICE), keep)
-            assert torch.equal(mask.cpu(), keep_largest_per_row(scores, keep))
+            mask = selection_triton.select_largest_per_row(scores.to(DEVICE), keep)
+            assert torch.equal(mask.cpu(), select_largest_per_row(scores, keep))
 
 
 @needed
@@ -267,8 +267,8 @@ class TestCuda:
         for size in (1, 2, 2047, 2048, 2049, 270_001, 3_000_000):
             scores = [awkward(kind, (size,)).to(dtype), awkward(kind, (3, 5)).to(dtype)]
             for keep in (0, 1, int(torch.randint(size, (), generator=generator)), size + 14, size + 15):
-                masks = keep_largest([score.cuda() for score in scores], keep)
-                expected = keep_largest(scores, keep)
+                masks = select_largest([score.cuda() for score in scores], keep)
+                expected = select_largest(scores, keep)
                 assert all(torch.equal(a.cpu(), b) for a, b in zip(masks, expected, strict=True))
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,30 +277,32 @@ class TestCuda:
         for kind in KINDS:
             scores = awkward(kind, shape).to(dtype)
             for keep in (0, 1, shape[1] // 2, shape[1]):
-                assert torch.equal(keep_largest_per_row(scores.cuda(), keep).cpu(), keep_largest_per_row(scores, keep))
+                assert torch.equal(
+                    select_largest_per_row(scores.cuda(), keep).cpu(), select_largest_per_row(scores, keep)
+                )
 
     def test_plain_torch_gives_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(selection, "_triton", lambda: None)
         for kind in KINDS:
             scores = awkward(kind, (10_000,))
-            assert torch.equal(keep_largest([scores.cuda()], 999)[0].cpu(), keep_largest([scores], 999)[0])
+            assert torch.equal(select_largest([scores.cuda()], 999)[0].cpu(), select_largest([scores], 999)[0])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_host_never_waits(self, dtype: torch.dtype) -> None:
         scores = [torch.randn(1000, 64, device="cuda").to(dtype), torch.randn(77, device="cuda").to(dtype)]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            keep_largest(scores, 5000)
-            keep_largest_per_row(scores[0], 7)
+            select_largest(scores, 5000)
+            select_largest_per_row(scores[0], 7)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_in_a_cuda_graph(self) -> None:
         scores = torch.randn(100_000, device="cuda")
-        keep_largest([scores], 1000)  # compiles
+        select_largest([scores], 1000)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            (mask,) = keep_largest([scores], 1000)
+            (mask,) = select_largest([scores], 1000)
         scores.normal_()
         graph.replay()
-        assert torch.equal(mask.cpu(), keep_largest([scores.cpu()], 1000)[0])
+        assert torch.equal(mask.cpu(), select_largest([scores.cpu()], 1000)[0])

@@ -12,7 +12,7 @@ from torch import nn
 
 import pomona.models as models
 from pomona.errors import PomonaError
-from pomona.patterns.selection import keep_largest_per_row
+from pomona.patterns.selection import select_largest_per_row
 from pomona.privacy import Budget, Exponential, PrivateStep, Source, fix, gip, problems, validate
 from pomona.privacy import step as stepping
 from pomona.privacy.examples import Batchable, Convolution, lstm, per_example, summed, taps
@@ -215,8 +215,8 @@ def test_gip_keeps_the_top_of_the_mean_gradient_where_theta_is_large():
     whole = len(total) // 50 * 50
     top = torch.cat(
         [
-            keep_largest_per_row(total[:whole].abs().view(-1, 50), 10).flatten(),
-            keep_largest_per_row(total[whole:].abs()[None], round(0.2 * (len(total) - whole)))[0],
+            select_largest_per_row(total[:whole].abs().view(-1, 50), 10).flatten(),
+            select_largest_per_row(total[whole:].abs()[None], round(0.2 * (len(total) - whole)))[0],
         ]
     )
     masked = gradients * top  # the mask comes first, the norm is of what is left

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import LAYERWISE, floors, read
+from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
 from ...compressors import Soft
 from ...masking import count_pruned
-from ...patterns import Unstructured
 from .. import guards
 from .random_stream import label
 
@@ -251,17 +250,13 @@ class Arena:
 
     def aim(self, sparsity: float) -> bool:
         """How sparse `follow` and `pick` are to leave the model; False where kernels cannot do it."""
-        if (
-            self.kernel is None
-            or not isinstance(self.method.pattern, Unstructured)
-            or self.latent.dtype == torch.float64
-        ):
+        if self.kernel is None or not self.method.pattern.is_elementwise or self.latent.dtype == torch.float64:
             return False
         if sparsity == self.aimed:
             return True
         self.aimed = sparsity
-        name, floor = read(self.method.allocation)
-        layerwise = LAYERWISE.get(name)
+        name, floor = parse_allocation(self.method.allocation)
+        layerwise = LAYERWISE_ALLOCATIONS.get(name)
         sizes = [self.count] if layerwise is None else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
@@ -270,7 +265,7 @@ class Arena:
             self.floor = self.kernel.Selection(self.sizes, self.mask.device) if floor else None
         self.selection.aim([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
         if floor:
-            self.floor.aim(floors(shapes, sparsity, self.method.pattern, floor))
+            self.floor.aim(floor_counts(shapes, sparsity, self.method.pattern, floor))
         return True
 
     def redraw(self, number: int) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import require, unknown
+from ...errors import require, unknown_name_error
 
 VERSION = 1
 ROUNDS = 10
@@ -80,7 +80,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
-            raise unknown("distribution", self.distribution, DISTRIBUTIONS)
+            raise unknown_name_error("distribution", self.distribution, DISTRIBUTIONS)
         require(0 <= self.seed < 2**63, f"seed must be in [0, 2⁶³), got {self.seed}.")
 
     @property

@@ -45,7 +45,7 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     """
     model = finished_model(run)[0]
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
-    method = None if pruner is None else METHODS.make(pruner["method"])
+    method = None if pruner is None else METHODS.resolve(pruner["method"])
     if method is None or method.weights != "score":
         raise PomonaError(
             f"the last stage of '{run}' trained weights: a ticket holds random ones (edge_popup, iterand, no finetune)."

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from pomona.data import draws
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
 from pomona.privacy import splits as predict
 from pomona.privacy.accounting import SHARES
 from pomona.privacy.step import WHOLE
-from pomona.registry import check_type, describe
+from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
 
 from ..recipes.recipe import DENSE, Recipe, _lines, read
@@ -72,7 +72,7 @@ class PrivateOptions:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise unknown("private method", self.method, METHODS)
+            raise unknown_name_error("private method", self.method, METHODS)
         require(0 <= self.average < 1, f"private.average is a decay in [0, 1), got {self.average}.")
         require(self.group >= 0, f"private.group is a count of coordinates, or 0, got {self.group}.")
 
@@ -83,12 +83,12 @@ class PrivateOptions:
         options = dict(given)
         for key, value in options.items():
             if key not in hints:
-                raise unknown("option of private", key, hints)
-            check_type(f"private.{key}", value, hints[key])
+                raise unknown_name_error("option of private", key, hints)
+            validate_type(f"private.{key}", value, hints[key])
             options[key] = float(value) if hints[key] is float else value  # 8 is 8.0
         require("epsilon" in options, "a private recipe needs private.epsilon.")
         if "schedule" in options:
-            options["schedule"] = SCHEDULES.make(options["schedule"])
+            options["schedule"] = SCHEDULES.resolve(options["schedule"])
         if options.get("budget") is not None:
             options["budget"] = Budget.of(options["budget"])
         if options.get("method", cls.method) != "gip":
@@ -99,7 +99,7 @@ class PrivateOptions:
     def to_dict(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         budget = None if self.budget is None else self.budget.to_dict()
-        return plain | {"schedule": describe(self.schedule), "budget": budget}
+        return plain | {"schedule": spec_to_dict(self.schedule), "budget": budget}
 
     def settings(self) -> dict[str, Any]:
         """All that decides the result."""

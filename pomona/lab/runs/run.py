@@ -44,7 +44,7 @@ from pomona.core.method import Masks
 from pomona.data import Batches, Dataset
 from pomona.errors import PomonaError, require
 from pomona.methods.lottery import Holder
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from ..recipes.recipe import Recipe
 from . import checkpoint, loops, masks
@@ -578,7 +578,11 @@ _loaded: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary
 
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
     """The recipe's data set, on the device; runs that are packed read one copy of it."""
-    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
+    options = spec_to_dict(recipe.data.source) | {
+        "root": data_dir,
+        "device": device,
+        "validation": recipe.data.validation,
+    }
     key = repr(options)
     found = _loaded.get(key) if loops.PACKED.get() else None
     if found is None:

@@ -126,7 +126,7 @@ def method_of(recipe: Recipe) -> Method | None:
     options = dict(recipe.method)
     if "seed" in options:
         options["seed"] += recipe.seed
-    return METHODS.make(options)
+    return METHODS.resolve(options)
 
 
 def hold(method: Method, run: Run, rewind: int | None = None) -> Holder:

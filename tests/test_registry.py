@@ -1,15 +1,15 @@
-"""How options are written in a line: "dpf(every=4)"."""
+"""Parsing of specs that are written in one line: "dpf(every=4)"."""
 
 from __future__ import annotations
 
 import pytest
 
 from pomona.errors import PomonaError
-from pomona.registry import parse
+from pomona.registry import parse_spec
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("dpf", ("dpf", {})),
         (" dpf() ", ("dpf", {})),
@@ -19,13 +19,13 @@ from pomona.registry import parse
         ("block(shape=(4, 4))", ("block", {"shape": (4, 4)})),
     ],
 )
-def test_names_and_options(text, found):
-    assert parse(text) == found
+def test_parse_name_and_options(text, expected):
+    assert parse_spec(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["dpf(4)", "dpf(every=", "dpf(every=four)", "a.b(c=1)", "dpf(every=1)(2)", "dpf(x=1+y)"]
 )
-def test_nothing_but_literals(text):
+def test_parse_accepts_only_literal_options(text):
     with pytest.raises(PomonaError, match="is not of the form"):
-        parse(text)
+        parse_spec(text)
