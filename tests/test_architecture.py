@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -242,6 +243,25 @@ def imports(modules: dict[str, Path]) -> list[Import]:
 def test_the_allowed_arrows_have_no_cycle():
     pairs = [Import(source, target, 0) for source, targets in ALLOWED.items() for target in targets]
     assert find_cycles(pairs) == []
+
+
+def test_the_page_has_the_same_table():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`[^|]+) \| ([^|]+) \|$", text.split("| room | may import |")[1].split("\n\n")[0], re.MULTILINE
+    )
+    shown: dict[str, set[str]] = {}
+    for rooms, cell in rows:
+        imports = set()
+        for part in cell.split(";"):
+            names = set(re.findall(r"`(\w+)`", part))
+            imports |= names | (set().union(*(shown[name] for name in names)) if "may import" in part else set())
+        shown |= dict.fromkeys(re.findall(r"`(\w+)`", rooms), imports)
+    whole: dict[str, set[str]] = {}  # ALLOWED with the parts of the laboratory as one room
+    for room, targets in ALLOWED.items():
+        joined = {target.split(".")[0] for target in targets} - {room.split(".")[0]}
+        whole.setdefault(room.split(".")[0], set()).update(joined)
+    assert shown == {room: targets for room, targets in whole.items() if not room.startswith("__")}
 
 
 def test_rooms_import_only_what_the_map_allows(imports):
