@@ -12,6 +12,9 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from . import cpu_features as _cpu_features  # noqa: F401  first: it must run before torch is imported
+
+# isort: split
 from . import data, models, theory
 from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
 from .core.pruner import Pruner
