@@ -21,12 +21,15 @@ from .core.pruner import Pruner
 from .core.targets import prunable
 from .errors import PomonaError
 from .methods import (
+    ACDC,
     DPF,
     DSR,
     SET,
     SFP,
     SNIP,
+    ST3,
     EdgePopup,
+    Feather,
     Finetune,
     Incremental,
     IteRand,
@@ -35,6 +38,7 @@ from .methods import (
     Random,
     RigL,
     SparseMomentum,
+    SRigL,
 )
 from .models import summary
 from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
@@ -46,12 +50,14 @@ if TYPE_CHECKING:
     from . import privacy
 
 __all__ = [
+    "ACDC",
     "DPF",
     "DSR",
     "NM",
     "SET",
     "SFP",
     "SNIP",
+    "ST3",
     "Balanced",
     "BalancedTensor",
     "Binary",
@@ -60,6 +66,7 @@ __all__ = [
     "Cosine",
     "Cubic",
     "EdgePopup",
+    "Feather",
     "Filter",
     "Finetune",
     "Incremental",
@@ -74,6 +81,7 @@ __all__ = [
     "Quantize",
     "Random",
     "RigL",
+    "SRigL",
     "Soft",
     "SoftThreshold",
     "SparseMomentum",
