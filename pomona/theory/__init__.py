@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "laws", "qian_tables", "spectral"]
+__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "qian_tables", "spectral"]
 
-FORMER_NAMES = {"qian": "qian_tables"}  # modules that were renamed or merged
+FORMER_NAMES = {"laws": "bounds", "qian": "qian_tables"}  # modules that were renamed or merged
 
 
 def __getattr__(name: str) -> ModuleType:
