@@ -18,6 +18,7 @@ import pomona as pm
 from pomona.errors import PomonaError
 from pomona.theory import bounds, certificate
 from pomona.theory.certificate import Ball, Cube, certify
+from pomona.theory.certificate.lipschitz import module_lipschitz
 
 
 def thinned(model: nn.Module, seed: int = 0, share: float = 0.5, noise: float = 0.1) -> nn.Module:
@@ -331,7 +332,7 @@ def test_the_shift_of_a_norm_alone_is_met() -> None:
 
 
 def stretch(module: nn.Module, shape: tuple[int, ...] = (1, 1)) -> float:
-    return certificate.stretch_of(module, None, torch.Size(shape))
+    return module_lipschitz(module, None, torch.Size(shape))
 
 
 @pytest.mark.parametrize(
