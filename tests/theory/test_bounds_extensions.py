@@ -45,8 +45,8 @@ def test_estimates_are_above_the_removed_norm_within_a_factor(extension: str, la
         W = draw.normal(0, scale, shape) if isinstance(law, Gaussian) else draw.uniform(-1, 1, shape) / math.sqrt(d) / q
         # C.2 by L1 norms; E.2 at random; E.3 three times its share, which a layer of smaller weights may lose.
         score = draw.random((d, d)) if extension == "E.2" else np.abs(W).sum((2, 3))
-        gone = W * (score <= np.quantile(score, 0.9 if extension == "E.3" else 0.3))[:, :, None, None]
-        sizes.append(spectral.conv_norm(torch.from_numpy(gone), 8) if q > 1 else norm(gone[:, :, 0, 0]))
+        removed = W * (score <= np.quantile(score, 0.9 if extension == "E.3" else 0.3))[:, :, None, None]
+        sizes.append(spectral.conv_norm(torch.from_numpy(removed), 8) if q > 1 else norm(removed[:, :, 0, 0]))
     found = float(np.mean(sizes))
     assert 0.95 * found <= one.removed <= (1.05 if extension == "E.2" and isinstance(law, Gaussian) else 6) * found
 

@@ -115,8 +115,8 @@ def test_sharp_theorem_1_holds_in_all_draws(widths: tuple[int, ...], alpha: floa
     draw, one = np.random.default_rng(0), magnitude(widths, alpha=alpha, delta=0.1, sharp=True)
     for _ in range(30):
         layers = [draw.uniform(-1, 1, s) * math.sqrt(3 / max(s)) for s in layer_shapes(widths)]
-        gone = [norm(keep_smallest(W, N)) for W, N in zip(layers[1:-1], one.pruned, strict=True)]
-        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
+        removed = [norm(keep_smallest(W, N)) for W, N in zip(layers[1:-1], one.pruned, strict=True)]
+        assert bounds.propagated_error([norm(W) for W in layers], removed) <= one.error
 
 
 def test_sharp_theorem_2_holds_in_all_draws() -> None:
@@ -127,8 +127,8 @@ def test_sharp_theorem_2_holds_in_all_draws() -> None:
         layers = [draw.normal(0, 1 / math.sqrt(max(s)), s) for s in layer_shapes(widths)]
         mask = np.zeros(64 * 64, dtype=bool)
         mask[draw.integers(64 * 64, size=one.pruned[0])] = True
-        gone = [norm(layers[1] * mask.reshape(64, 64))]
-        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
+        removed = [norm(layers[1] * mask.reshape(64, 64))]
+        assert bounds.propagated_error([norm(W) for W in layers], removed) <= one.error
 
 
 def test_sharp_theorem_2_holds_for_a_layer_of_few_rows() -> None:
@@ -152,8 +152,8 @@ def test_sharp_theorem_3_holds_in_all_draws() -> None:
         first, inner = (draw.normal(0, scale, (d, c, q, q)) for c in (3, d))
         mask = np.zeros(d * d, dtype=bool)
         mask[draw.integers(d * d, size=one.pruned[0])] = True
-        gone = inner * mask.reshape(d, d, 1, 1)
-        norms = [spectral.conv_norm(torch.from_numpy(W), p) for W in (first, inner, gone)]
+        removed = inner * mask.reshape(d, d, 1, 1)
+        norms = [spectral.conv_norm(torch.from_numpy(W), p) for W in (first, inner, removed)]
         last = norm(draw.normal(0, scale, (classes, d * p**2)))
         assert cube * bounds.propagated_error([*norms[:2], last], [norms[2]]) <= one.error
 
@@ -196,10 +196,10 @@ def test_error_grows_with_radius_lipschitz_and_pruning(
 
 @given(st.lists(st.floats(0.1, 5), min_size=3, max_size=6), st.floats(0, 2))
 @settings(max_examples=50, deadline=None)
-def test_propagated_error_equals_the_difference_of_products(norms: list[float], gone: float) -> None:
+def test_propagated_error_equals_the_difference_of_products(norms: list[float], removed: float) -> None:
     inner = norms[1:-1]
-    products = math.prod(n + gone for n in inner) - math.prod(inner)
-    assert bounds.propagated_error(norms, [gone] * len(inner)) == pytest.approx(
+    products = math.prod(n + removed for n in inner) - math.prod(inner)
+    assert bounds.propagated_error(norms, [removed] * len(inner)) == pytest.approx(
         norms[0] * norms[-1] * products, abs=1e-9
     )
 
