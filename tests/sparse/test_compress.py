@@ -14,27 +14,27 @@ from torch import Tensor, nn
 
 import pomona as pm
 from pomona.sparse import BalancedTensor, decompress, timing
-from pomona.sparse import compress as patient_compress
+from pomona.sparse import compress as compress_with_default_patience
 from pomona.sparse.compress import Compression, LayerReport, find_block
 from pomona.sparse.cpu import backend
 from pomona.sparse.layers import PackedConv2d, PackedLayer, PackedLinear, PackedLSTM
 from pomona.sparse.layers.base import is_channels_last
 from pomona.sparse.surgery import Fused
 
-compress = functools.partial(patient_compress, patience=0.0)
+compress = functools.partial(compress_with_default_patience, patience=0.0)
 
 
 @pytest.mark.parametrize(
     ("columns", "block", "kept", "found"),
     [(128, 32, 3, 32), (128, 16, 2, 32), (128, 4, 2, 32), (150, 25, 4, 25), (128, 64, 7, 64), (150, 50, 5, 50)],
 )
-def test_the_blocks_are_found(columns: int, block: int, kept: int, found: int) -> None:
+def test_the_block_width_is_found(columns: int, block: int, kept: int, found: int) -> None:
     weight = balanced_weight(64, columns, block=block, kept=kept)
     assert find_block(weight) == found
     assert BalancedTensor.from_dense(weight, found).kept == kept * found // block
 
 
-def test_a_block_can_be_named() -> None:
+def test_the_block_width_can_be_given() -> None:
     layer = prune_balanced(nn.Linear(64, 64), 8, 1)
     packed = compress(layer, policy="all", block=16)
     assert isinstance(packed, PackedLinear)
@@ -45,7 +45,7 @@ def test_a_block_can_be_named() -> None:
 
 
 class Net(nn.Module):
-    """A layer of every kind, one of them used twice, and one read by its weight."""
+    """A network with a layer of every type, of which one is used twice and its weight is read directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,40 +73,41 @@ def report(model: nn.Module) -> Compression:
     return model.compression
 
 
-def test_a_compressed_model_gives_the_same_and_goes_back(net: nn.Module) -> None:
+def test_a_compressed_model_has_the_same_outputs_and_decompresses_exactly(net: nn.Module) -> None:
     x = torch.randn(2, 4, 6, 6)
     before = copy.deepcopy(net.state_dict())
-    small = compress(net, x, policy="all")
+    compressed = compress(net, x, policy="all")
     with torch.no_grad():
-        assert agree(small(x), net(x))
-    assert small.again is small.twice
+        assert agree(compressed(x), net(x))
+    assert compressed.again is compressed.twice
     kinds = [
-        type(small.get_submodule(name)) for name in ("conv.0", "conv.1", "conv.2", "grouped", "twice", "lstm", "head.1")
+        type(compressed.get_submodule(name))
+        for name in ("conv.0", "conv.1", "conv.2", "grouped", "twice", "lstm", "head.1")
     ]
     assert kinds == [PackedConv2d, Fused, PackedConv2d, nn.Conv2d, PackedLinear, PackedLSTM, Fused]
-    back = decompress(small)
+    back = decompress(compressed)
     assert has_same_state(back, net)
     assert str(back) == str(net)
     assert not hasattr(back, "compression")
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
 
 
-def test_the_report_tells_every_layer(net: nn.Module) -> None:
-    told = report(compress(net, (4, 6, 6), policy="all"))
-    names = [layer.name for layer in told.layers]
+def test_the_report_has_every_layer(net: nn.Module) -> None:
+    result = report(compress(net, (4, 6, 6), policy="all"))
+    names = [layer.name for layer in result.layers]
     assert names == ["conv.0", "conv.2", "grouped", "twice", "lstm", "head.0", "head.2"]
-    assert told.dense == {"grouped": "a grouped convolution"}
-    twice = told.layers[3]
+    assert result.dense == {"grouped": "a grouped convolution"}
+    twice = result.layers[3]
     assert (twice.sparsity, twice.shape, twice.block) == (0.75, (16, 16), 16)
     assert twice.seconds is not None
     assert min(twice.seconds) > 0
-    assert set(told.seconds) == {"dense", "all packed", "compressed"}
-    assert "all packed" in str(told)
-    assert told.facts()["layers"][2]["reason"] == "a grouped convolution"
+    assert set(result.seconds) == {"dense", "all packed", "compressed"}
+    assert "all packed" in str(result)
+    assert result.facts()["layers"][2]["reason"] == "a grouped convolution"
 
 
-def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[find_block.__module__]  # the package's name for it is the function
+def test_layers_that_are_slower_packed_stay_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[find_block.__module__]  # `pomona.sparse.compress` is the function, not the module
     monkeypatch.setattr(
         module,
         "time_layer",
@@ -114,100 +115,102 @@ def test_what_is_slower_packed_stays_dense(net: nn.Module, monkeypatch: pytest.M
     )
     monkeypatch.setattr(module, "time_models", lambda sides, *_: (dict(zip(sides, [2.0, 1.0, 1.0], strict=True)), {}))
     x = torch.randn(2, 4, 6, 6)
-    small = compress(net, x)
-    packed = [name for name, m in small.named_modules() if isinstance(m, PackedLayer)]
+    compressed = compress(net, x)
+    packed = [name for name, m in compressed.named_modules() if isinstance(m, PackedLayer)]
     assert packed == ["lstm"]
-    assert report(small).dense["head.0"] == "dense is faster here"
-    assert type(small.get_submodule("head.1")) is nn.ReLU
+    assert report(compressed).dense["head.0"] == "dense is faster here"
+    assert type(compressed.get_submodule("head.1")) is nn.ReLU
     with torch.no_grad():
-        assert agree(small(x), net(x))
+        assert agree(compressed(x), net(x))
 
 
-def test_a_model_that_is_slower_in_all_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_slower_as_a_whole_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[find_block.__module__]
     monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 2.0, "packed": 1.0})
-    taken = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # alone, and as called
-    monkeypatch.setattr(module, "time_models", lambda sides, *_: tuple(dict(zip(sides, t, strict=True)) for t in taken))
+    measured = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # on the device, and as plain calls
+    monkeypatch.setattr(
+        module, "time_models", lambda sides, *_: tuple(dict(zip(sides, t, strict=True)) for t in measured)
+    )
     x = torch.randn(2, 4, 6, 6)
-    small = compress(net, x)
-    assert not any(isinstance(m, PackedLayer) for m in small.modules())
-    assert str(small) == str(net)
-    told = report(small)
-    assert told.dense["lstm"] == "2.0× faster alone, but the whole model is faster dense"
-    assert told.seconds == {"dense": 1.0, "all packed": 1.5, "compressed": 1.0}
-    assert told.called == {"dense": 3.0, "all packed": 4.0, "compressed": 3.0}
+    compressed = compress(net, x)
+    assert not any(isinstance(m, PackedLayer) for m in compressed.modules())
+    assert str(compressed) == str(net)
+    result = report(compressed)
+    assert result.dense["lstm"] == "2.0× faster alone, but the whole model is faster dense"
+    assert result.seconds == {"dense": 1.0, "all packed": 1.5, "compressed": 1.0}
+    assert result.called == {"dense": 3.0, "all packed": 4.0, "compressed": 3.0}
     assert any(isinstance(m, PackedLayer) for m in compress(net, x, policy="all").modules())
 
 
-def test_the_report_tells_what_plain_calls_take() -> None:
+def test_the_report_has_the_times_of_plain_calls() -> None:
     seconds = {"dense": 3e-5, "all packed": 1e-5, "compressed": 1e-5}
 
-    def told(compressed: float) -> str:
-        called = {"dense": 6e-5, "all packed": compressed, "compressed": compressed}
+    def describe(seconds_compressed: float) -> str:
+        called = {"dense": 6e-5, "all packed": seconds_compressed, "compressed": seconds_compressed}
         layer = LayerReport("0", "Linear", (8, 8), 0.9, True, "3.0× faster", seconds=(3e-5, 1e-5))
         return " ".join(str(Compression((layer,), 1, seconds, called)).split())
 
-    assert "called plainly, with the host's time, 60.0 → 50.0 µs" in told(5e-5)
-    assert "slower" not in told(5e-5)
-    assert "60.0 → 70.0 µs; slower that way: capture it in a CUDA graph" in told(7e-5)
+    assert "called plainly, with the host's time, 60.0 → 50.0 µs" in describe(5e-5)
+    assert "slower" not in describe(5e-5)
+    assert "60.0 → 70.0 µs; slower that way: capture it in a CUDA graph" in describe(7e-5)
 
 
 def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers keep their layout, packed ones give the same, and are timed with the conversion."""
+    """Dense layers keep their memory format; packed layers return it, and the conversion is part of their time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Conv2d(8, 8, 1))
     model = prune_balanced(model, 4, 1).to(memory_format=torch.channels_last)
     x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
     layouts: list[bool] = []
 
-    def race(sides: Any, *_: Any, **options: Any) -> list[float]:
+    def record_layouts(sides: Any, *_: Any, **options: Any) -> list[float]:
         outputs = [side() for side in sides]
         layouts.extend(is_channels_last(y) for y in outputs)
         return [1.0] * len(sides)
 
-    monkeypatch.setattr(sys.modules[find_block.__module__], "median_seconds", race)
-    small = compress(model, x)
-    assert all(layouts[:6])  # both sides of every layer
-    assert not any(isinstance(m, PackedLayer) for m in small.modules())
+    monkeypatch.setattr(sys.modules[find_block.__module__], "median_seconds", record_layouts)
+    compressed = compress(model, x)
+    assert all(layouts[:6])  # dense and packed, of every layer
+    assert not any(isinstance(m, PackedLayer) for m in compressed.modules())
     full = compress(model, x, policy="all")
     assert sum(isinstance(m, PackedLayer) for m in full.modules()) == 3
     with torch.no_grad():
         assert agree(full(x), model(x))
-    for back in (small, decompress(full)):
+    for back in (compressed, decompress(full)):
         assert has_same_state(back, model)
         assert all(p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4)
 
 
 @torch.no_grad()
-def test_a_compressed_model_takes_another_layout() -> None:
+def test_a_compressed_model_can_change_its_memory_format() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 8))
-    small = compress(prune_balanced(model, 4, 1), policy="all")
+    compressed = compress(prune_balanced(model, 4, 1), policy="all")
     x = torch.randn(2, 4, 6, 6)
-    y = small(x)
-    transposed = small.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(transposed(x.contiguous(memory_format=torch.channels_last)), y)
-    torch.testing.assert_close(decompress(transposed)(x), y, rtol=1e-5, atol=1e-5)
+    y = compressed(x)
+    converted = compressed.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(converted(x.contiguous(memory_format=torch.channels_last)), y)
+    torch.testing.assert_close(decompress(converted)(x), y, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_no_cache_holds_is_timed_with_emptied_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_the_cache_is_timed_with_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prune_balanced(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)), 32, 3)
     size = 4 * (2 * 32 * 64 + 32 + 64)
-    emptied: list[Tensor] = []
+    flushed: list[Tensor] = []
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 12)
-    monkeypatch.setattr(timing, "flush_caches", emptied.append)
+    monkeypatch.setattr(timing, "flush_caches", flushed.append)
     for cache, caches in ((size, "warm"), (size - 1, "cold")):
         for module in (timing, sys.modules[find_block.__module__]):
             monkeypatch.setattr(module, "last_cache_bytes", lambda _, cache=cache: cache)
-        assert not emptied
-        told = report(compress(model, patience=0))
-        assert told.caches == told.facts()["caches"] == caches
-        assert f"with {caches} caches" in str(told)
-    assert len(emptied) == 2 * 2 * (timing.WARMUP_TURNS + 5)  # both sides of both layers, in every turn
-    assert emptied[0].nbytes == 2 * (size - 1)
+        assert not flushed
+        result = report(compress(model, patience=0))
+        assert result.caches == result.facts()["caches"] == caches
+        assert f"with {caches} caches" in str(result)
+    assert len(flushed) == 2 * 2 * (timing.WARMUP_TURNS + 5)  # dense and packed, of both layers, in every turn
+    assert flushed[0].nbytes == 2 * (size - 1)
 
 
-def test_a_large_matrix_at_ninety_per_cent_is_packed_and_faster() -> None:
-    """No timing is asserted: the decision is, and it is made by one."""
+def test_a_large_matrix_at_ninety_percent_sparsity_is_packed() -> None:
+    """The test asserts the decision, which depends on a measured time, and not the time itself."""
     layer = nn.Linear(2048, 2048)
     layer.weight.data = balanced_weight(2048, 2048, block=32, kept=3)
     if backend.load_library() is None:
@@ -215,26 +218,33 @@ def test_a_large_matrix_at_ninety_per_cent_is_packed_and_faster() -> None:
     assert isinstance(compress(layer), PackedLinear)
 
 
-def test_values_can_be_stored_as_halves(net: nn.Module) -> None:
+def test_values_can_be_stored_in_half_precision(net: nn.Module) -> None:
     x = torch.randn(2, 4, 6, 6)
-    small = compress(net, x, policy="all", dtype=torch.float16)
-    assert small.get_submodule("twice").packed_weight("weight").dtype == torch.float16
+    compressed = compress(net, x, policy="all", dtype=torch.float16)
+    assert compressed.get_submodule("twice").packed_weight("weight").dtype == torch.float16
     with torch.no_grad():
-        assert agree(small(x), net(x), 2e-2)
-        assert not agree(small(x), net(x), 1e-7)
+        assert agree(compressed(x), net(x), 2e-2)
+        assert not agree(compressed(x), net(x), 1e-7)
 
 
-def test_dense_and_unstructured_layers_say_why_they_stay() -> None:
+def test_layers_that_stay_dense_have_a_reason() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64).double())
     uneven = model[1].weight.data
     uneven[:] = 0
-    uneven[:4] = 1.0  # rows that are full among rows that are empty
-    told = report(compress(model))
-    assert told.dense == {
+    uneven[:4] = 1.0  # full rows among empty ones
+    result = report(compress(model))
+    assert result.dense == {
         "0": "0% zeros are too few",
         "1": "no blocks with equal counts were found",
         "2": "torch.float64 has no packed form",
     }
+
+
+def test_keep_is_another_name_of_policy() -> None:
+    layer = prune_balanced(nn.Linear(64, 64), 32, 3)
+    assert isinstance(compress(layer, keep="all"), PackedLinear)
+    with pytest.raises(pm.PomonaError, match="unknown policy 'fast': did you mean 'faster'"):
+        compress(layer, keep="fast")
 
 
 def test_a_wrapped_model_is_unwrapped() -> None:
@@ -248,11 +258,11 @@ def test_compiled_and_exported() -> None:
         nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8)), 4, 1
     )
     x = torch.randn(2, 4, 6, 6)
-    small = compress(model, x, policy="all").eval()
+    compressed = compress(model, x, policy="all").eval()
     with torch.no_grad():
         expected = model(x)
-        assert agree(torch.compile(small, backend="aot_eager", fullgraph=True)(x), expected)
-        program = torch.export.export(small, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        assert agree(torch.compile(compressed, backend="aot_eager", fullgraph=True)(x), expected)
+        program = torch.export.export(compressed, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
         assert agree(program.module()(torch.cat([x, x, x])), torch.cat([expected] * 3))
     assert any("pomona.balanced" in str(node.target) for node in program.graph.nodes)
 
@@ -266,7 +276,7 @@ def test_compiled_and_exported() -> None:
         ({"example": "x"}, "such as"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
         compress(prune_balanced(nn.Linear(64, 64), 32, 3), **options)
 
@@ -283,8 +293,8 @@ def test_a_pruned_and_trained_model_is_packed_exactly() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     pruner.finish()
-    small = compress(model, x, policy="all")
-    packed = small.get_submodule("0").packed_weight("weight")
+    compressed = compress(model, x, policy="all")
+    packed = compressed.get_submodule("0").packed_weight("weight")
     assert (packed.block, packed.kept) == (32, 3)
     with torch.no_grad():
-        assert agree(small(x), model(x))
+        assert agree(compressed(x), model(x))

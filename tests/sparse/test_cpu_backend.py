@@ -1,4 +1,4 @@
-"""What the kernels do with sums once they have them, and where results lie."""
+"""The C kernels: activation, bias, and the device of results."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from pomona.sparse import BalancedTensor
 from pomona.sparse.cpu import backend
 
 pytestmark = pytest.mark.skipif(backend.load_library() is None, reason="needs the kernels")
-LEVELS = backend.supported_instruction_sets()
+INSTRUCTION_SETS = backend.supported_instruction_sets()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_activation_keeps_nans_and_infinities(level: str, transposed: bool) -> None:
-    """One weight a row, times one: the sums are the weights, and the activation is torch's."""
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_activation_keeps_nans_and_infinities(instruction_set: str, transposed: bool) -> None:
+    """With one weight a row and inputs of one, the sums are the weights, and the activation must be that of torch."""
     weight = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.5, -1.5, 1e-40, -1e-40]).repeat(10)
     packed = BalancedTensor.from_dense(weight.view(-1, 1), 1)
     for n in (1, 5, 70):
         x = torch.ones(1, n) if transposed else torch.ones(n, 1)
-        y = backend.multiply_packed(x, packed.values, packed.indices, None, 80, 1, 1, True, transposed, level)
+        y = backend.multiply_packed(x, packed.values, packed.indices, None, 80, 1, 1, True, transposed, instruction_set)
         assert y is not None
         assert all(torch.equal(line.nan_to_num(7), weight.relu().nan_to_num(7)) for line in (y.T if transposed else y))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize(("block", "kept"), [(32, 3), (32, 4), (64, 5), (200, 9), (400, 7)])
-def test_every_row_gets_its_own_bias(block: int, kept: int, level: str, transposed: bool) -> None:
-    """Around the widths of registers, of groups, and of groups that are read together."""
+def test_every_row_gets_its_own_bias(block: int, kept: int, instruction_set: str, transposed: bool) -> None:
+    """The numbers of rows are around the widths of registers, of groups, and of groups that are read together."""
     for rows, n in ((1, 1), (31, 2), (33, 7), (128, 1), (129, 3), (160, 65), (257, 130)):
         weight = balanced_weight(rows, 400, block=block, kept=kept)
         packed = BalancedTensor.from_dense(weight, block)
         x, bias = torch.randn(n, 400), torch.arange(1.0, rows + 1)
         given = x.T.contiguous() if transposed else x
         y = backend.multiply_packed(
-            given, packed.values, packed.indices, bias, rows, 400, block, False, transposed, level
+            given, packed.values, packed.indices, bias, rows, 400, block, False, transposed, instruction_set
         )
         assert y is not None
         assert is_close(y.T if transposed else y, x.double() @ weight.double().T + bias)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_results_lie_on_the_cpu_whatever_the_default_device_is(transposed: bool) -> None:
+def test_results_are_on_the_cpu_whatever_the_default_device(transposed: bool) -> None:
     x = torch.ones(64, 2) if transposed else torch.ones(2, 64)
     packed = BalancedTensor.from_dense(torch.ones(40, 64).tril(), 32)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""How the kernels come to be: in the user's cache, once, and not at all where there is no compiler."""
+"""The build of the C kernels: into the user's cache, and products without them where there is no compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ print(found, backend.supported_instruction_sets()[0], packed.linear(torch.ones(1
 """
 
 
-def run(**environment: str) -> list[str]:
+def run_script(**environment: str) -> list[str]:
+    """Run SCRIPT in a new process with these environment variables; return the words it prints."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
@@ -33,17 +34,17 @@ def run(**environment: str) -> list[str]:
 
 
 @needs_compiler
-def test_they_are_built_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "FLAGS", ("-O0", *toolchain.FLAGS[1:]))  # quicker, and another name
+def test_the_library_is_built_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "FLAGS", ("-O0", *toolchain.FLAGS[1:]))  # faster to compile, and a different path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = toolchain.cached_library_path()
-    assert place.parent == tmp_path / "pomona"
-    assert toolchain.build_library(place) == place
-    assert list(place.parent.iterdir()) == [place]  # and nothing of the work is left
+    path = toolchain.cached_library_path()
+    assert path.parent == tmp_path / "pomona"
+    assert toolchain.build_library(path) == path
+    assert list(path.parent.iterdir()) == [path]  # no temporary files are left
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find_compiler", lambda: sys.executable)  # understands no flag of a compiler
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: sys.executable)  # not a compiler
     with pytest.raises(subprocess.SubprocessError):
         toolchain.build_library(tmp_path / "kernels.so")
     assert list(tmp_path.iterdir()) == []
@@ -52,26 +53,26 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         toolchain.build_library(tmp_path / "kernels.so")
 
 
-def test_the_name_tells_one_build_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cached_path_depends_on_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     before = toolchain.cached_library_path()
     monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-DOTHER"))
     assert toolchain.cached_library_path() != before
 
 
-def test_without_kernels_all_works(tmp_path: Path) -> None:
-    assert run(POMONA_NATIVE="0")[::2] == ["False", "160.0"]
+def test_products_work_without_kernels(tmp_path: Path) -> None:
+    assert run_script(POMONA_NATIVE="0")[::2] == ["False", "160.0"]
 
 
 @needs_compiler
 def test_a_compiler_that_fails_is_no_error(tmp_path: Path) -> None:
     if (toolchain.SOURCE.with_name(toolchain.LIBRARY_NAME)).exists():
         pytest.skip("the package brought its kernels along")
-    assert run(CC="false", PATH="", XDG_CACHE_HOME=str(tmp_path))[::2] == ["False", "160.0"]
+    assert run_script(CC="false", PATH="", XDG_CACHE_HOME=str(tmp_path))[::2] == ["False", "160.0"]
 
 
 @pytest.mark.skipif(
     backend.load_library() is None or len(backend.supported_instruction_sets()) < 2,
     reason="needs a processor with levels",
 )
-def test_torchs_own_switch_chooses_the_level() -> None:
-    assert run(ATEN_CPU_CAPABILITY="default") == ["True", "plain", "160.0"]
+def test_torchs_environment_variable_selects_the_instruction_set() -> None:
+    assert run_script(ATEN_CPU_CAPABILITY="default") == ["True", "plain", "160.0"]

@@ -18,8 +18,8 @@ from pomona.sparse.ops import balanced, product
 from pomona.sparse.ops.registration import is_observed
 
 
-class Seen(TorchDispatchMode):
-    """The operators that are called."""
+class OperatorRecorder(TorchDispatchMode):
+    """A dispatch mode that records the names of the operators called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def packed() -> BalancedTensor:
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether torch's dispatch was between a call and the backend, each time."""
+    """Record for each call of the backend whether it came through torch's dispatcher."""
     calls: list[bool] = []
 
     def backend(x: Tensor, *given: Any) -> Any:
@@ -48,7 +48,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def test_nobody_watches_a_plain_call(packed: BalancedTensor, dispatched: list[bool]) -> None:
+def test_a_plain_call_skips_the_dispatcher(packed: BalancedTensor, dispatched: list[bool]) -> None:
     x = torch.randn(3, 64)
     exact = torch.ops.pomona.balanced(x, packed.values, packed.indices, None, 40, 64, 32)
     y = packed.linear(x)
@@ -60,14 +60,14 @@ def test_nobody_watches_a_plain_call(packed: BalancedTensor, dispatched: list[bo
     assert dispatched == [True, False, False, False]
 
 
-def test_whoever_watches_sees_the_operator(packed: BalancedTensor) -> None:
+def test_modes_profilers_and_tracers_see_the_operator(packed: BalancedTensor) -> None:
     x = torch.randn(3, 64)
-    with Seen() as mode:
+    with OperatorRecorder() as mode:
         packed.linear(x)
     assert mode.names[0] == "pomona.balanced.default"
-    with profile(activities=[ProfilerActivity.CPU]) as told:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         packed.linear(x)
-    assert "pomona::balanced" in {event.key for event in told.key_averages()}
+    assert "pomona::balanced" in {event.key for event in profiled.key_averages()}
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: packed.linear(x))(x)
     assert "pomona.balanced" in graph.code
     given = packed.values, packed.indices, None, 40, 64, 32

@@ -1,4 +1,4 @@
-"""The pattern under every method: each block of a layer keeps the same count, and the result can be packed."""
+"""The balanced pattern with every method: each block of a layer keeps the same count, and the result is packed."""
 
 from __future__ import annotations
 

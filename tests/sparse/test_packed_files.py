@@ -1,4 +1,4 @@
-"""`save` and `load`: what comes back, and what becomes of damaged and hostile files."""
+"""`save` and `load`: round trips, and the refusal of damaged and forged files."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ from pomona.sparse.layers import PackedLayer
 LANGUAGE = {"name": "lstm_lm", "vocabulary": 30, "hidden": 16, "layers": 1}
 
 
-def build() -> nn.Module:
+def build_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Linear(32, 4, bias=False))
 
 
 @pytest.fixture
-def small() -> nn.Module:
-    return compress(prune_balanced(build(), 32, 2), policy="all", patience=0)
+def compressed_model() -> nn.Module:
+    return compress(prune_balanced(build_network(), 32, 2), policy="all", patience=0)
 
 
-def test_a_named_network_comes_back_without_its_code(tmp_path: Path) -> None:
+def test_a_named_network_is_built_and_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     options = {k: v for k, v in LANGUAGE.items() if k != "name"}
     model = prune_balanced(pm.models.build("lstm_lm", **options), 4, 1)
-    small = compress(model, policy="all", patience=0)
-    again = load(save(small, tmp_path / "model.safetensors", LANGUAGE))
+    compressed_model = compress(model, policy="all", patience=0)
+    again = load(save(compressed_model, tmp_path / "model.safetensors", LANGUAGE))
     tokens = torch.randint(30, (2, 5))
     with torch.no_grad():
-        assert torch.equal(again(tokens), small(tokens))
+        assert torch.equal(again(tokens), compressed_model(tokens))
     assert sum(isinstance(m, PackedLayer) for m in again.modules()) == 2
     assert not again.training
     assert all(not parameter.is_meta for parameter in again.parameters())
 
 
-def test_a_network_of_ones_own_is_filled(small: nn.Module, tmp_path: Path) -> None:
-    file = save(small, tmp_path / "model.safetensors")
-    again = load(file, build().eval())
+def test_a_given_network_is_filled(compressed_model: nn.Module, tmp_path: Path) -> None:
+    file = save(compressed_model, tmp_path / "model.safetensors")
+    again = load(file, build_network().eval())
     x = torch.randn(3, 32)
     with torch.no_grad():
-        assert torch.equal(again(x), small(x))
-    assert list(again.state_dict()) == list(small.state_dict())
+        assert torch.equal(again(x), compressed_model(x))
+    assert list(again.state_dict()) == list(compressed_model.state_dict())
     with pytest.raises(pm.PomonaError, match=r"does not say which network it is: pm.load\(path, model\)"):
         load(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    small = compress(prune_balanced(build(), 32, 2), policy="all", patience=0, dtype=dtype)
-    again = load(save(small, tmp_path / "model.safetensors"), build().eval())
+def test_half_precision_values_are_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    compressed_model = compress(prune_balanced(build_network(), 32, 2), policy="all", patience=0, dtype=dtype)
+    again = load(save(compressed_model, tmp_path / "model.safetensors"), build_network().eval())
     assert again[0].packed_weight("weight").dtype == dtype
-    assert torch.equal(again[0].weight, small[0].weight)
+    assert torch.equal(again[0].weight, compressed_model[0].weight)
 
 
-def test_a_model_that_is_not_compressed_is_saved_too(tmp_path: Path) -> None:
-    model = build().eval()
-    again = load(save(model, tmp_path / "plain"), build().eval())
+def test_a_dense_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = build_network().eval()
+    again = load(save(model, tmp_path / "plain"), build_network().eval())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_the_file_is_an_ordinary_one_of_safetensors(small: nn.Module, tmp_path: Path) -> None:
-    with safe_open(save(small, tmp_path / "model.safetensors"), "pt") as file:
+def test_the_file_is_plain_safetensors(compressed_model: nn.Module, tmp_path: Path) -> None:
+    with safe_open(save(compressed_model, tmp_path / "model.safetensors"), "pt") as file:
         head = json.loads(file.metadata()[METADATA_KEY])
         assert file.get_tensor("0.weight_values").shape == (1, 1, 2, 32)
     assert head["version"] == 1
@@ -83,44 +83,46 @@ def test_the_file_is_an_ordinary_one_of_safetensors(small: nn.Module, tmp_path: 
 # ---- damaged files
 
 
-def test_ten_thousand_damaged_files(small: nn.Module, tmp_path: Path) -> None:
-    """Bytes changed, cut off, added or moved: the file is refused, or nothing that counts has changed."""
-    file = save(small, tmp_path / "model.safetensors")
-    whole, dice = file.read_bytes(), random.Random(0)
+def test_ten_thousand_damaged_files_are_refused(compressed_model: nn.Module, tmp_path: Path) -> None:
+    """Bytes are changed, cut off, added or moved: the file is refused, or its contents are unchanged."""
+    file = save(compressed_model, tmp_path / "model.safetensors")
+    whole, generator = file.read_bytes(), random.Random(0)
     head = 8 + int.from_bytes(whole[:8], "little")
-    expected = {name: tensor.clone() for name, tensor in small.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in compressed_model.state_dict().items()}
     refused = 0
-    shell = build().eval()
+    network = build_network().eval()
     for count in range(10_000):
         data = bytearray(whole)
-        where = dice.randrange(head if count % 2 else len(data))
-        match dice.randrange(5):
+        where = generator.randrange(head if count % 2 else len(data))
+        match generator.randrange(5):
             case 0:
-                data[where] ^= 1 << dice.randrange(8)
+                data[where] ^= 1 << generator.randrange(8)
             case 1:
-                data[where] = dice.randrange(256)
+                data[where] = generator.randrange(256)
             case 2:
                 del data[where:]
             case 3:
-                del data[where : where + dice.randrange(1, 9)]
+                del data[where : where + generator.randrange(1, 9)]
             case 4:
-                data[where:where] = os.urandom(dice.randrange(1, 9))
-        with file.open("r+b") as place:  # to write a file anew takes ten times longer
+                data[where:where] = os.urandom(generator.randrange(1, 9))
+        with file.open("r+b") as place:  # creating the file each time would take ten times longer
             place.write(data)
             place.truncate()
         try:
-            again = load(file, shell)
+            again = load(file, network)
         except pm.PomonaError:
             refused += 1
         else:
             assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
-            shell = build().eval()
+            network = build_network().eval()
     assert refused > 9_900
 
 
-def forged(small: nn.Module, path: Path, head: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """A file with any contents and a checksum that is right."""
-    state = {name: tensor.clone() for name, tensor in small.state_dict().items()} | tensors
+def write_forged_file(
+    compressed_model: nn.Module, path: Path, head: dict[str, Any], tensors: dict[str, Tensor]
+) -> Path:
+    """Write a file with any contents and a valid checksum; return its path."""
+    state = {name: tensor.clone() for name, tensor in compressed_model.state_dict().items()} | tensors
     plan = {"weight": {"shape": [32, 32], "block": 32}}
     facts: dict[str, Any] = {"version": 1, "model": None, "packed": {"0": plan}} | head
     if "3.weight_values" in state and "packed" not in head:
@@ -152,10 +154,10 @@ HOSTILE: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
 
 @pytest.mark.parametrize(("head", "tensors", "message"), HOSTILE, ids=range(len(HOSTILE)))
 def test_forged_files_are_refused(
-    small: nn.Module, tmp_path: Path, head: dict[str, Any], tensors: dict[str, Tensor], message: str
+    compressed_model: nn.Module, tmp_path: Path, head: dict[str, Any], tensors: dict[str, Tensor], message: str
 ) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        load(forged(small, tmp_path / "forged", head, tensors), build())
+        load(write_forged_file(compressed_model, tmp_path / "write_forged_file", head, tensors), build_network())
 
 
 @pytest.mark.parametrize(
@@ -170,9 +172,9 @@ def test_forged_files_are_refused(
         (LANGUAGE, "does not fit the model"),
     ],
 )
-def test_forged_networks_are_refused(small: nn.Module, tmp_path: Path, known: Any, message: str) -> None:
+def test_forged_networks_are_refused(compressed_model: nn.Module, tmp_path: Path, known: Any, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        load(forged(small, tmp_path / "forged", {"model": known}, {}))
+        load(write_forged_file(compressed_model, tmp_path / "write_forged_file", {"model": known}, {}))
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -191,9 +193,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "deep")
 
 
-def test_a_file_that_cannot_be_written_says_so(small: nn.Module, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(compressed_model: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(pm.PomonaError, match="cannot be written: No such file or directory"):
-        save(small, tmp_path / "no" / "model.safetensors")
+        save(compressed_model, tmp_path / "no" / "model.safetensors")
     with pytest.raises(pm.PomonaError, match="unknown model 'resnet2'"):
-        save(small, tmp_path / "model.safetensors", "resnet2")
+        save(compressed_model, tmp_path / "model.safetensors", "resnet2")
     assert list(tmp_path.iterdir()) == []

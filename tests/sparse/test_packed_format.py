@@ -15,12 +15,12 @@ from pomona.sparse.format import DTYPES, index_bits, pack_indices, unpack_indice
 from pomona.sparse.ops import balanced
 
 
-def test_by_hand() -> None:
+def test_a_matrix_packed_by_hand() -> None:
     weight = torch.tensor([[0, 5.0, 0, 7, 1, 0, 2, 0], [3, 0, 4, 0, 0, 0, 0, 9]])
     packed = BalancedTensor.from_dense(weight, 4)
     assert packed.values.shape == (1, 2, 2, 32)
     assert packed.values[0, :, :, 0].tolist() == [[5, 7], [1, 2]]  # block, slot
-    assert packed.values[0, :, :, 1].tolist() == [[3, 4], [9, 0]]  # filled up with a zero
+    assert packed.values[0, :, :, 1].tolist() == [[3, 4], [9, 0]]  # padded with a zero
     assert packed.index()[0, :, :, 0].tolist() == [[1, 3], [0, 2]]
     assert packed.index()[0, :, :, 1].tolist() == [[0, 2], [3, 0]]
     assert packed.indices[0, :, 0, 0].tolist() == [1 + (3 << 5), 0 + (2 << 5)]
@@ -29,7 +29,7 @@ def test_by_hand() -> None:
     assert packed.linear(-torch.ones(1, 8), torch.tensor([20.0, 1]), relu=True).tolist() == [[5, 0]]
 
 
-def test_ninety_per_cent_takes_eleven_per_cent_of_the_bytes() -> None:
+def test_ninety_percent_sparsity_takes_eleven_percent_of_the_bytes() -> None:
     weight = balanced_weight(64, 64, block=32, kept=3)
     assert BalancedTensor.from_dense(weight, 32).nbytes == 64 * 2 * (3 * 4 + 2)
     assert BalancedTensor.from_dense(weight.half(), 32).nbytes == 64 * 2 * 8
@@ -58,14 +58,14 @@ def test_the_round_trip_is_exact(shape: tuple[int, int], block: int, kept: int, 
     assert packed.kept <= block
 
 
-def test_every_bit_of_a_value_survives() -> None:
+def test_every_bit_of_a_value_is_preserved() -> None:
     weight = torch.tensor([[torch.inf, 0, -torch.inf, 0], [1e-45, 0, 0, -3e38]])
     weight[0, 1] = torch.tensor(0x7FC12345, dtype=torch.int32).view(torch.float32)
     again = BalancedTensor.from_dense(weight, 4).dense()
     assert torch.equal(again.view(torch.int32), weight.view(torch.int32))
 
 
-def test_zeros_with_a_sign_are_zeros() -> None:
+def test_negative_zeros_are_zeros() -> None:
     weight = balanced_weight(32, 32, block=32, kept=3)
     masked = weight * -1.0  # the zeros are now −0.0
     assert BalancedTensor.from_dense(masked, 32).kept == 3
@@ -92,12 +92,12 @@ def test_a_convolution_is_packed_as_a_matrix() -> None:
         (torch.ones(2, 4), 65537, "got 65537"),
     ],
 )
-def test_what_cannot_be_packed_says_why(weight: Tensor, block: int, message: str) -> None:
+def test_weights_that_cannot_be_packed_are_refused(weight: Tensor, block: int, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
         BalancedTensor.from_dense(weight, block)
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_tensors_of_the_wrong_shape_or_dtype_are_refused() -> None:
     packed = BalancedTensor.from_dense(balanced_weight(40, 64, block=32, kept=2), 32)
     values, indices = packed.values, packed.indices
     bad = [
@@ -122,28 +122,28 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         balanced(torch.ones(1, 64), values, indices, torch.ones(41), 40, 64, 32)
 
 
-def test_contents_that_no_weight_has_are_refused() -> None:
+def test_invalid_contents_are_refused() -> None:
     weight = balanced_weight(40, 60, block=30, kept=2)
     weight[:, 59] = 0
     good = BalancedTensor.from_dense(weight, 30)
 
-    def changed(values: Tensor, index: Tensor) -> BalancedTensor:
+    def with_contents(values: Tensor, index: Tensor) -> BalancedTensor:
         return BalancedTensor(values, pack_indices(index, 30), torch.Size((40, 59)), 30)
 
-    assert changed(good.values, good.index()).verify()
+    assert with_contents(good.values, good.index()).verify()
     index = good.index().clone()
     index[0, 0, 0, 0] = 31
     with pytest.raises(pm.PomonaError, match="outside its block of 30"):
-        changed(good.values, index).verify()
+        with_contents(good.values, index).verify()
     index = good.index().clone()
     index[0, 0, 0, 0] = index[0, 0, 1, 0]
     with pytest.raises(pm.PomonaError, match="the same index"):
-        changed(good.values, index).verify()
+        with_contents(good.values, index).verify()
     index = good.index().clone()
     index[0, 1, 0, 0] = 29
     with pytest.raises(pm.PomonaError, match="outside the matrix"):
-        changed(good.values, index).verify()
+        with_contents(good.values, index).verify()
     values = good.values.clone()
     values[1, 0, 0, 31] = 1  # row 63 of 40
     with pytest.raises(pm.PomonaError, match="outside the matrix"):
-        changed(values, good.index()).verify()
+        with_contents(values, good.index()).verify()

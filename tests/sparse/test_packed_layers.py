@@ -78,7 +78,7 @@ def test_a_convolution_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = options.get("padding_mode", "zeros") == "zeros" and options != {"kernel_size": 2, "padding": "same"}
         assert packed.has_whole_operator(torch.randn(3, 6, 10, 13).half()) is plain
         assert not packed.has_whole_operator(torch.randn(3, 6, 10, 13))
-    model = nn.Sequential(PackedConv2d(layer := prune_balanced(nn.Conv2d(4, 8, 3), 4, 1).half(), pack(layer)))
+    model = nn.Sequential(PackedConv2d(layer := prune_balanced(nn.Conv2d(4, 8, 3), 4, 1).half(), pack_weight(layer)))
     x = torch.randn(2, 4, 6, 6).half()
     assert agree(torch.compile(model, backend="aot_eager", fullgraph=True)(x), layer(x), 1e-2)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
@@ -86,7 +86,7 @@ def test_a_convolution_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n for n in program.graph.nodes if n.target is torch.ops.pomona.balanced_conv2d.default]
 
 
-def pack(layer: nn.Conv2d) -> BalancedTensor:
+def pack_weight(layer: nn.Conv2d) -> BalancedTensor:
     return BalancedTensor.from_dense(layer.weight.detach(), 4)
 
 
@@ -94,7 +94,7 @@ def pack(layer: nn.Conv2d) -> BalancedTensor:
 def test_an_image_that_is_too_small_is_refused(devices: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv2d, "WHOLE_LAYER_DEVICES", devices)
     layer = prune_balanced(nn.Conv2d(4, 8, 3), 4, 1).to(torch.float16 if devices else torch.float32)
-    packed = PackedConv2d(layer, pack(layer))
+    packed = PackedConv2d(layer, pack_weight(layer))
     with pytest.raises(pm.PomonaError, match="an image of 2×9 is too small for a kernel of 3×3"):
         packed(torch.ones(1, 4, 2, 9).to(layer.weight))
 
@@ -119,15 +119,15 @@ def test_lstm(bidirectional: bool, batch_first: bool, bias: bool) -> None:
     assert has_same_state(packed.dense(), layer)
 
 
-class TestJoint:
-    """An LSTM whose packed weights are one matrix a layer, which elsewhere is for GPUs."""
+class TestJointMatrices:
+    """An LSTM with one joint packed matrix a layer, which is for GPUs and runs on the CPU here."""
 
     @pytest.fixture(autouse=True)
-    def everywhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_joint_matrices_on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lstm, "WHOLE_LAYER_DEVICES", {"cpu"})
         monkeypatch.setattr(PackedLSTM, "run_layers", lambda *_: pytest.fail("step by step"))
 
-    def make(self, **options: Any) -> tuple[nn.LSTM, PackedLSTM]:
+    def build_layers(self, **options: Any) -> tuple[nn.LSTM, PackedLSTM]:
         torch.manual_seed(0)
         layer = prune_balanced(nn.LSTM(24, 20, 2, **options), 4, 1)
         weights = {name: p.detach() for name, p in layer.named_parameters() if "weight" in name}
@@ -137,8 +137,8 @@ class TestJoint:
     @pytest.mark.parametrize("batch_first", [False, True])
     @pytest.mark.parametrize("bias", [False, True])
     @torch.no_grad()
-    def test_the_outputs_and_states(self, bidirectional: bool, batch_first: bool, bias: bool) -> None:
-        layer, packed = self.make(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
+    def test_outputs_and_states_match_the_dense_lstm(self, bidirectional: bool, batch_first: bool, bias: bool) -> None:
+        layer, packed = self.build_layers(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         x = torch.randn(5, 3, 24)
         dense = layer(x)
         assert agree(packed(x), dense)
@@ -148,11 +148,11 @@ class TestJoint:
         assert set(packed.state_dict()) == {name for name, _ in packed.named_buffers() if "joint" not in name}
 
     @torch.no_grad()
-    def test_it_follows_the_weights(self) -> None:
-        (layer, packed), (other, another) = self.make(), self.make()
+    def test_joint_matrices_follow_the_weights(self) -> None:
+        (layer, packed), (other, another) = self.build_layers(), self.build_layers()
         for parameter in other.parameters():
             parameter *= 2
-        _, filled = self.make()
+        _, filled = self.build_layers()
         twice = {name: BalancedTensor.from_dense(p.detach(), 4) for name, p in other.named_parameters() if p.ndim > 1}
         filled.load_state_dict(PackedLSTM(other, twice).state_dict())
         x = torch.randn(5, 3, 24)
@@ -163,25 +163,25 @@ class TestJoint:
 
     @torch.no_grad()
     def test_compiled_and_exported(self) -> None:
-        layer, packed = self.make(bidirectional=True)
+        layer, packed = self.build_layers(bidirectional=True)
         x = torch.randn(5, 3, 24)
         assert agree(torch.compile(packed, backend="aot_eager", fullgraph=True)(x), layer(x))
         program = torch.export.export(packed, (x,))
         assert agree(program.module()(x), layer(x))
         assert [n for n in program.graph.nodes if n.target is torch.ops.pomona.balanced_lstm.default]
 
-    def test_what_does_not_fit_together(self) -> None:
-        _, packed = self.make()
+    def test_states_of_the_wrong_shape_are_refused(self) -> None:
+        _, packed = self.build_layers()
         with pytest.raises(pm.PomonaError, match=r"a state has shape \(2, 4, 20\) where \(2, 3, 20\) is needed"):
             packed(torch.randn(5, 3, 24), (torch.zeros(2, 4, 20), torch.zeros(2, 3, 20)))
 
 
-def test_an_lstm_in_training_or_with_many_vectors_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_lstm_in_training_or_with_many_vectors_runs_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lstm, "WHOLE_LAYER_DEVICES", {"cpu"})
     layer = prune_balanced(nn.LSTM(24, 20, 2, dropout=0.5), 4, 1)
     packed = compress(layer, policy="all", patience=0)
     assert isinstance(packed, PackedLSTM)
-    assert packed.joint_blocks == [24, 20]  # the widest ones: both parts of the first layer have a width of their own
+    assert packed.joint_blocks == [24, 20]  # of the two widths in the first layer, the one with fewer bytes
     assert packed.has_whole_operator(torch.zeros(1, 8, 24))
     assert not packed.has_whole_operator(torch.zeros(1, 9, 24))
     assert not packed.has_whole_operator(torch.zeros(1, 8, 24).half())

@@ -21,7 +21,7 @@ INSTRUCTION_SETS = backend.supported_instruction_sets() if backend.load_library(
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 150))
 
 
-def draw(n: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+def random_vectors(n: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(n, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -37,7 +37,7 @@ def draw(n: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     st.sampled_from(["rows", "transposed", "strided", "sliced"]),
     st.integers(0, 99),
 )
-def test_any_product_is_that_of_float64(
+def test_any_product_matches_float64(
     shape: tuple[int, int],
     block: int,
     kept: int,
@@ -51,7 +51,7 @@ def test_any_product_is_that_of_float64(
     rows, columns = shape
     weight = balanced_weight(rows, columns, block=block, kept=min(kept, block), seed=seed, dtype=dtype)
     packed = BalancedTensor.from_dense(weight, block)
-    x, bias = draw(n, columns, seed + 1, kind), draw(1, rows, seed + 2, dtype)[0]
+    x, bias = random_vectors(n, columns, seed + 1, kind), random_vectors(1, rows, seed + 2, dtype)[0]
     exact = x.double() @ weight.double().T + bias.double()
     exact = exact.relu() if relu else exact
     if layout == "strided":
@@ -65,7 +65,7 @@ def test_any_product_is_that_of_float64(
     assert is_close(y.T if transposed else y, exact)
 
 
-@pytest.mark.parametrize(("level", "transposed"), itertools.product(INSTRUCTION_SETS, [False, True]))
+@pytest.mark.parametrize(("instruction_set", "transposed"), itertools.product(INSTRUCTION_SETS, [False, True]))
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 70),
@@ -76,30 +76,40 @@ def test_any_product_is_that_of_float64(
     st.sampled_from(DTYPES),
     st.booleans(),
 )
-def test_every_level_of_the_kernels(
-    level: str, transposed: bool, rows: int, columns: int, block: int, kept: int, n: int, dtype: torch.dtype, relu: bool
+def test_every_instruction_set(
+    instruction_set: str,
+    transposed: bool,
+    rows: int,
+    columns: int,
+    block: int,
+    kept: int,
+    n: int,
+    dtype: torch.dtype,
+    relu: bool,
 ) -> None:
     weight = balanced_weight(rows, columns, block=block, kept=min(kept, block), dtype=dtype)
     packed = BalancedTensor.from_dense(weight, block)
-    x, bias = draw(n, columns, 1, torch.float32), draw(1, rows, 2, torch.float32)[0]
+    x, bias = random_vectors(n, columns, 1, torch.float32), random_vectors(1, rows, 2, torch.float32)[0]
     exact = x.double() @ weight.double().T + bias
     given = x.T.contiguous() if transposed else x
     y = backend.multiply_packed(
-        given, packed.values, packed.indices, bias, rows, columns, block, relu, transposed, level
+        given, packed.values, packed.indices, bias, rows, columns, block, relu, transposed, instruction_set
     )
     assert y is not None
     assert is_close(y.T if transposed else y, exact.relu() if relu else exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", INSTRUCTION_SETS)
-def test_every_half_value_is_read_right(level: str, dtype: torch.dtype) -> None:
-    """All 65536 patterns of 16 bits, one in a row, times one; NaNs stay NaNs."""
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_half_precision_value_is_converted_exactly(instruction_set: str, dtype: torch.dtype) -> None:
+    """All 65536 patterns of 16 bits, one in each row, are multiplied by one; NaNs stay NaNs."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(dtype)
     values = values[values != 0].view(-1, 1)
     packed = BalancedTensor.from_dense(values, 1)
     for transposed, x in ((False, torch.ones(1, 1)), (True, torch.ones(1, 70))):
-        y = backend.multiply_packed(x, packed.values, packed.indices, None, len(values), 1, 1, False, transposed, level)
+        y = backend.multiply_packed(
+            x, packed.values, packed.indices, None, len(values), 1, 1, False, transposed, instruction_set
+        )
         assert y is not None
         y = y if transposed else y.T
         assert all(torch.equal(column.nan_to_num(0.5), values[:, 0].float().nan_to_num(0.5)) for column in y.unbind(1))
@@ -108,9 +118,9 @@ def test_every_half_value_is_read_right(level: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("place", ["weight", "input"])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_infinities_and_nans_go_where_the_dense_product_has_them(place: str, value: float, transposed: bool) -> None:
+def test_infinities_and_nans_are_those_of_the_dense_product(place: str, value: float, transposed: bool) -> None:
     weight = balanced_weight(40, 70, block=32, kept=3)
-    x = draw(3, 70, 1, torch.float32)
+    x = random_vectors(3, 70, 1, torch.float32)
     if place == "weight":
         weight[3, int(weight[3].nonzero()[0])] = value
         weight[39, int(weight[39].nonzero()[-1])] = value
@@ -120,15 +130,15 @@ def test_infinities_and_nans_go_where_the_dense_product_has_them(place: str, val
     given = x.T.contiguous() if transposed else x
     y = balanced(given, packed.values, packed.indices, None, 40, 70, 32, False, transposed)
     assert is_close(y.T if transposed else y, x.double() @ weight.double().T)
-    for level in INSTRUCTION_SETS:
+    for instruction_set in INSTRUCTION_SETS:
         found = backend.multiply_packed(
-            given, packed.values, packed.indices, None, 40, 70, 32, False, transposed, level
+            given, packed.values, packed.indices, None, 40, 70, 32, False, transposed, instruction_set
         )
         assert (found is None) == (place == "input")
 
 
-def test_what_lies_behind_a_short_last_block_is_never_read() -> None:
-    """Rows of 5 in blocks of 4, cut from a wider input that is NaN there."""
+def test_memory_past_a_short_last_block_is_not_read() -> None:
+    """Rows of 5 columns in blocks of 4 are a slice of a wider input, which is NaN past the slice."""
     weight = torch.ones(33, 5)
     packed = BalancedTensor.from_dense(weight, 4)
     wide = torch.full((70, 9), torch.nan)
@@ -158,17 +168,17 @@ def test_overlapping_views_are_a_convolution() -> None:
     assert is_close(y, weight.double().view(5, 12) @ views.double().reshape(12, 70))
 
 
-def test_without_native_kernels_pytorch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_pytorch_computes_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = BalancedTensor.from_dense(balanced_weight(40, 64, block=32, kept=2), 32)
-    x = draw(3, 64, 1, torch.float32)
+    x = random_vectors(3, 64, 1, torch.float32)
     usual = packed.linear(x)
     monkeypatch.setattr(backend, "load_kernel", lambda *_: None)
     assert is_close(packed.linear(x), usual.double())
 
 
-def test_several_threads_give_the_same() -> None:
+def test_several_threads_give_the_same_bits() -> None:
     packed = BalancedTensor.from_dense(balanced_weight(600, 512, block=32, kept=4), 32)
-    x = draw(90, 512, 1, torch.float32)
+    x = random_vectors(90, 512, 1, torch.float32)
     for inputs, transposed in ((x, False), (x.T.contiguous(), True)):
         one = balanced(inputs, packed.values, packed.indices, None, 600, 512, 32, False, transposed)
         torch.set_num_threads(2)
@@ -179,32 +189,43 @@ def test_several_threads_give_the_same() -> None:
         assert torch.equal(one, two)
 
 
-def test_the_operator_passes_torchs_own_checks() -> None:
+def test_the_operator_passes_torchs_opcheck() -> None:
     packed = BalancedTensor.from_dense(balanced_weight(40, 64, block=32, kept=2), 32)
-    arguments = (draw(3, 64, 1, torch.float32), packed.values, packed.indices, torch.randn(40), 40, 64, 32, True)
+    arguments = (
+        random_vectors(3, 64, 1, torch.float32),
+        packed.values,
+        packed.indices,
+        torch.randn(40),
+        40,
+        64,
+        32,
+        True,
+    )
     quick = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.pomona.balanced, arguments, test_utils=quick)
-    transposed = (draw(64, 3, 1, torch.float32), packed.values, packed.indices, None, 40, 64, 32, False, True)
+    transposed = (random_vectors(64, 3, 1, torch.float32), packed.values, packed.indices, None, 40, 64, 32, False, True)
     torch.library.opcheck(torch.ops.pomona.balanced, transposed, test_utils=quick)
 
 
 def test_the_reference_is_the_dense_product() -> None:
     weight = balanced_weight(20, 30, block=10, kept=3)
     packed = BalancedTensor.from_dense(weight, 10)
-    x, bias = draw(4, 30, 1, torch.float32), torch.randn(20)
+    x, bias = random_vectors(4, 30, 1, torch.float32), torch.randn(20)
     assert torch.equal(
         reference_product(x, packed.values, packed.indices, bias, 20, 30, 10, True), (x @ weight.T + bias).relu()
     )
 
 
 def test_any_index_stays_inside_the_memory() -> None:
-    """Indices that nobody verified: the result means nothing, but is computed from zeros and x alone."""
+    """With indices that are not verified, the result is meaningless but computed from zeros and x alone."""
     for block in (7, 32, 40, 100, 300):
         packed = BalancedTensor.from_dense(balanced_weight(40, 450, block=block, kept=3), block)
-        wild = torch.full_like(packed.indices, -1)  # every bit set
-        for level in INSTRUCTION_SETS:
+        invalid = torch.full_like(packed.indices, -1)  # every bit set
+        for instruction_set in INSTRUCTION_SETS:
             for transposed in (False, True):
                 x = torch.ones(450, 70) if transposed else torch.ones(70, 450)
-                y = backend.multiply_packed(x, packed.values, wild, None, 40, 450, block, False, transposed, level)
+                y = backend.multiply_packed(
+                    x, packed.values, invalid, None, 40, 450, block, False, transposed, instruction_set
+                )
                 assert y is not None
                 assert y.isfinite().all()

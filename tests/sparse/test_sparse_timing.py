@@ -10,7 +10,7 @@ import torch
 from pomona.sparse import timing
 
 
-def test_calls_are_timed_with_all_that_the_host_does() -> None:
+def test_plain_calls_are_counted_with_their_warmup() -> None:
     counts = [0, 0]
 
     def count_call(which: int) -> None:
@@ -23,7 +23,7 @@ def test_calls_are_timed_with_all_that_the_host_does() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_some_calls_in_a_row_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_several_calls_in_a_row_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of calls depends on the time of one, so that the limit is set far from what a busy device takes."""
     x = torch.zeros(3, device="cuda")
     for limit, expected in ((60.0, 5), (0.0, 1)):
@@ -41,5 +41,5 @@ def test_on_a_gpu_some_calls_in_a_row_are_timed(monkeypatch: pytest.MonkeyPatch)
     assert 0 < cold < 1
 
 
-def test_the_last_cache_has_some_size() -> None:
+def test_the_last_level_cache_has_a_size() -> None:
     assert timing.last_cache_bytes(torch.device("cpu")) >= 1 << 18

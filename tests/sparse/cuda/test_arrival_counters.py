@@ -14,7 +14,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> CounterPool:
     return CounterPool(torch.device("cpu"))
 
 
-def test_a_stream_has_its_own(pool: CounterPool) -> None:
+def test_a_stream_has_its_own_counters(pool: CounterPool) -> None:
     one, other = (pool.counters(5, stream, False) for stream in (1, 2))
     one += 1
     assert not other.any()
@@ -22,9 +22,9 @@ def test_a_stream_has_its_own(pool: CounterPool) -> None:
     assert not pool.counters(CHUNK, 1, False).any(), "more than there were"
 
 
-def test_a_captured_launch_has_its_own(pool: CounterPool) -> None:
+def test_a_captured_launch_has_its_own_counters(pool: CounterPool) -> None:
     eager = pool.counters(5, 1, False)
-    captured = [pool.counters(5, 1, True) for _ in range(CHUNK // 5 + 10)]  # more than are ready
+    captured = [pool.counters(5, 1, True) for _ in range(CHUNK // 5 + 10)]  # more than the reserve
     for counters in captured:
         assert len(counters) == 5
         counters += 1
@@ -34,14 +34,14 @@ def test_a_captured_launch_has_its_own(pool: CounterPool) -> None:
     assert not pool.counters(5, 1, True).any(), "there are new ones after a launch that is not captured"
 
 
-def test_what_a_graph_knows_by_its_address_stays(pool: CounterPool) -> None:
+def test_memory_of_captured_counters_is_never_freed(pool: CounterPool) -> None:
     known = set()
-    for _ in range(3 * CHUNK // 4000):  # chunk after chunk is used up, and nobody holds what was given
+    for _ in range(3 * CHUNK // 4000):  # chunk after chunk is used up, and no counters are referenced
         pool.counters(5, 1, False)
         known.add(pool.counters(4000, 1, True).untyped_storage().data_ptr())
     assert len(known) > 2
     assert known == {chunk.untyped_storage().data_ptr() for chunk in pool.chunks}
 
 
-def test_before_all_other_launches(pool: CounterPool) -> None:
+def test_the_first_launch_may_be_captured(pool: CounterPool) -> None:
     assert not pool.counters(5, 1, True).any()

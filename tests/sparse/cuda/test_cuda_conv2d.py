@@ -31,7 +31,14 @@ class TestConvolution:
             (torch.float16, (64, 8, 3, 3), (1, 8, 6, 6), 32, 3, ((1, 1), (1, 1), (1, 1))),
             (torch.bfloat16, (70, 16, 3, 3), (2, 16, 7, 5), 25, 4, ((2, 1), (1, 0), (1, 2))),
             (torch.float16, (33, 40, 1, 1), (3, 40, 5, 6), 16, 2, ((1, 2), (0, 0), (1, 1))),
-            (torch.float16, (600, 5, 2, 4), (1, 5, 4, 9), 8, 1, ((1, 1), (2, 3), (2, 1))),  # more rows than warps have
+            (
+                torch.float16,
+                (600, 5, 2, 4),
+                (1, 5, 4, 9),
+                8,
+                1,
+                ((1, 1), (2, 3), (2, 1)),
+            ),  # more rows than a thread block has
             (torch.bfloat16, (20, 30, 5, 5), (2, 30, 6, 6), 32, 7, ((1, 1), (2, 2), (1, 1))),
             (
                 torch.float16,
@@ -71,7 +78,7 @@ class TestConvolution:
         ],
         ids=str,
     )
-    def test_every_way_to_cut_the_work(
+    def test_every_config_gives_the_convolution(
         self, shape: TensorCoreConfig, emulated_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         emulated_gpu.major = hopper_wgmma.MAJOR if isinstance(shape, hopper_wgmma.WgmmaConfig) else 8
@@ -86,7 +93,7 @@ class TestConvolution:
         assert is_close(y, F.conv2d(x.double(), weight.double(), padding=1))
 
     @MAJORS
-    def test_infinities_and_nans_go_where_the_dense_convolution_has_them(
+    def test_infinities_and_nans_are_those_of_the_dense_convolution(
         self, major: int, emulated_gpu: SimpleNamespace
     ) -> None:
         emulated_gpu.major = major
@@ -110,7 +117,7 @@ class TestConvolution:
             (64, 576, 50176, 10, 2, 8, 1),
         ],
     )
-    def test_all_processors_have_work(
+    def test_all_multiprocessors_have_work(
         self, rows: int, columns: int, n: int, kept: int, vector_tiles: int, slice_k: int, split_k: int
     ) -> None:
         shape = conv2d.choose_config(n, kept, 32, rows // 32, columns // 32, 132, True)
@@ -125,7 +132,7 @@ class TestConvolution:
         processors=st.integers(1, 200),
         clusters=st.booleans(),
     )
-    def test_every_cut_can_be_done(
+    def test_every_config_fits_the_device(
         self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
     ) -> None:
         assume(tensor_core.max_vector_tiles(kept) >= 1)

@@ -20,7 +20,7 @@ Network = tuple[nn.LSTM, tuple[list[Tensor], ...], list[int]]
 def balanced_lstm_network(
     dtype: torch.dtype, width: int, units: int, layers: int, both: bool, block: int, kept: int
 ) -> Network:
-    """An LSTM in float64 with balanced weights of a kind, and what the operator takes of it."""
+    """Return an LSTM in float64 with balanced weights representable in `dtype`, and the arguments of the operator."""
     net = nn.LSTM(width, units, layers, bidirectional=both, dtype=torch.float64)
     for seed, parameter in enumerate(net.parameters()):
         rows, *columns = parameter.shape
@@ -38,7 +38,7 @@ def balanced_lstm_network(
 
 
 def matches_float64(given: tuple[Tensor, ...], exact: tuple[Tensor, tuple[Tensor, Tensor]]) -> bool:
-    """Whether outputs and states are those of float64, but for rounding."""
+    """Return whether outputs and states are those of float64 up to rounding."""
     eps = max(8 * torch.finfo(given[0].dtype).eps, 1e-5)
     pairs = zip(given, (exact[0], *exact[1]), strict=True)
     return all(torch.allclose(a.double(), b, rtol=eps, atol=eps, equal_nan=True) for a, b in pairs)
@@ -51,7 +51,7 @@ class TestLSTM:
         ("dtype", "width", "units", "layers", "both", "block", "kept", "steps", "n"),
         [
             (torch.float32, 32, 32, 1, False, 32, 3, 1, 1),
-            (torch.float16, 40, 30, 2, False, 25, 5, 3, 1),  # no part fills its last block, nor the rows their last 32
+            (torch.float16, 40, 30, 2, False, 25, 5, 3, 1),  # incomplete last blocks and last group of rows
             (torch.float16, 64, 24, 2, True, 32, 4, 2, 2),
             (torch.bfloat16, 20, 50, 1, True, 10, 2, 3, 8),
             (torch.float32, 7, 33, 1, True, 16, 16, 4, 3),
@@ -85,7 +85,7 @@ class TestLSTM:
             assert matches_float64(given, net(x.double()))
 
     @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-    def test_infinities_and_nans_go_where_the_dense_network_has_them(self, value: float) -> None:
+    def test_infinities_and_nans_are_those_of_the_dense_network(self, value: float) -> None:
         net, packs, blocks = balanced_lstm_network(torch.float32, 40, 20, 1, True, 32, 3)
         x, h, c = torch.randn(2, 3, 40), torch.randn(2, 3, 20), torch.randn(2, 3, 20)
         x[0, 0, 5] = h[1, 1, 3] = c[0, 2, 4] = value
@@ -97,7 +97,7 @@ class TestLSTM:
         assert not exact[0].isnan().all()
         assert matches_float64(given, exact)
 
-    def test_what_the_kernel_is_not_for(self) -> None:
+    def test_unsupported_arguments_are_declined(self) -> None:
         _, packs, blocks = balanced_lstm_network(torch.float16, 64, 16, 1, False, 32, 3)
         x = torch.randn(1, 9, 64).half()
         assert run_lstm(x, None, None, *packs, blocks) is None
@@ -117,8 +117,8 @@ def test_a_network_on_a_device(both: bool, n: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_network_in_a_graph() -> None:
-    """Steps that are launched ahead of the end of the ones before them, and of what comes before those."""
+def test_a_network_in_a_cuda_graph() -> None:
+    """Steps start before the previous step has ended, and before the kernel ahead of the first step has ended."""
     _, packs, blocks = balanced_lstm_network(torch.float16, 100, 70, 2, True, 25, 5)
     packed = [[t.cuda() for t in part] for part in packs]
     x = torch.zeros(20, 1, 100, device="cuda").half()

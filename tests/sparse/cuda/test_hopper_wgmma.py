@@ -20,7 +20,7 @@ from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, pad_blocks
 @pytest.mark.usefixtures("emulated_gpu")
 class TestProducts:
     @pytest.mark.parametrize(
-        ("shape", "kept"),  # up to four survivors' places are kept, those of more are found again
+        ("config", "kept"),  # the places of up to four survivors are kept, those of more are recomputed
         [
             (hopper_wgmma.WgmmaConfig(32, 2, 1, 1, 1, 2, 0), 4),
             (hopper_wgmma.WgmmaConfig(32, 3, 2, 4, 2, 3, 0), 3),
@@ -28,41 +28,41 @@ class TestProducts:
             (hopper_wgmma.WgmmaConfig(32, 4, 1, 6, 2, 1, 0), 3),
             (hopper_wgmma.WgmmaConfig(32, 8, 2, 2, 2, 2, 1), 3),
             (hopper_wgmma.WgmmaConfig(32, 8, 1, 9, 1, 4, 1), 7),
-            (hopper_wgmma.WgmmaConfig(32, 2, 2, 10, 2, 4, 0), 2),  # one has no columns
+            (hopper_wgmma.WgmmaConfig(32, 2, 2, 10, 2, 4, 0), 2),  # one thread block has no columns
         ],
         ids=str,
     )
-    def test_every_way_to_cut_the_work_on_hopper(
-        self, shape: hopper_wgmma.WgmmaConfig, kept: int, monkeypatch: pytest.MonkeyPatch
+    def test_every_config_gives_the_product(
+        self, config: hopper_wgmma.WgmmaConfig, kept: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(hopper_wgmma, "choose_config", lambda *sizes: shape)
+        monkeypatch.setattr(hopper_wgmma, "choose_config", lambda *sizes: config)
         weight = balanced_weight(300, 1100, block=32, kept=kept).half()
         x = torch.randn(11, 1100).half()
         y = multiply(hopper_wgmma, x, weight, 32)
         assert is_close(y, x.double() @ weight.double().T)
-        assert torch.equal(y, multiply(hopper_wgmma, x, weight, 32)), "whoever is the last"
+        assert torch.equal(y, multiply(hopper_wgmma, x, weight, 32)), "whichever thread block arrives last"
 
     @pytest.mark.parametrize(
         ("n", "columns", "width", "vector_tiles"),
         [(8, 128, 32, 1), (11, 296, 32, 2), (5, 1100, 32, 1), (70, 200, 16, 8)],
     )
-    def test_x_is_cut_into_what_the_tensor_cores_read(
+    def test_input_is_arranged_as_the_tensor_cores_read_it(
         self, n: int, columns: int, width: int, vector_tiles: int
     ) -> None:
         x, columns = pad_blocks(torch.randn(n, columns).half(), -(-columns // width), width, width)
         steps, slices = -(-columns // (4 * width)), -(-n // (8 * vector_tiles))
-        cut = hopper_wgmma.WgmmaConfig(width, vector_tiles, 1, 1, 1, 2, 0).arrange_input(
+        arranged = hopper_wgmma.WgmmaConfig(width, vector_tiles, 1, 1, 1, 2, 0).arrange_input(
             x, columns, -(-columns // width)
         )
         whole = F.pad(x, (0, steps * 4 * width - columns, 0, slices * 8 * vector_tiles - n))
-        # slices of vector_tiles of vectors; steps of four blocks of pairs of columns
+        # slices of tiles of vectors; steps of four blocks of pairs of columns
         pieces = whole.view(slices, vector_tiles, 8, steps, 4, width // 2, 2)
-        assert cut is not None
-        assert torch.equal(cut, pieces.permute(0, 3, 5, 1, 2, 4, 6).reshape(slices, -1))
+        assert arranged is not None
+        assert torch.equal(arranged, pieces.permute(0, 3, 5, 1, 2, 4, 6).reshape(slices, -1))
 
 
-class TestHopper:
-    """How the work is cut on a Hopper GPU."""
+class TestConfig:
+    """The choice of the division of the work."""
 
     @pytest.mark.parametrize(
         ("size", "n", "vector_tiles", "warpgroups", "split_k"),
@@ -75,12 +75,12 @@ class TestHopper:
             (2048, 16, 2, 1, 16),
         ],
     )
-    def test_all_processors_have_work(
+    def test_all_multiprocessors_have_work(
         self, size: int, n: int, vector_tiles: int, warpgroups: int, split_k: int
     ) -> None:
-        shape = hopper_wgmma.choose_config(n, 3, 32, size // 32, size // 32, 132)
-        assert shape == replace(
-            shape,
+        config = hopper_wgmma.choose_config(n, 3, 32, size // 32, size // 32, 132)
+        assert config == replace(
+            config,
             vector_tiles=vector_tiles,
             warpgroups=warpgroups,
             split_k=split_k,
@@ -97,11 +97,11 @@ class TestHopper:
         processors=st.integers(1, 200),
         gather=st.booleans(),
     )
-    def test_every_cut_can_be_done(
+    def test_every_config_fits_the_device(
         self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, gather: bool
     ) -> None:
-        shape = hopper_wgmma.choose_config(n, kept, block, groups, blocks, processors, gather)
-        assert shape.shared_bytes <= MAX_SHARED_BYTES
-        assert shape.split_k % shape.cluster == shape.rows // 4 % shape.cluster == 0
-        assert shape.swap_operands == (shape.vector_tiles == 8)
-        assert not gather or shape.vector_tiles in (1, 2, 4, 8), "a lane's position is always the same"
+        config = hopper_wgmma.choose_config(n, kept, block, groups, blocks, processors, gather)
+        assert config.shared_bytes <= MAX_SHARED_BYTES
+        assert config.split_k % config.cluster == config.rows // 4 % config.cluster == 0
+        assert config.swap_operands == (config.vector_tiles == 8)
+        assert not gather or config.vector_tiles in (1, 2, 4, 8), "a lane's position is always the same"

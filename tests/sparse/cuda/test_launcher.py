@@ -16,7 +16,7 @@ from pomona.sparse.cuda.launcher import CompiledKernel
 
 
 class Driver:
-    """The driver's launch, which reads what a real one would read, and its answer."""
+    """A substitute for the CUDA driver, which reads what a real one reads and returns `answer`."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -38,9 +38,11 @@ class Driver:
         buffer, place, size, bytes_, end = (ctypes.c_void_p * 5).from_address(extra)
         assert (parameters, buffer, size, end) == (None, 1, 2, None)
         length = ctypes.c_size_t.from_address(bytes_).value
-        told = ctypes.string_at(attributes, 72) if count else b""
+        attribute = ctypes.string_at(attributes, 72) if count else b""
         arguments = ctypes.string_at(place, length)
-        self.seen.append({"shape": shape, "function": function, "stream": stream, "early": told, "given": arguments})
+        self.seen.append(
+            {"shape": shape, "function": function, "stream": stream, "early": attribute, "given": arguments}
+        )
         return self.answer
 
 
@@ -55,7 +57,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_a_launch_is_told_as_the_driver_reads_it(driver: Driver) -> None:
+def test_the_driver_reads_the_launch_as_it_was_given(driver: Driver) -> None:
     x = torch.zeros(3)
     CompiledKernel("warp_shuffle", 64, 96)((5, 6, 7), (x, None), (8, -9, True))
     CompiledKernel("warp_shuffle", 32, EARLY_LAUNCH=1).launch((1, 1, 1), [1 << 40], [])
@@ -74,7 +76,7 @@ def test_a_refused_launch_is_an_error(driver: Driver) -> None:
     assert not launcher.LAUNCH_LOCK.locked()
 
 
-def test_a_thread_that_is_new_to_the_device_is_made_known_to_it(driver: Driver) -> None:
+def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     driver.answer = launcher.INVALID_CONTEXT
     CompiledKernel("warp_shuffle", 32)((1, 1, 1), (), (1,))
     assert len(driver.seen) == 2
@@ -82,7 +84,7 @@ def test_a_thread_that_is_new_to_the_device_is_made_known_to_it(driver: Driver) 
 
 
 def test_threads_do_not_mix_their_arguments(driver: Driver) -> None:
-    """The driver lets other threads run while it reads."""
+    """The substitute driver lets other threads run while it reads the arguments."""
     kernel, quick = CompiledKernel("warp_shuffle", 32), driver.launch
 
     def slow(*given: Any) -> int:
@@ -105,14 +107,14 @@ def test_threads_do_not_mix_their_arguments(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(("major", "version", "able"), [(9, 13000, True), (8, 13000, False), (9, 12020, False)])
-def test_where_launches_overlap(
+def test_early_launch_needs_hopper_and_a_recent_driver(
     major: int, version: int, able: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-    def tell(place: Any) -> int:
+    def write_version(place: Any) -> int:
         place[0] = version
         return 0
 
-    driver.cuDriverGetVersion = tell  # type: ignore[attr-defined]
+    driver.cuDriverGetVersion = write_version  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     assert launcher.supports_early_launch(0) is able

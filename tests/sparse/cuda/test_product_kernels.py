@@ -28,7 +28,7 @@ class TestEmulated:
         ("dtype", "rows", "columns", "block", "kept", "n"),
         [
             (torch.float16, 64, 128, 32, 3, 8),
-            (torch.bfloat16, 70, 296, 32, 3, 5),  # not all of the last rows, columns and vectors
+            (torch.bfloat16, 70, 296, 32, 3, 5),  # incomplete last rows, columns and vectors
             (torch.float16, 300, 1100, 32, 4, 20),  # several thread blocks, clusters, and steps
             (torch.bfloat16, 40, 130, 25, 6, 17),
             (torch.float16, 33, 200, 10, 1, 9),
@@ -37,7 +37,7 @@ class TestEmulated:
         ],
     )
     @pytest.mark.parametrize("kernel", [tensor_core, hopper_wgmma])
-    def test_some_vectors(
+    def test_more_vectors(
         self, kernel: ModuleType, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int
     ) -> None:
         weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
@@ -87,7 +87,7 @@ class TestEmulated:
             (hopper_wgmma, torch.bfloat16),
         ],
     )
-    def test_infinities_and_nans_go_where_the_dense_product_has_them(
+    def test_infinities_and_nans_are_those_of_the_dense_product(
         self, kernel: ModuleType, dtype: torch.dtype, block: int
     ) -> None:
         for value in (torch.inf, -torch.inf, torch.nan):
@@ -99,21 +99,21 @@ class TestEmulated:
             assert is_close(multiply(kernel, x, weight, block, relu=True), exact.relu())
             assert exact[1].isnan().any()
 
-    def test_what_a_kernel_is_not_for(self, emulated_gpu: SimpleNamespace) -> None:
-        def takes(kernel: ModuleType, n: int, block: int, kept: int, dtype: torch.dtype) -> bool:
+    def test_unsupported_arguments_are_declined(self, emulated_gpu: SimpleNamespace) -> None:
+        def accepts(kernel: ModuleType, n: int, block: int, kept: int, dtype: torch.dtype) -> bool:
             packed = BalancedTensor.from_dense(balanced_weight(40, 64, block=block, kept=kept, dtype=dtype), block)
             x, y = torch.randn(n, 64).half(), torch.empty(n, 40).half()
             return kernel.multiply(x, packed.values, packed.indices, None, y, 64, block, False)
 
-        assert not takes(warp_shuffle, 17, 32, 3, torch.float16)
+        assert not accepts(warp_shuffle, 17, 32, 3, torch.float16)
         for kernel in (warp_shuffle, tensor_core, hopper_wgmma):
-            assert not takes(kernel, 8, 64, 3, torch.float16)
-            assert not takes(kernel, 8, 32, 3, torch.bfloat16)
+            assert not accepts(kernel, 8, 64, 3, torch.float16)
+            assert not accepts(kernel, 8, 32, 3, torch.bfloat16)
         for kernel, major in ((tensor_core, 7), (hopper_wgmma, 8), (hopper_wgmma, 10)):
             emulated_gpu.major = 9
-            assert not takes(kernel, 8, 32, 30, torch.float16)
+            assert not accepts(kernel, 8, 32, 30, torch.float16)
             emulated_gpu.major = major
-            assert not takes(kernel, 8, 32, 4, torch.float16)
+            assert not accepts(kernel, 8, 32, 4, torch.float16)
 
 
 # ---- on a device
@@ -153,7 +153,7 @@ def test_every_kernel_on_a_device(
     wanted = importlib.import_module(f"pomona.sparse.cuda.{kernel}")
     assert wanted in list(backend.candidate_kernels(n, rows * columns))
     monkeypatch.setattr(backend, "candidate_kernels", lambda n, size: [wanted])
-    monkeypatch.setattr(product, "reference_product", lambda *_: pytest.fail("the kernel was not for it"))
+    monkeypatch.setattr(product, "reference_product", lambda *_: pytest.fail("the kernel declined the arguments"))
     weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
     packed = BalancedTensor.from_dense(weight, block).to("cuda")
     x, bias = torch.randn(n, columns).to(dtype), torch.randn(rows)
@@ -184,7 +184,7 @@ def test_the_operator_on_a_device(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [warp_shuffle, tensor_core])
-def test_the_compiled_kernels_take_what_they_are_for(kernel: ModuleType) -> None:
+def test_kernels_compile_for_the_device(kernel: ModuleType) -> None:
     packed = BalancedTensor.from_dense(balanced_weight(64, 64, block=32, kept=3).half(), 32).to("cuda")
     x, y = torch.randn(8, 64, device="cuda").half(), torch.empty(8, 64, device="cuda").half()
     assert kernel.multiply(x, packed.values, packed.indices, None, y, 64, 32, False)
@@ -218,7 +218,7 @@ def test_the_fastest_kernel_comes_first() -> None:
     ],
     ids=["tensor_core", "hopper_wgmma"],
 )
-def test_streams_and_graphs_side_by_side(
+def test_concurrent_streams_and_graphs(
     kernel: ModuleType, shape: TensorCoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel is hopper_wgmma and torch.cuda.get_device_properties(0).major != hopper_wgmma.MAJOR:
@@ -228,22 +228,22 @@ def test_streams_and_graphs_side_by_side(
     packed = BalancedTensor.from_dense(balanced_weight(2048, 4096, block=32, kept=3).half(), 32).to("cuda")
     given, streams = torch.randn(2, 16, 4096).half().cuda(), [torch.cuda.Stream() for _ in range(2)]
 
-    def product(x: Tensor) -> Tensor:
+    def multiply_once(x: Tensor) -> Tensor:
         y = x.new_empty(16, 2048)
         assert kernel.multiply(x, packed.values, packed.indices, None, y, 4096, 32, False)
         return y
 
-    alone = [product(x) for x in given]
+    alone = [multiply_once(x) for x in given]
     graphs, captured = [torch.cuda.CUDAGraph() for _ in given], []
     for graph, x in zip(graphs, given, strict=True):
         with torch.cuda.graph(graph):
-            captured.append([product(x) for _ in range(10)])
+            captured.append([multiply_once(x) for _ in range(10)])
     called: list[list[Tensor]] = [[], []]
     torch.cuda.synchronize()
     for _ in range(50):
         for x, stream, graph, into in zip(given, streams, graphs, called, strict=True):
             with torch.cuda.stream(stream):
-                into.append(product(x))
+                into.append(multiply_once(x))
                 graph.replay()
     torch.cuda.synchronize()
     for one, some_called, some_captured in zip(alone, called, captured, strict=True):
@@ -252,12 +252,12 @@ def test_streams_and_graphs_side_by_side(
 
 
 @pytest.mark.gpu
-def test_a_thread_whose_first_work_on_a_device_is_ours() -> None:
+def test_a_thread_that_has_not_used_the_device() -> None:
     weight = balanced_weight(1000, 2048, block=32, kept=3, dtype=torch.float16)
     packed = BalancedTensor.from_dense(weight, 32).to("cuda")
     x = torch.randn(1, 2048).half()
     given = x.cuda()
-    packed.linear(given)  # so that the kernel is there
+    packed.linear(given)  # compiles the kernel
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(packed.linear(given)))
     thread.start()
@@ -266,7 +266,7 @@ def test_a_thread_whose_first_work_on_a_device_is_ours() -> None:
 
 
 @pytest.mark.gpu
-def test_wide_blocks_on_a_device_take_the_reference() -> None:
+def test_wide_blocks_on_a_device_use_the_reference() -> None:
     weight = balanced_weight(40, 600, block=300, kept=20)
     packed = BalancedTensor.from_dense(weight, 300).to("cuda")
     x = torch.randn(3, 600)

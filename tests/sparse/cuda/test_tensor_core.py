@@ -19,7 +19,7 @@ from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, STEP_BLOCKS
 @pytest.mark.usefixtures("emulated_gpu")
 class TestProducts:
     @pytest.mark.parametrize(
-        "other",
+        "changes",
         [
             {"row_tiles": 1, "stages": 2, "stage_steps": 4},
             {"row_tiles": 2, "stages": 4, "slice_k": 1, "stage_steps": 2},
@@ -36,44 +36,46 @@ class TestProducts:
                 "cluster": 2,
                 "stage_steps": 2,
                 "stages": 2,
-            },  # one has no columns
+            },  # one thread block has no columns
         ],
         ids=str,
     )
-    def test_every_way_to_cut_the_work(self, other: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_config_gives_the_product(self, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
         usual = tensor_core.choose_config(11, 3, 32, 5, 20, 4, True)
         assert usual is not None
-        monkeypatch.setattr(tensor_core, "choose_config", lambda *sizes: replace(usual, **other))
+        monkeypatch.setattr(tensor_core, "choose_config", lambda *sizes: replace(usual, **changes))
         weight = balanced_weight(140, 2600, block=32, kept=3).half()  # several stages
         x = torch.randn(11, 2600).half()
         y = multiply(tensor_core, x, weight, 32)
         assert is_close(y, x.double() @ weight.double().T)
-        assert torch.equal(y, multiply(tensor_core, x, weight, 32)), "whoever is the last"
+        assert torch.equal(y, multiply(tensor_core, x, weight, 32)), "whichever thread block arrives last"
 
 
-class TestCut:
+class TestConfig:
+    """The choice of the division of the work."""
+
     @pytest.mark.parametrize(
         ("groups", "n", "warps", "slice_k", "split_k"),
         [(512, 16, 16, 1, 8), (512, 64, 8, 1, 4), (256, 16, 16, 4, 4), (128, 16, 8, 8, 2), (8192, 16, 16, 1, 1)],
     )
-    def test_all_processors_have_work(self, groups: int, n: int, warps: int, slice_k: int, split_k: int) -> None:
-        shape = tensor_core.choose_config(n, 3, 32, groups, groups, 132, True)
-        assert shape is not None
-        assert shape == replace(shape, vector_tiles=n // 8, warps=warps, slice_k=slice_k, split_k=split_k)
+    def test_all_multiprocessors_have_work(self, groups: int, n: int, warps: int, slice_k: int, split_k: int) -> None:
+        config = tensor_core.choose_config(n, 3, 32, groups, groups, 132, True)
+        assert config is not None
+        assert config == replace(config, vector_tiles=n // 8, warps=warps, slice_k=slice_k, split_k=split_k)
 
-    def test_many_vectors_are_cut_evenly(self) -> None:
-        shapes = [tensor_core.choose_config(n, 3, 32, 512, 512, 132, True) for n in (64, 72, 128, 136)]
-        assert [shape.vector_tiles for shape in shapes if shape] == [8, 5, 8, 6]
+    def test_many_vectors_are_divided_evenly(self) -> None:
+        configs = [tensor_core.choose_config(n, 3, 32, 512, 512, 132, True) for n in (64, 72, 128, 136)]
+        assert [config.vector_tiles for config in configs if config] == [8, 5, 8, 6]
 
     def test_a_device_with_less_shared_memory(self) -> None:
-        shape = tensor_core.choose_config(16, 3, 32, 512, 512, 108, False, 163 << 10)
-        assert shape is not None
-        assert shape.shared_bytes(3) <= 163 << 10
+        config = tensor_core.choose_config(16, 3, 32, 512, 512, 108, False, 163 << 10)
+        assert config is not None
+        assert config.shared_bytes(3) <= 163 << 10
         assert tensor_core.choose_config(16, 3, 32, 512, 512, 108, False, 8 << 10) is None
 
-    def test_x_stays_in_shared_memory_where_it_has_room(self) -> None:
-        shapes = [tensor_core.choose_config(n, 3, 32, 512, 512, 132, True) for n in (16, 64)]
-        assert [(shape.stages, shape.stage_steps) for shape in shapes if shape] == [(1, 16), (2, 4)]
+    def test_x_stays_in_shared_memory_where_it_fits(self) -> None:
+        configs = [tensor_core.choose_config(n, 3, 32, 512, 512, 132, True) for n in (16, 64)]
+        assert [(config.stages, config.stage_steps) for config in configs if config] == [(1, 16), (2, 4)]
 
     @given(
         n=st.integers(1, 300),
@@ -84,18 +86,18 @@ class TestCut:
         processors=st.integers(1, 200),
         clusters=st.booleans(),
     )
-    def test_every_cut_can_be_done(
+    def test_every_config_fits_the_device(
         self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
     ) -> None:
-        shape = tensor_core.choose_config(n, kept, block, groups, blocks, processors, clusters)
-        if shape is None:
+        config = tensor_core.choose_config(n, kept, block, groups, blocks, processors, clusters)
+        if config is None:
             assert kept > 12
             return
-        assert shape.shared_bytes(kept) <= MAX_SHARED_BYTES
-        assert shape.warps % shape.slice_k == shape.split_k % shape.cluster == 0
-        assert shape.rows // 4 % shape.cluster == 0
-        assert clusters or shape.cluster == 1
-        if shape.stages == 1:
-            assert shape.stage_steps * shape.split_k * STEP_BLOCKS >= blocks
+        assert config.shared_bytes(kept) <= MAX_SHARED_BYTES
+        assert config.warps % config.slice_k == config.split_k % config.cluster == 0
+        assert config.rows // 4 % config.cluster == 0
+        assert clusters or config.cluster == 1
+        if config.stages == 1:
+            assert config.stage_steps * config.split_k * STEP_BLOCKS >= blocks
         else:
-            assert shape.stage_steps % shape.slice_k == 0
+            assert config.stage_steps % config.slice_k == 0

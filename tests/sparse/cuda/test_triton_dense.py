@@ -45,7 +45,7 @@ class TestTriton:
             assert is_close(out.cpu(), (x.double() @ weight.double().T + bias).relu())
 
     @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
-    def test_infinities_and_nans_go_where_the_dense_product_has_them(self) -> None:
+    def test_infinities_and_nans_are_those_of_the_dense_product(self) -> None:
         from pomona.sparse.cuda import triton_dense
 
         weight = balanced_weight(40, 64, block=32, kept=3)

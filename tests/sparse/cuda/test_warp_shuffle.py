@@ -28,8 +28,8 @@ class TestProducts:
             (torch.bfloat16, 100, 200, 32, 6, 8),
             (torch.float32, 40, 70, 32, 32, 1),
             (torch.float16, 96, 33, 32, 2, 16),
-            (torch.float16, 33, 9000, 32, 2, 1),  # several turns of all warps
-            (torch.bfloat16, 70, 1107, 32, 3, 1),  # pairs of blocks, and some that are left
+            (torch.float16, 33, 9000, 32, 2, 1),  # several rounds of all warps
+            (torch.bfloat16, 70, 1107, 32, 3, 1),  # pairs of blocks, and single ones at the end
             (torch.float16, 40, 2000, 25, 5, 1),
         ],
     )
@@ -45,21 +45,21 @@ class TestProducts:
         x = torch.randn(7, 96).half()
         assert is_close(multiply(warp_shuffle, x, weight, 32), x.double() @ weight.double().T)
 
-    @pytest.mark.parametrize("at", [5, 1030, 1099])  # in a pair of blocks, in a single one, in the last
-    def test_a_lone_vector_with_an_infinity(self, at: int) -> None:
+    @pytest.mark.parametrize("column", [5, 1030, 1099])  # in a pair of blocks, in a single one, in the last
+    def test_one_vector_with_an_infinity(self, column: int) -> None:
         weight = balanced_weight(40, 1100, block=32, kept=3).half()
         x = torch.randn(1, 1100).half()
-        x[0, at] = torch.inf
+        x[0, column] = torch.inf
         exact = x.double() @ weight.double().T
         assert is_close(multiply(warp_shuffle, x, weight, 32), exact)
         assert exact.isnan().any()
 
 
-class TestFew:
-    """How the work is cut for a few vectors, as measured on an H200 with 3 of 32 kept, or an LSTM's 5 of 25."""
+class TestConfig:
+    """The choice of the division of the work, as measured on an H200 with 3 of 32 kept, or 5 of 25 for an LSTM."""
 
     @pytest.mark.parametrize(
-        ("n", "groups", "shape"),
+        ("n", "groups", "config"),
         [
             (1, 512, (1, 16, 8)),
             (2, 512, (1, 16, 4)),
@@ -70,8 +70,8 @@ class TestFew:
             (16, 512, (1, 16, 2)),
         ],
     )
-    def test_what_is_fastest(self, n: int, groups: int, shape: tuple[int, int, int]) -> None:
-        assert warp_shuffle.choose_config(n, 3, groups, groups, 132) == shape
+    def test_the_fastest_config_is_chosen(self, n: int, groups: int, config: tuple[int, int, int]) -> None:
+        assert warp_shuffle.choose_config(n, 3, groups, groups, 132) == config
 
     def test_a_step_of_an_lstm(self) -> None:
         assert [warp_shuffle.choose_config(1, kept, 1, 120, 1) for kept in (4, 5)] == [(1, 16, 4)] * 2
@@ -82,10 +82,10 @@ class TestFew:
         groups=st.integers(1, 2000),
         blocks=st.integers(1, 2000),
     )
-    def test_any_shape_can_be_done(self, n: int, kept: int, groups: int, blocks: int) -> None:
-        together, warps, unroll = warp_shuffle.choose_config(n, kept, groups, blocks, 132)
-        assert together * n * warps * LANES * 4 <= 48 << 10, "the sums of all warps lie in shared memory"
-        assert {together, warps, unroll} <= {1, 2, 4, 8, 16}
+    def test_every_config_fits_the_device(self, n: int, kept: int, groups: int, blocks: int) -> None:
+        row_groups, warps, unroll = warp_shuffle.choose_config(n, kept, groups, blocks, 132)
+        assert row_groups * n * warps * LANES * 4 <= 48 << 10, "the sums of all warps lie in shared memory"
+        assert {row_groups, warps, unroll} <= {1, 2, 4, 8, 16}
         assert warps < 2 * blocks
         pairs = warp_shuffle.choose_block_pairs(torch.float16, n, kept, blocks, warps)
         assert pairs * 2 * warps <= blocks, "all warps have some"
