@@ -33,7 +33,7 @@ POLICIES = ("faster", "all")
 MIN_SPARSITY = 0.3  # with fewer zeros, packing gains nothing
 SAMPLED_ROWS = 256  # rows from which `find_block` judges a weight
 CANDIDATE_BLOCKS = (*range(2, 129), *(2**power for power in range(8, 17)))
-# The time of one stored value relative to blocks of 32 columns, for blocks of up to so many columns.
+# The time of one stored value relative to blocks of 32 columns, for blocks of at most this many columns.
 RELATIVE_TIMES = ((32, 1.0), (64, 1.3), (128, 1.7), (MAX_BLOCK, 3.0))
 LAYER_PATIENCE = 1 / 3  # of the patience for the whole model
 

@@ -85,8 +85,10 @@ class Compression:
         if not self.called:
             return ""
         dense, compressed = self.called["dense"], self.called["compressed"]
-        advice = "; slower that way: capture it in a CUDA graph" if compressed > TIMING_TOLERANCE * dense else ""
-        return f"; called plainly, with the host's time, {1e6 * dense:,.1f} → {1e6 * compressed:,.1f} µs{advice}"
+        advice = (
+            ", slower than dense: capture the model in a CUDA graph" if compressed > TIMING_TOLERANCE * dense else ""
+        )
+        return f"; plain calls, host time included, {1e6 * dense:,.1f} → {1e6 * compressed:,.1f} µs{advice}"
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=150, color_system=None)

@@ -68,10 +68,10 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     except FileNotFoundError as error:
         raise PomonaError(f"there is no file '{path}'.") from error
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise PomonaError(f"'{path}' is damaged, or no safetensors file: {first_line(error)}.") from error
+        raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {first_line(error)}.") from error
     require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
     version = header.get("version")
-    require(version == VERSION, f"'{path}' is of version {version!r}, this pomona reads version {VERSION}.")
+    require(version == VERSION, f"'{path}' has format version {version!r}, and this pomona reads version {VERSION}.")
     stored = header.pop("digest", None)
     require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
@@ -86,13 +86,13 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
 def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return the network that a file names, on the meta device."""
     named = architecture is not None
-    require(named, f"'{path}' does not say which network it is: pm.load(path, model) fills yours.")
+    require(named, f"'{path}' does not name its network: pass one to fill, pm.load(path, model).")
     size = sum(tensor.nbytes for tensor in tensors.values())
     for option, value in architecture.items():
         numbers = value if isinstance(value, list) else [value]
         # Every layer has weights in the file, so that an option larger than the file is an attack on memory.
         plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
-        require(plausible, f"'{path}' asks for {option}={value} and has {size:,} bytes.")
+        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
     with torch.device("meta"):
         return models.build(**architecture).eval()
 
@@ -120,10 +120,15 @@ def fill_network(
         model = replace_module(model, layer, build_packed_layer(layer, weights))
     fuse_relus(model, fused)
     wrong = [name for name in fused if not isinstance(model.get_submodule(name), Conv2dReLU)]
-    require(not wrong, f"the file has {', '.join(wrong[:3])} with a ReLU behind it, the model has not.")
+    require(
+        not wrong, f"the file fuses a ReLU into {', '.join(wrong[:3])}, where the model has no convolution with a ReLU."
+    )
     model.load_state_dict(dict(tensors), assign=True)
     missing = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    require(not missing, f"the file has no values for {', '.join(missing[:3])}: give the model, pm.load(path, model).")
+    require(
+        not missing,
+        f"the file has no values for {', '.join(missing[:3])}: pass a model that has them, pm.load(path, model).",
+    )
     return model
 
 

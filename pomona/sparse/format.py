@@ -1,4 +1,6 @@
-"""The packed storage format of a balanced matrix: the nonzero values of each block, and their positions in it.
+"""The packed storage format of a balanced matrix: the survivors of each block, and their positions in it.
+
+Survivors are the weights that pruning keeps: the nonzero values of a block. Every block stores the same number.
 
 The values of 32 rows are stored side by side, `values[group][block][slot][row]`, so that the lanes of a SIMD register
 or of a warp are rows: all lanes read their values with one load, and all need inputs from the same block of x, which
@@ -22,7 +24,7 @@ LANES = 32  # rows of a group, stored side by side
 WORD_BITS = 16  # of a word that holds indices
 MAX_BLOCK = 1 << WORD_BITS  # columns that an index of one word can address
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # how the kernels are told the type of the values
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # by which the kernels identify the dtype of the values
 SAME_SIZE_INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 

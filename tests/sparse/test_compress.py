@@ -150,9 +150,9 @@ def test_the_report_has_the_times_of_plain_calls() -> None:
         layer = LayerReport("0", "Linear", (8, 8), 0.9, True, "3.0× faster", seconds=(3e-5, 1e-5))
         return " ".join(str(Compression((layer,), 1, seconds, called)).split())
 
-    assert "called plainly, with the host's time, 60.0 → 50.0 µs" in describe(5e-5)
+    assert "plain calls, host time included, 60.0 → 50.0 µs" in describe(5e-5)
     assert "slower" not in describe(5e-5)
-    assert "60.0 → 70.0 µs; slower that way: capture it in a CUDA graph" in describe(7e-5)
+    assert "60.0 → 70.0 µs, slower than dense: capture the model in a CUDA graph" in describe(7e-5)
 
 
 def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,9 @@ def test_files_without_fused_layers_and_with_wrong_ones(compressed_model: nn.Mod
 
     assert child_types(load(write(), network()))[:2] == [nn.Conv2d, nn.ReLU]  # an older file
     for wrong in ("1", "4", "5", "6"):  # a ReLU, packed layers, and one without weights
-        with pytest.raises(pm.PomonaError, match=f"the file has {wrong} with a ReLU behind it, the model has not"):
+        with pytest.raises(
+            pm.PomonaError, match=f"fuses a ReLU into {wrong}, where the model has no convolution with a ReLU"
+        ):
             load(write(fused=[wrong]), network())
     for wrong in (["9"], [1], 3, "4.2", {"0": {}, "x": 1}):
         with pytest.raises(pm.PomonaError, match="does not fit the model"):

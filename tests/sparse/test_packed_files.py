@@ -54,7 +54,7 @@ def test_a_given_network_is_filled(compressed_model: nn.Module, tmp_path: Path) 
     with torch.no_grad():
         assert torch.equal(again(x), compressed_model(x))
     assert list(again.state_dict()) == list(compressed_model.state_dict())
-    with pytest.raises(pm.PomonaError, match=r"does not say which network it is: pm.load\(path, model\)"):
+    with pytest.raises(pm.PomonaError, match=r"does not name its network: pass one to fill, pm.load\(path, model\)"):
         load(file)
 
 
@@ -136,7 +136,7 @@ HOSTILE: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
     ({}, {"0.weight_values": torch.zeros(1, 1, 40, 32)}, "has values"),
     ({}, {"0.weight_values": torch.zeros(1, 1, 2, 32, dtype=torch.int32)}, "packed values are"),
     ({}, {"0.weight_values": torch.zeros(2)}, "packed values are"),
-    ({"version": 2}, {}, "is of version 2, this pomona reads version 1"),
+    ({"version": 2}, {}, "has format version 2, and this pomona reads version 1"),
     ({"packed": {"9": {"weight": {"shape": [32, 32], "block": 32}}}}, {}, "does not fit the model"),
     ({"packed": {"0": {"weight": {"shape": [2**40, 32], "block": 32}}}}, {}, "has values"),
     ({"packed": {"0": {"weight": {"shape": [64, 32], "block": 32}}}}, {}, "has values"),
@@ -163,8 +163,8 @@ def test_forged_files_are_refused(
 @pytest.mark.parametrize(
     ("known", "message"),
     [
-        ({"name": "lstm_lm", "layers": 10**9}, "asks for layers=1000000000 and has"),
-        ({"name": "mlp", "widths": [10**12]}, "asks for widths"),
+        ({"name": "lstm_lm", "layers": 10**9}, "bytes, too few for a network with layers=1000000000"),
+        ({"name": "mlp", "widths": [10**12]}, "bytes, too few for a network with widths="),
         ({"name": "no_such_net"}, "unknown model 'no_such_net'"),
         ({"name": "lstm_lm", "hidden": "many"}, "hidden takes int"),
         ({"name": ["lstm_lm"]}, "does not fit the model"),
@@ -180,10 +180,10 @@ def test_forged_networks_are_refused(compressed_model: nn.Module, tmp_path: Path
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(pm.PomonaError, match="there is no file"):
         load(tmp_path / "nothing")
-    with pytest.raises(pm.PomonaError, match="is damaged, or no safetensors file"):
+    with pytest.raises(pm.PomonaError, match="is damaged, or not a safetensors file"):
         load(tmp_path)
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(pm.PomonaError, match="is damaged, or no safetensors file"):
+    with pytest.raises(pm.PomonaError, match="is damaged, or not a safetensors file"):
         load(tmp_path / "text")
     (tmp_path / "others").write_bytes(to_bytes({"x": torch.ones(1)}))
     with pytest.raises(pm.PomonaError, match=r"was not written by pm\.save"):
