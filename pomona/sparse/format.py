@@ -24,7 +24,9 @@ LANES = 32  # rows of a group, stored side by side
 WORD_BITS = 16  # of a word that holds indices
 MAX_BLOCK = 1 << WORD_BITS  # columns that an index of one word can address
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # by which the kernels identify the dtype of the values
+DTYPE_CODES = {
+    dtype: code for code, dtype in enumerate(DTYPES)
+}  # by which the kernels identify the dtype of the values
 SAME_SIZE_INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 

@@ -147,9 +147,9 @@ def test_cudnn_matches_float64(
     x = torch.randn(2, 8, 12, 11, device="cuda", dtype=dtype).contiguous(memory_format=layout)
     fused = Conv2dReLU.from_conv2d(layer)
     assert fused.can_use_cudnn(x)
-    how = layer.stride, layer.padding, layer.dilation, layer.groups
+    settings = layer.stride, layer.padding, layer.dilation, layer.groups
     bias = None if layer.bias is None else layer.bias.double()
-    exact = F.conv2d(x.double(), layer.weight.double(), bias, *how).relu()
+    exact = F.conv2d(x.double(), layer.weight.double(), bias, *settings).relu()
     y = fused(x)
     assert is_close(y, exact)
     assert y.is_contiguous(memory_format=layout)

@@ -26,7 +26,7 @@ MAJORS = pytest.mark.parametrize("major", [8, hopper_wgmma.MAJOR])  # by tensor_
 class TestConvolution:
     @MAJORS
     @pytest.mark.parametrize(
-        ("dtype", "shape", "images", "block", "kept", "how"),
+        ("dtype", "shape", "images", "block", "kept", "options"),
         [
             (torch.float16, (64, 8, 3, 3), (1, 8, 6, 6), 32, 3, ((1, 1), (1, 1), (1, 1))),
             (torch.bfloat16, (70, 16, 3, 3), (2, 16, 7, 5), 25, 4, ((2, 1), (1, 0), (1, 2))),
@@ -52,20 +52,20 @@ class TestConvolution:
     )
     def test_any_geometry(
         self, dtype: torch.dtype, shape: tuple[int, ...], images: tuple[int, ...], block: int, kept: int,
-        how: tuple[tuple[int, int], ...], major: int, emulated_gpu: SimpleNamespace,
+        options: tuple[tuple[int, int], ...], major: int, emulated_gpu: SimpleNamespace,
     ) -> None:  # fmt: skip
         emulated_gpu.major = major
         weight = balanced_weight(shape[0], *shape[1:], block=block, kept=kept, dtype=dtype)
         x, bias = torch.randn(images).to(dtype), torch.randn(shape[0])
         packed = BalancedTensor.from_dense(weight, block)
-        geometry = ConvGeometry((shape[2], shape[3]), *how)
+        geometry = ConvGeometry((shape[2], shape[3]), *options)
         y = conv2d.convolve(x, packed.values, packed.indices, bias, shape[0], block, geometry, True)
         assert y is not None
-        exact = F.conv2d(x.double(), weight.double(), bias.double(), *how).relu()
+        exact = F.conv2d(x.double(), weight.double(), bias.double(), *options).relu()
         assert is_close(y, exact)
 
     @pytest.mark.parametrize(
-        "shape",
+        "config",
         [
             tensor_core.MmaConfig(32, 2, 8, 1, 8, 4, 2, 2, 8),
             tensor_core.MmaConfig(32, 2, 8, 1, 6, 4, 2, 2, 2),
@@ -79,11 +79,11 @@ class TestConvolution:
         ids=str,
     )
     def test_every_config_gives_the_convolution(
-        self, shape: TensorCoreConfig, emulated_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+        self, config: TensorCoreConfig, emulated_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        emulated_gpu.major = hopper_wgmma.MAJOR if isinstance(shape, hopper_wgmma.WgmmaConfig) else 8
+        emulated_gpu.major = hopper_wgmma.MAJOR if isinstance(config, hopper_wgmma.WgmmaConfig) else 8
         for module in (conv2d, hopper_wgmma):
-            monkeypatch.setattr(module, "choose_config", lambda *sizes: shape)
+            monkeypatch.setattr(module, "choose_config", lambda *sizes: config)
         weight = balanced_weight(140, 150, 3, 3, block=32, kept=3, dtype=torch.float16)
         packed = BalancedTensor.from_dense(weight, 32)
         x = torch.randn(2, 150, 5, 6).half()
@@ -120,8 +120,8 @@ class TestConvolution:
     def test_all_multiprocessors_have_work(
         self, rows: int, columns: int, n: int, kept: int, vector_tiles: int, slice_k: int, split_k: int
     ) -> None:
-        shape = conv2d.choose_config(n, kept, 32, rows // 32, columns // 32, 132, True)
-        assert shape == replace(shape, vector_tiles=vector_tiles, slice_k=slice_k, split_k=split_k)
+        config = conv2d.choose_config(n, kept, 32, rows // 32, columns // 32, 132, True)
+        assert config == replace(config, vector_tiles=vector_tiles, slice_k=slice_k, split_k=split_k)
 
     @given(
         n=st.integers(1, 100000),
@@ -136,12 +136,12 @@ class TestConvolution:
         self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
     ) -> None:
         assume(tensor_core.max_vector_tiles(kept) >= 1)
-        shape = conv2d.choose_config(n, kept, block, groups, blocks, processors, clusters)
-        assert shape.shared_bytes(kept) <= MAX_SHARED_BYTES
-        assert shape.warps % shape.slice_k == shape.stage_steps % shape.slice_k == 0
-        assert shape.warps * LANES % (8 * shape.vector_tiles) == 0
-        assert shape.split_k % shape.cluster == shape.rows // 4 % shape.cluster == 0
-        assert clusters or shape.cluster == 1
+        config = conv2d.choose_config(n, kept, block, groups, blocks, processors, clusters)
+        assert config.shared_bytes(kept) <= MAX_SHARED_BYTES
+        assert config.warps % config.slice_k == config.stage_steps % config.slice_k == 0
+        assert config.warps * LANES % (8 * config.vector_tiles) == 0
+        assert config.split_k % config.cluster == config.rows // 4 % config.cluster == 0
+        assert clusters or config.cluster == 1
 
 
 @pytest.mark.gpu
@@ -155,10 +155,10 @@ def test_a_convolution_on_a_device(
     weight = balanced_weight(rows, channels, 3, 3, block=32, kept=kept, dtype=dtype)
     packed = BalancedTensor.from_dense(weight, 32).to("cuda")
     x, bias = torch.randn(images, channels, side, side).to(dtype), torch.randn(rows)
-    how = ConvGeometry((3, 3), (1, 1), (1, 1), (1, 1))
+    geometry = ConvGeometry((3, 3), (1, 1), (1, 1), (1, 1))
     exact = F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()
     for layout in (torch.contiguous_format, torch.channels_last):
         given = x.cuda().contiguous(memory_format=layout)
-        y = conv2d.convolve(given, packed.values, packed.indices, bias.cuda(), rows, 32, how, True)
+        y = conv2d.convolve(given, packed.values, packed.indices, bias.cuda(), rows, 32, geometry, True)
         assert y is not None
         assert is_close(y.cpu(), exact)

@@ -191,27 +191,18 @@ def test_kernels_compile_for_the_device(kernel: ModuleType) -> None:
 
 
 def test_the_fastest_kernel_comes_first() -> None:
-    assert [next(backend.candidate_kernels(n, 16384**2)) for n in (1, 8, 9, 17)] == [
-        warp_shuffle,
-        warp_shuffle,
-        hopper_wgmma,
-        hopper_wgmma,
-    ]
-    assert [next(backend.candidate_kernels(n, 8192**2)) for n in (8, 16, 17)] == [
-        warp_shuffle,
-        hopper_wgmma,
-        hopper_wgmma,
-    ]
-    assert [next(backend.candidate_kernels(n, 4096**2)) for n in (8, 16, 17)] == [
-        warp_shuffle,
-        warp_shuffle,
-        hopper_wgmma,
-    ]
+    def first_kernels(size: int, *counts: int) -> list[ModuleType]:
+        return [next(backend.candidate_kernels(n, size**2)) for n in counts]
+
+    few, more = warp_shuffle, hopper_wgmma
+    assert first_kernels(16384, 1, 8, 9, 17) == [few, few, more, more]
+    assert first_kernels(8192, 8, 16, 17) == [few, more, more]
+    assert first_kernels(4096, 8, 16, 17) == [few, few, more]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kernel", "shape"),
+    ("kernel", "config"),
     [
         (tensor_core, tensor_core.MmaConfig(32, 2, 16, 2, 4, 2, 8, 1)),
         (hopper_wgmma, hopper_wgmma.WgmmaConfig(32, 2, 2, 4, 2, 4, 0)),
@@ -219,11 +210,11 @@ def test_the_fastest_kernel_comes_first() -> None:
     ids=["tensor_core", "hopper_wgmma"],
 )
 def test_concurrent_streams_and_graphs(
-    kernel: ModuleType, shape: TensorCoreConfig, monkeypatch: pytest.MonkeyPatch
+    kernel: ModuleType, config: TensorCoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel is hopper_wgmma and torch.cuda.get_device_properties(0).major != hopper_wgmma.MAJOR:
         pytest.skip("for a Hopper GPU")
-    monkeypatch.setattr(kernel, "choose_config", lambda *sizes: shape)
+    monkeypatch.setattr(kernel, "choose_config", lambda *sizes: config)
     kernel.prepare_launch.cache_clear()
     packed = BalancedTensor.from_dense(balanced_weight(2048, 4096, block=32, kept=3).half(), 32).to("cuda")
     given, streams = torch.randn(2, 16, 4096).half().cuda(), [torch.cuda.Stream() for _ in range(2)]
@@ -261,7 +252,7 @@ def test_a_thread_that_has_not_used_the_device() -> None:
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(packed.linear(given)))
     thread.start()
-    thread.pack_joint_weights()
+    thread.join()
     assert is_close(found[0].cpu(), x.double() @ weight.double().T)
 
 

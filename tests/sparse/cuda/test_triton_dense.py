@@ -12,7 +12,7 @@ from packing import balanced_weight, is_close
 from pomona.sparse import BalancedTensor
 from pomona.sparse.format import DTYPES
 
-kernels = [
+needs_triton = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
     pytest.mark.skipif(
         not TRITON or (DEVICE == "cpu" and not INTERPRETED),
@@ -22,9 +22,9 @@ kernels = [
 
 
 class TestTriton:
-    pytestmark = kernels
+    pytestmark = needs_triton
 
-    # The interpreter takes the bits of a bfloat16 for an integer where it multiplies matrices.
+    # The interpreter treats the bits of a bfloat16 as an integer when it multiplies matrices.
     @pytest.mark.parametrize("dtype", DTYPES[:2] if INTERPRETED else DTYPES)
     @pytest.mark.parametrize(
         ("rows", "columns", "block", "kept", "n"),
