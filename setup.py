@@ -17,7 +17,7 @@ class Build(build_py):
         if self.editable_mode or toolchain["find_compiler"]() is None:
             return  # built on first use, or done by PyTorch
         try:
-            toolchain["build_library"](Path(self.build_lib) / ROOM / toolchain["LIBRARY_NAME"], check=False)
+            toolchain["build_library"](Path(self.build_lib) / ROOM / toolchain["LIBRARY_NAME"], verify=False)
         except (OSError, subprocess.SubprocessError) as error:
             self.warn(f"the native kernels could not be built: {error}")
 

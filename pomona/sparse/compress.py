@@ -41,7 +41,7 @@ __all__ = ["DENSE_FUSED", "Compression", "LayerReport", "compress", "decompress"
 
 
 @dataclass(frozen=True)
-class Options:
+class LayerOptions:
     """The options of `compress` that decide about each layer."""
 
     block: int | None
@@ -85,7 +85,7 @@ def compress(
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = unwrap(model)
     batch = None if example is None else example if isinstance(example, Tensor) else zeros(dense, example)
-    options = Options(block, dtype, policy, patience * LAYER_PATIENCE, cache_flusher_for(dense))
+    options = LayerOptions(block, dtype, policy, patience * LAYER_PATIENCE, cache_flusher_for(dense))
     packed, layers = pack_layers(dense, batch, options)
     fused = [layer.name for layer in layers if layer.saved]
     fuse_relus(packed, fused)
@@ -124,11 +124,11 @@ def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
     return make_cache_flusher(device) if sum(t.nbytes for t in tensors) > last_cache_bytes(device) else None
 
 
-def pack_layers(dense: nn.Module, batch: Tensor | None, options: Options) -> tuple[nn.Module, list[LayerReport]]:
+def pack_layers(dense: nn.Module, batch: Tensor | None, options: LayerOptions) -> tuple[nn.Module, list[LayerReport]]:
     """Return a copy of the model with every layer packed that can be, and the report of each layer."""
     fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
     model = copy_with_dense_layers(dense, fused)
-    inputs = {} if batch is None else record_layer_inputs(model, batch)
+    inputs = {} if batch is None else collect_layer_inputs(model, batch)
     relus = {layer: children[relu] for layer, children, relu in find_relus_after_layers(model)}
     reports = []
     for name, layer in list(find_packable_layers(model)):
@@ -140,14 +140,14 @@ def pack_layers(dense: nn.Module, batch: Tensor | None, options: Options) -> tup
 
 
 def assess_layer(
-    name: str, layer: nn.Module, relu: nn.Module | None, inputs: Any, options: Options
+    name: str, layer: nn.Module, relu: nn.Module | None, inputs: Any, options: LayerOptions
 ) -> tuple[LayerReport, PackedLayer | None]:
     """Return the report of a layer, and its packed form where it has one. `relu` is the module that follows it."""
     weights = {leaf: p.detach() for leaf, p in layer.named_parameters() if leaf.startswith("weight")}
     sparsity = 1 - sum(int(w.count_nonzero()) for w in weights.values()) / sum(w.numel() for w in weights.values())
     first = next(iter(weights.values()))
-    entry: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
-    entry["sparsity"] = sparsity
+    fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
+    fields["sparsity"] = sparsity
     obstacle = find_obstacle(layer, first)
     packed_weights = {} if obstacle else pack_weights(weights, options.block, options.dtype)
     packed = build_packed_layer(layer, packed_weights) if packed_weights else None
@@ -155,23 +155,23 @@ def assess_layer(
         packed.relu = relu is not None
     times = time_layer(layer, packed, relu, first, inputs, options.flush, options.patience)
     dense_seconds = min((times[way] for way in ("dense", "fused") if way in times), default=0.0)
-    entry["saved"] = times.get("dense", 0.0) - dense_seconds
-    with_relu = WITH_RELU * (entry["saved"] > 0)
+    fields["saved"] = times.get("dense", 0.0) - dense_seconds
+    with_relu = WITH_RELU * (fields["saved"] > 0)
     if packed is None:
         too_dense = f"{sparsity:.0%} zeros are too few"
         reason = obstacle or (too_dense if sparsity < MIN_SPARSITY else "no blocks with equal counts were found")
-        return LayerReport(**entry, packed=False, reason=reason + with_relu), None
+        return LayerReport(**fields, packed=False, reason=reason + with_relu), None
     main = next(iter(packed_weights.values()))
     dense_bytes = sum(w.nbytes for w in weights.values())
     packed_bytes = sum(
         packed_weights[leaf].nbytes if leaf in packed_weights else w.nbytes for leaf, w in weights.items()
     )
     seconds = (dense_seconds, times["packed"]) if times else None
-    entry |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
+    fields |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
     if seconds is None or options.policy == "all" or seconds[1] < seconds[0]:
         reason = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
-        return LayerReport(**entry, packed=True, reason=reason), packed
-    return LayerReport(**entry, packed=False, reason="dense is faster here" + with_relu), packed
+        return LayerReport(**fields, packed=True, reason=reason), packed
+    return LayerReport(**fields, packed=False, reason="dense is faster here" + with_relu), packed
 
 
 def find_obstacle(layer: nn.Module, weight: Tensor) -> str | None:
@@ -214,7 +214,7 @@ def find_block(weight: Tensor) -> int:
     return min((w for w in CANDIDATE_BLOCKS if w <= max(2, columns)), key=lambda w: (cost(w), abs(w - 32)))
 
 
-def record_layer_inputs(model: nn.Module, batch: Tensor) -> dict[str, Any]:
+def collect_layer_inputs(model: nn.Module, batch: Tensor) -> dict[str, Any]:
     """Return the arguments that each packable layer receives when the model runs on the batch, by layer name."""
     inputs: dict[str, Any] = {}
     hooks = [
@@ -243,9 +243,9 @@ def time_layer(
 ) -> dict[str, float]:
     """Return the seconds of a layer dense, packed, and fused where cuDNN computes the ReLU too.
 
-    The input is the recorded one, else one vector. Nothing is timed where there is no choice, nor a convolution whose
-    input is unknown. The ReLU that follows is part of every time; where the output is in channels-last format, so is
-    the conversion of the packed layer's output.
+    The input is the one that the layer receives in the model, else one vector. Nothing is timed where there is no
+    choice, nor a convolution whose input is unknown. The ReLU that follows is part of every time; where the output is
+    in channels-last format, so is the conversion of the packed layer's output.
     """
     if inputs is None:
         if isinstance(dense, nn.Conv2d):

@@ -2,10 +2,10 @@
 
 Survivors are the weights that pruning keeps: the nonzero values of a block. Every block stores the same number.
 
-The values of 32 rows are stored side by side, `values[group][block][slot][row]`, so that the lanes of a SIMD register
-or of a warp are rows: all lanes read their values with one load, and all need inputs from the same block of x, which
-is small enough for a register permutation. Indices are stored in words of 16 bits, as many as fit: three of 5 bits for
-blocks of up to 32 columns, two of 8 bits up to 256, else one.
+The values of 32 rows are stored side by side, `values[group][block][survivor][row]`, so that the lanes of a SIMD
+register or of a warp are rows: all lanes read their values with one load, and all need inputs from the same block of
+x, which is small enough for a register permutation. Indices are stored in words of 16 bits, as many as fit: three of
+5 bits for blocks of up to 32 columns, two of 8 bits up to 256, else one.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class BalancedTensor:
         nonzero = blocks != 0
         counts = nonzero.sum(-1, keepdim=True)
         kept = max(1, int(counts.max())) if rows else 1
-        # Nonzeros take the first slots in their order, zeros the remaining ones.
-        slots = torch.where(nonzero, nonzero.cumsum(-1), counts + (~nonzero).cumsum(-1)) - 1
-        order = torch.empty_like(slots).scatter_(-1, slots, torch.arange(block, device=weight.device).expand_as(slots))
+        # Nonzeros take the first places in their order, zeros the remaining ones.
+        ranks = torch.where(nonzero, nonzero.cumsum(-1), counts + (~nonzero).cumsum(-1)) - 1
+        order = torch.empty_like(ranks).scatter_(-1, ranks, torch.arange(block, device=weight.device).expand_as(ranks))
         index = order[..., :kept]
         values = blocks.gather(-1, index).permute(0, 2, 3, 1).contiguous()
         return cls(values, pack_indices(index.permute(0, 2, 3, 1), block), weight.shape, block)
@@ -166,7 +166,7 @@ def register_product(product: Callable[..., Tensor]) -> None:
 
 
 def pack_indices(index: Tensor, block: int) -> Tensor:
-    """Return the words of 16 bits that hold the indices of each slot (…, slots, 32)."""
+    """Return the words of 16 bits that hold the indices of each survivor (…, survivors, 32)."""
     bits = index_bits(block)
     per_word = WORD_BITS // bits
     padded = torch.nn.functional.pad(index, (0, 0, 0, -index.shape[-2] % per_word)).unflatten(-2, (-1, per_word))

@@ -104,7 +104,7 @@ def capture_calls(call: Callable[[], Any], most: int) -> tuple[Callable[[], Any]
         torch.cuda.synchronize()
         return call, 1
 
-    def replay(keep_alive: Any = call) -> None:  # a graph holds addresses, so its tensors must live as long
+    def replay(referenced: Any = call) -> None:  # a graph holds addresses, so its tensors must live as long
         graph.replay()
 
     return replay, count

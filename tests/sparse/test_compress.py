@@ -163,12 +163,12 @@ def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
     layouts: list[bool] = []
 
-    def record_layouts(sides: Any, *_: Any, **options: Any) -> list[float]:
+    def collect_layouts(sides: Any, *_: Any, **options: Any) -> list[float]:
         outputs = [side() for side in sides]
         layouts.extend(is_channels_last(y) for y in outputs)
         return [1.0] * len(sides)
 
-    monkeypatch.setattr(sys.modules[find_block.__module__], "median_seconds", record_layouts)
+    monkeypatch.setattr(sys.modules[find_block.__module__], "median_seconds", collect_layouts)
     compressed = compress(model, x)
     assert all(layouts[:6])  # dense and packed, of every layer
     assert not any(isinstance(m, PackedLayer) for m in compressed.modules())

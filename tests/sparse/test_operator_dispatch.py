@@ -18,8 +18,8 @@ from pomona.sparse.ops import balanced, product
 from pomona.sparse.ops.registration import is_observed
 
 
-class OperatorRecorder(TorchDispatchMode):
-    """A dispatch mode that records the names of the operators called."""
+class OperatorLog(TorchDispatchMode):
+    """A dispatch mode that collects the names of the operators called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def packed() -> BalancedTensor:
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record for each call of the backend whether it came through torch's dispatcher."""
+    """Collect for each call of the backend whether it came through torch's dispatcher."""
     calls: list[bool] = []
 
     def backend(x: Tensor, *given: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_plain_call_skips_the_dispatcher(packed: BalancedTensor, dispatched: l
 
 def test_modes_profilers_and_tracers_see_the_operator(packed: BalancedTensor) -> None:
     x = torch.randn(3, 64)
-    with OperatorRecorder() as mode:
+    with OperatorLog() as mode:
         packed.linear(x)
     assert mode.names[0] == "pomona.balanced.default"
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -10,8 +10,8 @@
  *
  * With many vectors, the lanes are vectors instead, and a survivor adds its multiple of a run of them.
  *
- * Values and words of indices lie as [group of 32 rows][block][slot or word][row]. A word holds three indices of 5 bits,
- * two of 8 or one of 16. Whatever the indices are, reads stay inside the memory: see `addressable_columns`.
+ * Values and words of indices lie as [group of 32 rows][block][survivor or word][row]. A word holds three indices of 5
+ * bits, two of 8 or one of 16. Whatever the indices are, reads stay inside the memory: see `addressable_columns`.
  */
 
 #include <stdint.h>
@@ -118,7 +118,8 @@ static int all_runs_finite(const float *x, const int64_t *offsets, int64_t colum
 }
 
 /* Add the bias and apply the ReLU to adjacent sums: all of one row, or of consecutive rows from `row` on. */
-static VECTORIZED void add_bias_and_relu(const Matrix *m, int64_t row, int same_row, float *restrict sums, int64_t count) {
+static VECTORIZED void add_bias_and_relu(const Matrix *m, int64_t row, int same_row, float *restrict sums,
+                                         int64_t count) {
   if (m->bias && same_row)
     for (int64_t i = 0; i < count; i++) sums[i] += m->bias[row];
   if (m->bias && !same_row)
@@ -230,14 +231,14 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
 
 #define REGISTERS (LANES / WIDTH) /* that hold one value of each row of a group */
 
-/* Add the products of the `slots` ≤ 3 slots of one word to the sums of `tile` vectors, reading in memory order. */
-INLINE void add_word(const char *values, const uint16_t *words, const float *x, int64_t ldx, int slots, int tile,
+/* Add the products of the survivors of one word, up to three, to the sums of `tile` vectors, reading in memory order. */
+INLINE void add_word(const char *values, const uint16_t *words, const float *x, int64_t ldx, int survivors, int tile,
                      int value_type, int bits, int windows, Floats sums[][REGISTERS]) {
   Indices word[REGISTERS];
 #pragma GCC unroll 4
   for (int part = 0; part < REGISTERS; part++) word[part] = load_words(words + part * WIDTH);
 #pragma GCC unroll 3
-  for (int s = 0; s < slots; s++)
+  for (int s = 0; s < survivors; s++)
 #pragma GCC unroll 4
     for (int part = 0; part < REGISTERS; part++) {
       Floats value = load(values, s * LANES + part * WIDTH, value_type);
@@ -259,10 +260,10 @@ INLINE void multiply_groups(const Matrix *m, int64_t group, const float *x, int6
   const int64_t values_apart = m->blocks * m->kept * step, words_apart = m->blocks * m->words * LANES;
   const char *values = values_at(m, group, 0);
   const uint16_t *words = words_at(m, group, 0);
-#define ADD(slots)                                                                                              \
-  _Pragma("GCC unroll 4") for (int g = 0; g < groups_at_once; g++)                                                    \
-      add_word(values + g * values_apart, words + g * words_apart, x, ldx, slots, tile, value_type, bits, windows,    \
-               sums[g].wide)
+#define ADD(survivors)                                                                                            \
+  _Pragma("GCC unroll 4") for (int g = 0; g < groups_at_once; g++)                                                \
+      add_word(values + g * values_apart, words + g * words_apart, x, ldx, survivors, tile, value_type, bits,     \
+               windows, sums[g].wide)
   for (int64_t block = 0; block < m->blocks; block++, x += m->block) {
     for (int64_t word = 0; word < full; word++, values += per_word * step, words += LANES) ADD(per_word);
     if (rest == 1) ADD(1);

@@ -36,11 +36,11 @@ def cached_library_path() -> Path:
     return Path(root) / "pomona" / f"kernels-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
-def build_library(path: Path, check: bool = True) -> Path:
+def build_library(path: Path, verify: bool = True) -> Path:
     """Compile the kernels for every instruction set and link them into one file; return its path.
 
     The file appears complete or not at all. OpenMP is used but not linked: torch has one in memory, and two would
-    compete for the cores. With `check`, the file is therefore tested by loading it, which needs a process that has
+    compete for the cores. With `verify`, the file is therefore tested by loading it, which needs a process that has
     imported torch. Raise FileNotFoundError without a compiler, and SubprocessError or OSError where it fails.
     """
     compiler = find_compiler()
@@ -52,7 +52,7 @@ def build_library(path: Path, check: bool = True) -> Path:
         for thread_flags in (("-fopenmp",), ()):
             try:
                 compile_library(library, compiler, thread_flags)
-                if check:
+                if verify:
                     ctypes.CDLL(str(library))
                 break
             except (OSError, subprocess.SubprocessError):

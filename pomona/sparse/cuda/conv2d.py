@@ -80,14 +80,14 @@ def prepare_launch(
     config, kernel = chosen
     place = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
     padded_blocks = blocks + STEP_BLOCKS * max(MIN_STAGE_STEPS, WARPS)
-    taps = tap_table(channels, height, width, geometry, block, config.width, padded_blocks, place)
+    taps = find_column_taps(channels, height, width, geometry, block, config.width, padded_blocks, place)
     sizes = rows, blocks, n, channels * height * width, height, width, out_width, out_height * out_width
     shape = count, rows, out_height, out_width
     return PreparedConvolution(config, kernel, config.grid(n, groups), taps, shape, sizes)
 
 
 @cache
-def tap_table(
+def find_column_taps(
     channels: int, height: int, width: int, geometry: ConvGeometry, block: int, padded_block: int, blocks: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
@@ -99,9 +99,9 @@ def tap_table(
     column = torch.arange(channels * geometry.taps)
     channel, tap = column // geometry.taps, column % geometry.taps
     offset = 2 * ((channel * height + tap // kernel_width * down) * width + tap % kernel_width * right)
-    table = torch.zeros(-(-blocks // STEP_BLOCKS) * STEP_BLOCKS, padded_block, 2, dtype=torch.int32)
-    table[column // block, column % block] = torch.stack([offset, 1 << tap], 1).int()
-    return table.to(device)
+    taps = torch.zeros(-(-blocks // STEP_BLOCKS) * STEP_BLOCKS, padded_block, 2, dtype=torch.int32)
+    taps[column // block, column % block] = torch.stack([offset, 1 << tap], 1).int()
+    return taps.to(device)
 
 
 def choose_kernel(

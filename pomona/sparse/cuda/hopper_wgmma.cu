@@ -7,8 +7,9 @@
  * that these are two columns of block t. Later the lane clears the few places it has written.
  *
  * The four warps of a warpgroup have 256 rows, four tiles of 64: the qth row of a lane of warp w is in tile q / 2,
- * among the rows that wgmma assigns to w. With SWAP_OPERANDS, x is the factor of which wgmma takes 64 rows, and the survivors
- * are the other one: they are then read once for 64 vectors. One of WARPGROUPS expands while another one multiplies.
+ * among the rows that wgmma assigns to w. With SWAP_OPERANDS, x is the factor of which wgmma takes 64 rows, and the
+ * survivors are the other one: they are then read once for 64 vectors. One of WARPGROUPS expands while another one
+ * multiplies.
  *
  * x comes through STAGES of a step each. It is arranged in the same way by arrange_input.cu, so that one thread of the
  * last four warps brings a stage by one copy. SPLIT_K thread blocks share the columns; see split_sums.cuh.
@@ -47,7 +48,7 @@
 #define OPERAND_BYTES (ALIGNMENT + WARPGROUPS * 4 * TILE_BYTES + STAGES * STAGE_BYTES)
 #define SUM_BYTES (VECTORS * SUM_PITCH * 4)
 #define BARRIER_OFFSET ((OPERAND_BYTES > SUM_BYTES ? OPERAND_BYTES : SUM_BYTES) / 8) /* in barriers of 8 bytes */
-#define KEEP_PLACES (KEPT <= 4)                                  /* keep the places of survivors, else recompute them */
+#define CACHE_PLACES (KEPT <= 4)                                  /* in registers, else recompute them */
 #define PREFETCHED_STEPS (KEPT <= (SWAP_OPERANDS ? 3 : 4) ? 2 : 1) /* of the matrix, as registers allow */
 #define AVERAGE_REGISTERS (65536 / (WARPS * LANES) / 8 * 8)      /* of a thread */
 #define LOADER_REGISTERS (!CONV ? 24 : SWAP_OPERANDS ? 88 : 104) /* of a thread that loads x */
@@ -128,14 +129,14 @@ __device__ __forceinline__ Descriptor make_descriptor(unsigned start, unsigned c
 
 /* The places of the survivors of a lane's eight rows in shared memory, without ROW_OFFSET. */
 struct Places {
-#if KEEP_PLACES
+#if CACHE_PLACES
   unsigned at[8][KEPT];
 #else
   unsigned word[WORDS][4], own;
 #endif
 
   __device__ __forceinline__ Places(unsigned own) {
-#if KEEP_PLACES
+#if CACHE_PLACES
 #pragma unroll
     for (int i = 0; i < 8 * KEPT; i++) at[i / KEPT][i % KEPT] = own;
 #else
@@ -154,7 +155,7 @@ struct Places {
 
   /* Return the place of the sth survivor of the qth row. */
   __device__ __forceinline__ unsigned operator()(int q, int s) const {
-#if KEEP_PLACES
+#if CACHE_PLACES
     return at[q][s];
 #else
     return locate(word, q, s, own);
@@ -162,7 +163,7 @@ struct Places {
   }
 
   __device__ __forceinline__ void update(const Survivors &to, int q, unsigned own) {
-#if KEEP_PLACES
+#if CACHE_PLACES
 #pragma unroll
     for (int s = 0; s < KEPT; s++) at[q][s] = locate(to.word, q, s, own);
 #else

@@ -19,7 +19,7 @@
 extern __shared__ uint4 memory[];
 
 /* Keep the compiler from recomputing a pointer at every use. */
-__device__ __forceinline__ void keep_in_register(const uint4 *&pointer) { asm volatile("" : "+l"(pointer)); }
+__device__ __forceinline__ void pin_in_register(const uint4 *&pointer) { asm volatile("" : "+l"(pointer)); }
 
 /* Wait for the threads of the thread block that finish the product. */
 __device__ __forceinline__ void sync_finishing_threads() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
@@ -98,7 +98,7 @@ struct PackedReader {
     const long long first = (long long)group * blocks + step_block;
     this->values = values + first * KEPT * 4 + octet % 4, this->indices = indices + first * WORDS * 4 + octet % 4;
     left = group * LANES < rows ? min(blocks, end * STEP_BLOCKS) - step_block : 0;
-    keep_in_register(this->values), keep_in_register(this->indices);
+    pin_in_register(this->values), pin_in_register(this->indices);
   }
 
   __device__ __forceinline__ void load(int step, Survivors &to) const {

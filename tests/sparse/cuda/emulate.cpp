@@ -168,7 +168,7 @@ static void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
 
 // ---- Hopper: barriers with a parity, and products of factors in shared memory, in progress until they are waited for
 
-static void keep_in_register(const uint4 *&) {}
+static void pin_in_register(const uint4 *&) {}
 static void sync_finishing_threads() { __syncthreads(); }
 static bool any_finishing_thread(bool mine) { return __syncthreads_or(mine); }
 
