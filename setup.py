@@ -14,17 +14,17 @@ toolchain = runpy.run_path(str(Path(__file__).parent / ROOM / "toolchain.py"))
 class Build(build_py):
     def run(self):
         super().run()
-        if self.editable_mode or toolchain["compiler"]() is None:
+        if self.editable_mode or toolchain["find_compiler"]() is None:
             return  # built on first use, or done by PyTorch
         try:
-            toolchain["build"](Path(self.build_lib) / ROOM / toolchain["NAME"], check=False)
+            toolchain["build_library"](Path(self.build_lib) / ROOM / toolchain["LIBRARY_NAME"], verify=False)
         except (OSError, subprocess.SubprocessError) as error:
             self.warn(f"the native kernels could not be built: {error}")
 
 
 class Binary(Distribution):
     def has_ext_modules(self):
-        return toolchain["compiler"]() is not None
+        return toolchain["find_compiler"]() is not None
 
 
 setup(cmdclass={"build_py": Build}, distclass=Binary)

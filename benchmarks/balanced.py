@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from pomona.lab.kernels.benchmark import BALANCED, Bench, bench, prune, using
 from pomona.patterns import Balanced
 from pomona.sparse import Compression, compress
-from pomona.sparse.compress import FUSED, fuse
+from pomona.sparse.compression_report import DENSE_FUSED
 from pomona.sparse.layers import PackedLSTM
-from pomona.sparse.timing import race
+from pomona.sparse.surgery import fuse_relus
+from pomona.sparse.timing import median_seconds
 
 # The paper's sparsities of VGG-16's layers, conv1_1 to conv5_3 and fc6 to fc8, and its microseconds, dense and
 # balanced, on its GPU.
@@ -123,7 +124,7 @@ def workload(
     model = model.to(place, kind).eval()
     x = torch.randn(1, *shape, device=place, dtype=kind)
     with using(1, place):
-        small, full = compress(model, x, patience=patience), compress(model, x, keep="all", patience=0)
+        small, full = compress(model, x, patience=patience), compress(model, x, policy="all", patience=0)
         sides = {"dense": model, "plain": plain(model), "all packed": full, "compressed": small}
         sides |= fused(model, small.compression)
         calls, reports = {name: partial(side, x) for name, side in sides.items()}, {"": small.compression}
@@ -134,14 +135,17 @@ def workload(
             calls |= {f"{name}{LAST}": partial(side, x) for name, side in sides.items()}
             reports[LAST] = small.compression
         ways = {"seconds": False, "called": True} if x.is_cuda else {"seconds": False}
-        races = [race(list(calls.values()), place, patience=patience, called=called) for called in ways.values()]
+        races = [
+            median_seconds(list(calls.values()), place, patience=patience, include_host=called)
+            for called in ways.values()
+        ]
     return reports, {way: dict(zip(calls, times, strict=True)) for way, times in zip(ways, races, strict=True)}
 
 
 def fused(model: nn.Module, report: Compression) -> dict[str, nn.Module]:
     """Dense, with the convolutions that gain by it doing their ReLU; nothing where there are none."""
     names = [layer.name for layer in report.layers if layer.saved]
-    return {FUSED: fuse(copy.deepcopy(model), names)} if names else {}
+    return {DENSE_FUSED: fuse_relus(copy.deepcopy(model), names)} if names else {}
 
 
 def gain(times: dict[str, float], over: tuple[str, ...] = ("dense", "plain")) -> float | None:
@@ -189,7 +193,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
             console.print(report)
         for way, taken in times.items():
             key = "" if way == "seconds" else f"{way}_"
-            ratio, other = gain(taken), gain(taken, (FUSED,))
+            ratio, other = gain(taken), gain(taken, (DENSE_FUSED,))
             whole[name] |= {f"{key}ratio": ratio, f"{key}fused_ratio": other}
             each = "; ".join(f"{side} {1e6 * seconds:,.1f}" for side, seconds in taken.items())
             told = f"; the paper {paper:.2f}×" if way == "seconds" else ", as called, with the host's time"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from balanced import FUSED, LAST
+from balanced import DENSE_FUSED, LAST
 from pages import DOCS, MISSING, filled, grid, records, rows, sources, write
 
 from results import begun, compare, store
@@ -50,7 +50,7 @@ def targets() -> str:
 
 def workloads(key: str = "seconds", prefix: str = "") -> str:
     """The paper's networks at batch 1, the device's times or others; images with their channels last in a row below."""
-    ways = {"dense": "dense", FUSED: FUSED, "plain": "dense by linear layers"}
+    ways = {"dense": "dense", DENSE_FUSED: DENSE_FUSED, "plain": "dense by linear layers"}
     ways |= {way: way for way in ("all packed", "compressed")}
     made = []
     for record in records(RECORDS):

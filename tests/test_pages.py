@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pomona.sparse.compress import Compression, Layer
+from pomona.sparse.compress import Compression, LayerReport
 
 ROOT = Path(__file__).parents[1]
 WRITERS = {
@@ -127,7 +127,9 @@ def test_the_times_of_balanced_products_are_laid_out(script: Any, empty: Path) -
 
 def test_a_dense_network_is_also_timed_with_its_relus_in_one_kernel(script: Any) -> None:
     network = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1), nn.ReLU())
-    layers = [Layer(name, "Conv2d", (1, 1, 1, 1), 0.9, False, "", saved=saved) for name, saved in (("0", 0), ("2", 1))]
+    layers = [
+        LayerReport(name, "Conv2d", (1, 1, 1, 1), 0.9, False, "", saved=saved) for name, saved in (("0", 0), ("2", 1))
+    ]
     found = script("balanced").fused(network, Compression(tuple(layers), 1))
     assert [type(m).__name__ for m in found["dense, fused"]] == ["Conv2d", "ReLU", "Conv2dReLU", "Fused"]
     assert type(network[2]) is nn.Conv2d

@@ -90,7 +90,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     from pomona.cpu_features import describe_amx
     from pomona.data import catalog
     from pomona.lab.runs import environment as env
-    from pomona.sparse import cpu as native
+    from pomona.sparse.cpu import backend as native
 
     versions, machine = env.versions(), env.machine()
     found: dict[str, Any] = {
@@ -98,7 +98,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
         "machine": machine | {"memory_gib": memory(), "amx": describe_amx()},
         "kernels": {
             "triton": bool(machine["gpus"]) and versions["triton"] is not None,
-            "native": native.levels()[0] if native.library() is not None else None,
+            "native": native.supported_instruction_sets()[0] if native.load_library() is not None else None,
         },
         "data": [entry.name for entry in catalog(data_dir) if entry.present],
     }

@@ -64,7 +64,7 @@ def bench(
         return
     for result in results:
         show(result)
-    if lab.native.library() is None:
+    if lab.native.load_library() is None:
         note("the native kernels could not be built (is there a C compiler?): on a CPU, PyTorch does the work, slowly.")
 
 

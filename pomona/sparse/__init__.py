@@ -1,4 +1,4 @@
-"""What sparsity buys: networks that are smaller in memory and on the clock."""
+"""Sparse networks that are smaller and faster: packed weights and their kernels, removal of filters, and files."""
 
 from __future__ import annotations
 

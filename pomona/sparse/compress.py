@@ -1,115 +1,54 @@
-"""`compress`: a balanced-pruned model becomes one that runs on packed weights, wherever that is faster."""
+"""`compress`: a copy of a balanced-pruned model that runs on packed weights, wherever that is faster."""
 
 from __future__ import annotations
 
 import copy
-import io
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
 from ..masking import matrix_shape
-from ..models.summary import make_example_batch as zeros
-from .format import DTYPES, WIDEST, BalancedTensor, index_bits
-from .layers import Conv2dReLU, Packed, PackedConv2d, PackedLinear, PackedLSTM, Weighted, channels_last
-from .timing import emptying, last_cache, race
+from ..models.summary import make_example_batch
+from .compression_report import DENSE_FUSED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
+from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
+from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer
+from .layers.base import is_channels_last
+from .surgery import (
+    copy_with_dense_layers,
+    find_packable_layers,
+    find_relus_after_layers,
+    find_replaced_layers,
+    fuse_relus,
+    replace_module,
+)
+from .timing import last_cache_bytes, make_cache_flusher, median_seconds
 
-SPARSE = 0.3  # zeros below which nothing is gained by leaving them out
-SAMPLE = 256  # rows that are looked at to find the blocks
-WIDE = ((32, 1.0), (64, 1.3), (128, 1.7), (WIDEST, 3.0))  # up to which width, and how much longer a survivor takes
-KEEP = ("faster", "all")
-NOISE = 1.02  # times the dense model's, up to which the compressed one's time is taken to be no longer
-ALONE = " alone, but the whole model is faster dense"
-TOGETHER = ", with its ReLU in one kernel"
-FUSED = "dense, fused"  # a whole model in which nothing is packed, and convolutions do their ReLU where that is faster
+POLICIES = ("faster", "all")
+MIN_SPARSITY = 0.3  # with fewer zeros, packing gains nothing
+SAMPLED_ROWS = 256  # rows from which `find_block` judges a weight
+CANDIDATE_BLOCKS = (*range(2, 129), *(2**power for power in range(8, 17)))
+# The time of one stored value relative to blocks of 32 columns, for blocks of at most this many columns.
+RELATIVE_TIMES = ((32, 1.0), (64, 1.3), (128, 1.7), (MAX_BLOCK, 3.0))
+LAYER_PATIENCE = 1 / 3  # of the patience for the whole model
 
-
-@dataclass(frozen=True)
-class Layer:
-    """What became of a layer, and why. Seconds are for one call on the example's input."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    sparsity: float
-    packed: bool
-    reason: str
-    block: int | None = None
-    kept: int | None = None
-    bytes: tuple[int, int] | None = None  # dense, packed
-    seconds: tuple[float, float] | None = None  # dense, packed; with the ReLU that follows
-    saved: float = 0.0  # seconds that cuDNN saves dense with the ReLU in the same kernel; if any, that is dense here
+__all__ = ["DENSE_FUSED", "Compression", "LayerReport", "compress", "decompress", "find_block"]
 
 
 @dataclass(frozen=True)
-class Compression:
-    """How a compressed model differs from the dense one: layer by layer, and in time where it was measured."""
+class LayerOptions:
+    """The options of `compress` that decide about each layer."""
 
-    layers: tuple[Layer, ...]
-    batch: int
-    # Whole model: dense, all packed, compressed, and FUSED where convolutions gain by it, whether packed or not.
-    seconds: dict[str, float] = field(default_factory=dict)
-    called: dict[str, float] = field(default_factory=dict)  # the same with the host's time, on a GPU
-    caches: str = "warm"  # when a layer was timed alone; cold where the model is too large for the last of them
-
-    @property
-    def dense(self) -> dict[str, str]:
-        """The layers that stayed dense, and why."""
-        return {layer.name: layer.reason for layer in self.layers if not layer.packed}
-
-    def facts(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        layers = [asdict(layer) for layer in self.layers]
-        times = {"seconds": dict(self.seconds), "called": dict(self.called)}
-        return {"batch": self.batch, **times, "caches": self.caches, "layers": layers}
-
-    def __rich__(self) -> Table:
-        table = Table("layer", "shape", "zeros", "blocks", "bytes", "dense, µs", "packed, µs", "", show_footer=True)
-        if any(layer.seconds for layer in self.layers):
-            table.caption = f"layers timed alone, with {self.caches} caches{self.plainly()}"
-        for layer in self.layers:
-            sizes = "" if layer.bytes is None else f"{layer.bytes[0]:,} → {layer.bytes[1]:,}"
-            times = ("", "") if layer.seconds is None else [f"{1e6 * s:,.1f}" for s in layer.seconds]
-            blocks = "" if layer.block is None else f"{layer.kept} of {layer.block}"
-            shape = "×".join(map(str, layer.shape))
-            table.add_row(layer.name, shape, f"{layer.sparsity:.1%}", blocks, sizes, *times, layer.reason)
-        if self.seconds:
-            table.columns[0].footer = f"whole model, batch {self.batch}"
-            table.columns[5].footer = f"{1e6 * self.seconds['dense']:,.1f}"
-            table.columns[6].footer = f"{1e6 * self.seconds['compressed']:,.1f}"
-            others = [way for way in ("all packed", FUSED) if way in self.seconds]
-            table.columns[7].footer = "; ".join(f"{way} {1e6 * self.seconds[way]:,.1f} µs" for way in others)
-        return table
-
-    def plainly(self) -> str:
-        """What plain calls take, where the host has a part in it, and what to do where that is longer than before."""
-        if not self.called:
-            return ""
-        dense, small = self.called["dense"], self.called["compressed"]
-        slower = "; slower that way: capture it in a CUDA graph" if small > NOISE * dense else ""
-        return f"; called plainly, with the host's time, {1e6 * dense:,.1f} → {1e6 * small:,.1f} µs{slower}"
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=150, color_system=None)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-class Fused(nn.Identity):
-    """Where a ReLU was that the layer before it now does."""
-
-    def __init__(self, relu: nn.ReLU) -> None:
-        super().__init__()
-        self.inplace = relu.inplace
+    block: int | None
+    dtype: torch.dtype | None
+    policy: str
+    patience: float  # seconds for which a layer is timed
+    flush: Callable[[], None] | None  # empties the caches before each timed call
 
 
 @torch.no_grad()
@@ -119,194 +58,168 @@ def compress(
     *,
     block: int | None = None,
     dtype: torch.dtype | None = None,
-    keep: str = "faster",
+    policy: str = "faster",
     patience: float = 1.0,
+    keep: str | None = None,
 ) -> nn.Module:
-    """A copy of the model that runs on packed weights; its `compression` says what became of each layer.
+    """Return a copy of the model that runs on packed weights; its `compression` reports the outcome for each layer.
 
     Linear, Conv2d and LSTM layers are packed where that is faster than the dense layer on this machine for the
-    `example`, a batch or the shape of one sample; without one a linear layer and an LSTM are timed on one vector. A
-    ReLU that follows a layer in a Sequential is part of it: packed layers do it themselves, and on a GPU convolutions
-    that stay dense, where cuDNN's one kernel for both is faster. Where the model is larger than the last cache its
-    layers find their weights in memory, and so they are timed with emptied caches. On a GPU the device's time decides,
-    as in a CUDA graph; what the whole model takes as it is called is told beside it. `keep="all"` packs all that is
-    sparse. Blocks are found in the weights unless `block` names their width. `dtype` stores the values as another kind,
-    such as torch.float16. `patience` is how many seconds the whole model is timed for, and each layer a third of that.
+    `example`, a batch or the shape of one sample; without one, a linear layer and an LSTM are timed on one vector. A
+    ReLU that follows a layer in a Sequential is part of it: packed layers compute it themselves, and so do convolutions
+    that stay dense on a GPU, where cuDNN's single kernel for both is faster.
+
+    Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
+    caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
+
+    Args:
+        block: the width of the blocks; found in the weights by default.
+        dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
+        policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
+        patience: seconds for which the whole model is timed; each layer is timed for a third of that.
+        keep: deprecated name of `policy`.
     """
-    if keep not in KEEP:
-        raise unknown_name_error("keep", keep, KEEP)
+    policy = policy if keep is None else keep
+    if policy not in POLICIES:
+        raise unknown_name_error("policy", policy, POLICIES)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = unwrap(model)
-    batch = None if example is None else example if isinstance(example, Tensor) else zeros(dense, example)
-    full = without(dense, [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)])
-    inputs = {} if batch is None else watch(full, batch)
-    before, relus = emptier(dense), {layer: siblings[relu] for layer, siblings, relu in followers(full)}
-    layers = []
-    for name, module in list(candidates(full)):
-        given, relu = inputs.get(name), relus.get(module)
-        layer, packed = consider(name, module, relu, block, dtype, given, keep, before, patience / 3)
-        layers.append(layer)
-        if packed is not None:
-            full = swap(full, module, packed)
-    gain = [layer.name for layer in layers if layer.saved]
-    fuse(full, gain)
-    result = fuse(without(full, [layer.name for layer in layers if not layer.packed]), gain)
+    batch = None if example is None else example if isinstance(example, Tensor) else make_example_batch(dense, example)
+    options = LayerOptions(block, dtype, policy, patience * LAYER_PATIENCE, cache_flusher_for(dense))
+    packed, layers = pack_layers(dense, batch, options)
+    fused = [layer.name for layer in layers if layer.saved]
+    fuse_relus(packed, fused)
+    result = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers if not layer.packed]), fused)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
     if batch is not None and any(layer.seconds or layer.saved for layer in layers):
-        sides = {"dense": dense, "all packed": full, "compressed": result}
-        if gain:
-            sides[FUSED] = fuse(without(full, [layer.name for layer in layers]), gain)
-        seconds, called = whole(sides, batch, patience)
-        best = min((way for way in ("dense", FUSED) if way in sides), key=seconds.__getitem__)
-        if keep == "faster" and seconds["compressed"] > NOISE * seconds[best]:  # layers gain alone, not together
-            layers = [undo(layer, best == FUSED) for layer in layers]
-            result = copy.deepcopy(sides[best])
+        models = {"dense": dense, "all packed": packed, "compressed": result}
+        if fused:
+            models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers]), fused)
+        seconds, called = time_models(models, batch, patience)
+        best = min((way for way in ("dense", DENSE_FUSED) if way in models), key=seconds.__getitem__)
+        # Layers that gain alone may not gain together.
+        if policy == "faster" and seconds["compressed"] > TIMING_TOLERANCE * seconds[best]:
+            layers = [layer.revert_to_dense(best == DENSE_FUSED) for layer in layers]
+            result = copy.deepcopy(models[best])
             for times in filter(None, (seconds, called)):
                 times["compressed"] = times[best]
-    caches, count = "warm" if before is None else "cold", 1 if batch is None else len(batch)
+    caches, count = "warm" if options.flush is None else "cold", 1 if batch is None else len(batch)
     result.compression = Compression(tuple(layers), count, seconds, called, caches)  # type: ignore
     return result
 
 
-def emptier(model: nn.Module) -> Callable[[], None] | None:
-    """What empties the caches, for a model that the last of them cannot hold."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    device = next((t.device for t in tensors), torch.device("cpu"))
-    return emptying(device) if sum(t.nbytes for t in tensors) > last_cache(device) else None
-
-
-def undo(layer: Layer, fused: bool) -> Layer:
-    """The record of a layer that is dense after all, with its ReLU in the same kernel or not."""
-    saved = layer.saved if fused else 0.0
-    reason = layer.reason.removesuffix(TOGETHER) + ALONE * layer.packed + TOGETHER * (saved > 0)
-    return replace(layer, packed=False, reason=reason, saved=saved)
-
-
-def without(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of a compressed model in which the layers of these names are dense, and do nothing else."""
-    model = copy.deepcopy(model)
-    for name in names:
-        if isinstance(layer := model.get_submodule(name), (Packed, Conv2dReLU)):
-            model = restore(model, layer)
-    return model
-
-
 @torch.no_grad()
 def decompress(model: nn.Module) -> nn.Module:
-    """A copy of a compressed model with plain dense layers again."""
-    ours = [name for name, module in model.named_modules() if isinstance(module, (Packed, Conv2dReLU))]
-    plain = without(model, ours)
+    """Return a copy of a compressed model with plain dense layers."""
+    plain = copy_with_dense_layers(model, find_replaced_layers(model))
     vars(plain).pop("compression", None)
     return plain
 
 
-def consider(
-    name: str,
-    module: nn.Module,
-    relu: nn.Module | None,
-    block: int | None,
-    dtype: torch.dtype | None,
-    given: Any,
-    keep: str,
-    before: Callable[[], None] | None,
-    patience: float,
-) -> tuple[Layer, Packed | None]:
-    """The packed form of a layer where it has one, and the record of what becomes of it. `relu` is what follows it."""
-    weights = {leaf: p.detach() for leaf, p in module.named_parameters() if leaf.startswith("weight")}
+def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
+    """Return a function that empties the caches for a model larger than the last-level cache, else None."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    return make_cache_flusher(device) if sum(t.nbytes for t in tensors) > last_cache_bytes(device) else None
+
+
+def pack_layers(dense: nn.Module, batch: Tensor | None, options: LayerOptions) -> tuple[nn.Module, list[LayerReport]]:
+    """Return a copy of the model with every layer packed that can be, and the report of each layer."""
+    fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
+    model = copy_with_dense_layers(dense, fused)
+    inputs = {} if batch is None else collect_layer_inputs(model, batch)
+    relus = {layer: children[relu] for layer, children, relu in find_relus_after_layers(model)}
+    reports = []
+    for name, layer in list(find_packable_layers(model)):
+        report, packed = assess_layer(name, layer, relus.get(layer), inputs.get(name), options)
+        reports.append(report)
+        if packed is not None:
+            model = replace_module(model, layer, packed)
+    return model, reports
+
+
+def assess_layer(
+    name: str, layer: nn.Module, relu: nn.Module | None, inputs: Any, options: LayerOptions
+) -> tuple[LayerReport, PackedLayer | None]:
+    """Return the report of a layer, and its packed form where it has one. `relu` is the module that follows it."""
+    weights = {leaf: p.detach() for leaf, p in layer.named_parameters() if leaf.startswith("weight")}
     sparsity = 1 - sum(int(w.count_nonzero()) for w in weights.values()) / sum(w.numel() for w in weights.values())
     first = next(iter(weights.values()))
-    record: dict[str, Any] = {
-        "name": name,
-        "kind": type(module).__name__,
-        "shape": tuple(first.shape),
-        "sparsity": sparsity,
-    }
-    refusal = refuse(module, first)
-    packs = {} if refusal else pack(weights, block, dtype)
-    packed = make(module, packs) if packs else None
-    if isinstance(packed, Weighted):
+    fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
+    fields["sparsity"] = sparsity
+    obstacle = find_obstacle(layer, first)
+    packed_weights = {} if obstacle else pack_weights(weights, options.block, options.dtype)
+    packed = build_packed_layer(layer, packed_weights) if packed_weights else None
+    if isinstance(packed, PackedWeightLayer):
         packed.relu = relu is not None
-    times = time_layer(module, packed, relu, first, given, before, patience)
-    dense = min((times[way] for way in ("dense", "fused") if way in times), default=0.0)
-    record["saved"] = times.get("dense", 0.0) - dense
-    together = TOGETHER * (record["saved"] > 0)
+    times = time_layer(layer, packed, relu, first, inputs, options.flush, options.patience)
+    dense_seconds = min((times[way] for way in ("dense", "fused") if way in times), default=0.0)
+    fields["saved"] = times.get("dense", 0.0) - dense_seconds
+    with_relu = WITH_RELU * (fields["saved"] > 0)
     if packed is None:
-        few = f"{sparsity:.0%} zeros are too few" if sparsity < SPARSE else "no blocks with equal counts were found"
-        return Layer(**record, packed=False, reason=(refusal or few) + together), None
-    main = next(iter(packs.values()))
-    bytes_ = (
-        sum(w.nbytes for w in weights.values()),
-        sum(packs[leaf].nbytes if leaf in packs else w.nbytes for leaf, w in weights.items()),
+        too_dense = f"{sparsity:.0%} zeros are too few"
+        reason = obstacle or (too_dense if sparsity < MIN_SPARSITY else "no blocks with equal counts were found")
+        return LayerReport(**fields, packed=False, reason=reason + with_relu), None
+    main = next(iter(packed_weights.values()))
+    dense_bytes = sum(w.nbytes for w in weights.values())
+    packed_bytes = sum(
+        packed_weights[leaf].nbytes if leaf in packed_weights else w.nbytes for leaf, w in weights.items()
     )
-    seconds = (dense, times["packed"]) if times else None
-    record |= {"block": main.block, "kept": main.kept, "bytes": bytes_, "seconds": seconds}
-    if seconds is None or keep == "all" or seconds[1] < seconds[0]:
-        why = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
-        return Layer(**record, packed=True, reason=why), packed
-    return Layer(**record, packed=False, reason="dense is faster here" + together), packed
+    seconds = (dense_seconds, times["packed"]) if times else None
+    fields |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
+    if seconds is None or options.policy == "all" or seconds[1] < seconds[0]:
+        reason = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
+        return LayerReport(**fields, packed=True, reason=reason), packed
+    return LayerReport(**fields, packed=False, reason="dense is faster here" + with_relu), packed
 
 
-def pack(weights: dict[str, Tensor], block: int | None, dtype: torch.dtype | None) -> dict[str, BalancedTensor]:
-    """The packed forms of those weights of a layer that gain by it."""
-    packs = {}
-    for leaf, weight in weights.items():
-        if weight.count_nonzero() <= (1 - SPARSE) * weight.numel():
-            packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
-            # Where the blocks differ in count, the fullest decides how much is stored of each.
-            if packed.values[:1, :, :, 0].numel() <= (1 - SPARSE) * packed.matrix[1]:
-                packs[leaf] = packed.to(dtype or weight.dtype)
-    return packs
-
-
-def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that have a packed form, exactly these: what subclasses do with their weight is not known."""
-    return ((name, m) for name, m in model.named_modules() if type(m) in (nn.Linear, nn.Conv2d, nn.LSTM))
-
-
-def refuse(module: nn.Module, weight: Tensor) -> str | None:
-    """Why a layer cannot be packed whatever its zeros."""
+def find_obstacle(layer: nn.Module, weight: Tensor) -> str | None:
+    """Return why a layer cannot be packed whatever its zeros, or None."""
     if weight.dtype not in DTYPES:
         return f"{weight.dtype} has no packed form"
-    if isinstance(module, nn.Conv2d) and module.groups > 1:
+    if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return "a grouped convolution"
-    if isinstance(module, nn.LSTM) and module.proj_size:
+    if isinstance(layer, nn.LSTM) and layer.proj_size:
         return "an LSTM with projections"
     return None
 
 
-def make(module: nn.Module, packs: dict[str, BalancedTensor]) -> Packed:
-    """The packed layer that stands for a dense one."""
-    if isinstance(module, nn.LSTM):
-        return PackedLSTM(module, packs)
-    kind: Callable[..., Packed] = PackedLinear if isinstance(module, nn.Linear) else PackedConv2d
-    return kind(module, packs["weight"])
+def pack_weights(weights: dict[str, Tensor], block: int | None, dtype: torch.dtype | None) -> dict[str, BalancedTensor]:
+    """Return the packed forms of the weights that are sparse enough, by parameter name."""
+    packed_weights = {}
+    for leaf, weight in weights.items():
+        if weight.count_nonzero() <= (1 - MIN_SPARSITY) * weight.numel():
+            packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
+            # Where the blocks differ in count, the fullest one decides how many values are stored for each.
+            if packed.values[:1, :, :, 0].numel() <= (1 - MIN_SPARSITY) * packed.matrix[1]:
+                packed_weights[leaf] = packed.to(dtype or weight.dtype)
+    return packed_weights
 
 
 def find_block(weight: Tensor) -> int:
-    """The width of blocks that takes the fewest bytes and the fastest kernel, judged by some rows."""
+    """Return the block width that takes the fewest bytes and the fastest kernel, judged by a sample of the rows."""
     rows, columns = matrix_shape(weight.shape)
     flat = weight.reshape(rows, columns)
-    some = flat[torch.linspace(0, rows - 1, min(rows, SAMPLE), device=weight.device).long()] != 0
-    total = torch.nn.functional.pad(some.int().cumsum(1), (1, 0))
-    widths = {*range(2, 129), *(2**power for power in range(8, 17))}
+    sample = flat[torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS), device=weight.device).long()] != 0
+    total = torch.nn.functional.pad(sample.int().cumsum(1), (1, 0))
 
     def cost(width: int) -> float:
         edges = torch.arange(0, columns + width, width, device=weight.device).clamp_(max=columns)
         kept = max(1, int(total[:, edges].diff(dim=1).max()))
-        words = math.ceil(kept / (16 // index_bits(width)))
-        slower = next(factor for limit, factor in WIDE if width <= limit)
-        return math.ceil(columns / width) * (kept * weight.element_size() + 2 * words) * slower
+        words = math.ceil(kept / (WORD_BITS // index_bits(width)))
+        relative = next(time for limit, time in RELATIVE_TIMES if width <= limit)
+        return math.ceil(columns / width) * (kept * weight.element_size() + 2 * words) * relative
 
-    return min(sorted(w for w in widths if w <= max(2, columns)), key=lambda w: (cost(w), abs(w - 32)))
+    return min((w for w in CANDIDATE_BLOCKS if w <= max(2, columns)), key=lambda w: (cost(w), abs(w - 32)))
 
 
-def watch(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    """What each layer is given when the model sees the batch."""
+def collect_layer_inputs(model: nn.Module, batch: Tensor) -> dict[str, Any]:
+    """Return the arguments that each packable layer receives when the model runs on the batch, by layer name."""
     inputs: dict[str, Any] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, given, name=name: inputs.setdefault(name, given))
-        for name, module in candidates(model)
+        for name, module in find_packable_layers(model)
     ]
     modes = {module: module.training for module in model.modules()}
     try:
@@ -321,103 +234,62 @@ def watch(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 def time_layer(
     dense: nn.Module,
-    packed: Packed | None,
+    packed: PackedLayer | None,
     relu: nn.Module | None,
     weight: Tensor,
-    given: Any,
-    before: Callable[[], None] | None,
+    inputs: Any,
+    flush: Callable[[], None] | None,
     patience: float,
 ) -> dict[str, float]:
-    """Seconds on the input that was seen, or on one vector: dense, packed, and fused where cuDNN does the ReLU, too.
+    """Return the seconds of a layer dense, packed, and fused where cuDNN computes the ReLU too.
 
-    Nothing is told where there is nothing to choose, and of a convolution of unknown images. The ReLU that follows is
-    part of every time; where images have their channels last, so is giving them back that way for the packed layer.
+    The input is the one that the layer receives in the model, else one vector. Nothing is timed where there is no
+    choice, nor a convolution whose input is unknown. The ReLU that follows is part of every time; where the output is
+    in channels-last format, so is the conversion of the packed layer's output.
     """
-    if given is None:
+    if inputs is None:
         if isinstance(dense, nn.Conv2d):
             return {}
         size = weight.shape[1]
-        given = (torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),)
-    ways = {"dense": dense}
-    if relu is not None and Conv2dReLU.takes(dense) and (fused := Conv2dReLU.of(dense)).at_once(*given):
-        ways["fused"] = fused
+        inputs = (torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),)
+    layers = {"dense": dense}
+    if relu is not None and Conv2dReLU.can_replace(dense):
+        fused = Conv2dReLU.from_conv2d(dense)
+        if fused.can_use_cudnn(*inputs):
+            layers["fused"] = fused
     if packed is not None:
-        ways["packed"] = packed
-    if len(ways) == 1:
+        layers["packed"] = packed
+    if len(layers) == 1:
         return {}
-    modes = {way: layer.training for way, layer in ways.items()}
-    for layer in ways.values():
+    modes = {way: layer.training for way, layer in layers.items()}
+    for layer in layers.values():
         layer.eval()
-    turn = isinstance(dense, nn.Conv2d) and channels_last(dense(*given))
+    channels_last = isinstance(dense, nn.Conv2d) and is_channels_last(dense(*inputs))
 
-    def plain() -> Any:
-        y = dense(*given)
+    def call_dense() -> Any:
+        y = dense(*inputs)
         return y if relu is None else relu(y)
 
-    def small() -> Any:
-        y = packed(*given)  # type: ignore[misc]
-        return y.contiguous(memory_format=torch.channels_last) if turn else y
+    def call_packed() -> Any:
+        y = packed(*inputs)  # type: ignore[misc]
+        return y.contiguous(memory_format=torch.channels_last) if channels_last else y
 
-    sides = {"dense": plain, "fused": lambda: fused(*given), "packed": small}
-    taken = race([sides[way] for way in ways], weight.device, before=before, patience=patience)
-    for way, layer in ways.items():
+    calls = {"dense": call_dense, "fused": lambda: fused(*inputs), "packed": call_packed}
+    seconds = median_seconds([calls[way] for way in layers], weight.device, before=flush, patience=patience)
+    for way, layer in layers.items():
         layer.train(modes[way])
-    return dict(zip(ways, taken, strict=True))
+    return dict(zip(layers, seconds, strict=True))
 
 
-def whole(models: dict[str, nn.Module], batch: Tensor, patience: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each model for the batch, in evaluation mode; on a GPU, besides, as it is called."""
+def time_models(
+    models: dict[str, nn.Module], batch: Tensor, patience: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of each model for the batch, and on a GPU also those of plain calls, in evaluation mode."""
     ready = [copy.deepcopy(model).eval() for model in models.values()]
+    calls = [lambda model=model: model(batch) for model in ready]
 
-    def times(called: bool) -> dict[str, float]:
-        sides = [lambda model=model: model(batch) for model in ready]
-        return dict(zip(models, race(sides, batch.device, patience=patience, called=called), strict=True))
+    def measure(include_host: bool) -> dict[str, float]:
+        seconds = median_seconds(calls, batch.device, patience=patience, include_host=include_host)
+        return dict(zip(models, seconds, strict=True))
 
-    return times(called=False), times(called=True) if batch.is_cuda else {}
-
-
-def places(model: nn.Module, module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where in a model a module is: its siblings, and its name among them."""
-    for parent in list(model.modules()):
-        for leaf, child in list(parent._modules.items()):
-            if child is module:
-                yield parent._modules, leaf
-
-
-def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Put a module in all places of another, which may be the model itself."""
-    for siblings, leaf in places(model, old):
-        siblings[leaf] = new
-    return new if model is old else model
-
-
-def followers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str]]:
-    """Every layer in one place alone, with a ReLU behind it in a Sequential: it, its siblings, the ReLU's name."""
-    for container in [m for m in model.modules() if type(m) is nn.Sequential]:
-        for one, other in pairwise(container._modules):
-            layer = container._modules[one]
-            if type(container._modules[other]) is nn.ReLU and len(list(places(model, layer))) == 1:
-                yield layer, container._modules, other
-
-
-def fuse(model: nn.Module, convolutions: Collection[str] = ()) -> nn.Module:
-    """Let packed layers, and the dense convolutions of these names, do the ReLU that follows them in a Sequential."""
-    chosen = {model.get_submodule(name) for name in convolutions}
-    for layer, siblings, relu in list(followers(model)):
-        if isinstance(layer, Weighted):
-            layer.relu = True
-        elif layer in chosen and Conv2dReLU.takes(layer):
-            swap(model, layer, Conv2dReLU.of(layer))
-        else:
-            continue
-        siblings[relu] = Fused(siblings[relu])
-    return model
-
-
-def restore(model: nn.Module, layer: Packed | Conv2dReLU) -> nn.Module:
-    """Put the dense layer back, and the ReLU that it had taken over."""
-    for siblings, leaf in places(model, layer):
-        following = dict(pairwise(siblings)).get(leaf, leaf)
-        if isinstance(fused := siblings[following], Fused):
-            siblings[following] = nn.ReLU(fused.inplace)
-    return swap(model, layer, layer.dense())
+    return measure(include_host=False), measure(include_host=True) if batch.is_cuda else {}

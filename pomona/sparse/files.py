@@ -1,7 +1,8 @@
-"""`save` and `load`: a compressed model in one safetensors file, whole or refused.
+"""`save` and `load`: a compressed model in one safetensors file, read completely or refused.
 
-The file's metadata says which layers are packed and how, which dense ones do their ReLU, which network of `pm.models`
-it is where that is known, and a checksum over all of it. Loading unpickles nothing and runs nothing from the file.
+The file's metadata holds which layers are packed and how, which dense ones compute their ReLU, which network of
+`pm.models` it is where that is known, and a checksum over all of it. Loading unpickles nothing and runs nothing from
+the file.
 """
 
 from __future__ import annotations
@@ -19,110 +20,121 @@ from torch import Tensor, nn
 
 from .. import models
 from ..errors import PomonaError, require
-from .compress import fuse, make, swap
 from .format import BalancedTensor
-from .layers import Conv2dReLU, Packed
+from .layers import Conv2dReLU, PackedLayer, build_packed_layer
+from .surgery import fuse_relus, replace_module
 
-VERSION = 1
-KEY = "pomona"
+VERSION = 1  # of the file format
+METADATA_KEY = "pomona"
 
 
 def save(model: nn.Module, path: Path | str, architecture: Mapping[str, Any] | str | None = None) -> Path:
-    """Write a model, compressed or not, to a file that appears whole or not at all.
+    """Write a model, compressed or not, to a file that appears complete or not at all; return its path.
 
-    `architecture` names the network, as "resnet20" or {"name": "lstm_lm", "hidden": 1500}, so that `load`
-    can build it; without it `load` has to be given the network.
+    `architecture` names the network, as "resnet20" or {"name": "lstm_lm", "hidden": 1500}, so that `load` can build it;
+    without it, `load` needs the network. Raise PomonaError for an unknown network or a path that cannot be written.
     """
-    known = {"name": architecture} if isinstance(architecture, str) else architecture
-    if known is not None:
-        models.info(known["name"])  # refuses a name that nobody could load
+    network = {"name": architecture} if isinstance(architecture, str) else architecture
+    if network is not None:
+        models.info(network["name"])  # raises for a name that `load` could not build
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    packed = {name: module.plan() for name, module in model.named_modules() if isinstance(module, Packed)}
+    packed = {name: m.file_metadata() for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
-    head = {"version": VERSION, "model": known and dict(known), "packed": packed, "fused": fused}
-    text = json.dumps(head | {"digest": digest(head, tensors)})
+    header = {"version": VERSION, "model": network and dict(network), "packed": packed, "fused": fused}
+    text = json.dumps(header | {"digest": checksum(header, tensors)})
     path = Path(path)
-    part = path.with_name(path.name + ".part")
+    partial_file = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(to_bytes(tensors, {KEY: text}))
-        part.replace(path)
+        partial_file.write_bytes(to_bytes(tensors, {METADATA_KEY: text}))
+        partial_file.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
         raise PomonaError(f"'{path}' cannot be written: {error.strerror or error}.") from error
     return path
 
 
 def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
-    """The model of a file, ready to run: built by its name, or the `model` given, filled in."""
+    """Return the model of a file, ready to run: built by its name, or the `model` given, filled in.
+
+    Raise PomonaError for a file that is missing, damaged, forged or does not fit the model.
+    """
     try:
         with safe_open(path, "pt") as file:
-            head = json.loads((file.metadata() or {}).get(KEY, "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            header = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
     except FileNotFoundError as error:
         raise PomonaError(f"there is no file '{path}'.") from error
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise PomonaError(f"'{path}' is damaged, or no safetensors file: {reason(error)}.") from error
-    require(isinstance(head, dict), f"'{path}' was not written by pm.save.")
-    version = head.get("version")
-    require(version == VERSION, f"'{path}' is of version {version!r}, this pomona reads version {VERSION}.")
-    told = head.pop("digest", None)
-    require(told == digest(head, tensors), f"'{path}' is damaged: it does not match its checksum.")
+        raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {first_line(error)}.") from error
+    require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
+    version = header.get("version")
+    require(version == VERSION, f"'{path}' has format version {version!r}, and this pomona reads version {VERSION}.")
+    stored = header.pop("digest", None)
+    require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
-        shell = skeleton(path, head["model"], tensors) if model is None else model
-        return fill(shell, head["packed"], head.get("fused", []), tensors)  # older files have nothing fused
+        network = build_network(path, header["model"], tensors) if model is None else model
+        return fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
     except PomonaError:
         raise
-    except Exception as error:  # a file that means harm can trip up anything, and must do no more than that
-        raise PomonaError(f"'{path}' does not fit the model: {reason(error)}.") from error
+    except Exception as error:  # a hostile file can make anything fail, and must do no more than that
+        raise PomonaError(f"'{path}' does not fit the model: {first_line(error)}.") from error
 
 
-def skeleton(path: Path | str, known: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The network a file names, without values."""
-    require(known is not None, f"'{path}' does not say which network it is: pm.load(path, model) fills yours.")
+def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the network that a file names, on the meta device."""
+    named = architecture is not None
+    require(named, f"'{path}' does not name its network: pass one to fill, pm.load(path, model).")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    for option, value in known.items():  # no layer without weights: whoever asks for more wants to do harm
+    for option, value in architecture.items():
         numbers = value if isinstance(value, list) else [value]
-        fair = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
-        require(fair, f"'{path}' asks for {option}={value} and has {size:,} bytes.")
+        # Every layer has weights in the file, so that an option larger than the file is an attack on memory.
+        plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
+        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
     with torch.device("meta"):
-        return models.build(**known).eval()
+        return models.build(**architecture).eval()
 
 
-def fill(model: nn.Module, packed: Mapping[str, Any], fused: Sequence[str], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Put packed layers and convolutions with their ReLU where the file has some, and give every layer its values."""
-    for name, plan in packed.items():
+def fill_network(
+    model: nn.Module, packed: Mapping[str, Any], fused: Sequence[str], tensors: Mapping[str, Tensor]
+) -> nn.Module:
+    """Replace the layers that are packed or fused in the file, and load the values of all; return the model."""
+    for name, metadata in packed.items():
         layer = model.get_submodule(name)
-        packs = {
+        weights = {
             leaf: BalancedTensor(
                 tensors[f"{name}.{leaf}_values".lstrip(".")],
                 tensors[f"{name}.{leaf}_indices".lstrip(".")],
-                torch.Size(facts["shape"]),
-                facts["block"],
+                torch.Size(size["shape"]),
+                size["block"],
             ).verify()
-            for leaf, facts in plan.items()
+            for leaf, size in metadata.items()
         }
-        for leaf, pack in packs.items():
-            wanted = layer.get_parameter(leaf).shape
-            require(
-                pack.shape == wanted,
-                f"the file has {name}.{leaf} as {tuple(pack.shape)}, the model as {tuple(wanted)}.",
-            )
-        model = swap(model, layer, make(layer, packs))
-    fuse(model, fused)
-    odd = [name for name in fused if not isinstance(model.get_submodule(name), Conv2dReLU)]
-    require(not odd, f"the file has {', '.join(odd[:3])} with a ReLU behind it, the model has not.")
+        for leaf, weight in weights.items():
+            expected = layer.get_parameter(leaf).shape
+            matches = weight.shape == expected
+            stored = tuple(weight.shape)
+            require(matches, f"the file has {name}.{leaf} as {stored}, the model as {tuple(expected)}.")
+        model = replace_module(model, layer, build_packed_layer(layer, weights))
+    fuse_relus(model, fused)
+    wrong = [name for name in fused if not isinstance(model.get_submodule(name), Conv2dReLU)]
+    require(
+        not wrong, f"the file fuses a ReLU into {', '.join(wrong[:3])}, where the model has no convolution with a ReLU."
+    )
     model.load_state_dict(dict(tensors), assign=True)
-    lost = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    require(not lost, f"the file has no values for {', '.join(lost[:3])}: give the model, pm.load(path, model).")
+    missing = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    require(
+        not missing,
+        f"the file has no values for {', '.join(missing[:3])}: pass a model that has them, pm.load(path, model).",
+    )
     return model
 
 
-def digest(head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """A checksum over the facts and the values."""
-    total = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+def checksum(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a file's header and values, in hexadecimal."""
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -130,6 +142,6 @@ def digest(head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def reason(error: Exception) -> str:
-    """The first line of what went wrong."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Times that can be compared: all sides take turns in one run, and the median of each is its time."""
+"""Timing of alternatives that can be compared: all take turns in one run, and the median of each is its time."""
 
 from __future__ import annotations
 
@@ -12,123 +12,130 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLUSH = 256 << 20  # bytes that hardly a cache holds
-USUAL = 32 << 20  # bytes of a last cache that does not tell its size
-WARM = 2  # turns that are not counted
-AHEAD, BRIEF = 8, 0.01  # calls, and seconds, that a side runs ahead of its time: it takes some to fill a last cache
+FLUSH_BYTES = 256 << 20  # more than almost any cache holds
+DEFAULT_CACHE_BYTES = 32 << 20  # assumed for a last-level cache whose size the system does not report
+WARMUP_TURNS = 2  # turns whose times are discarded
+# Calls, and seconds at most, that run before a timed call: it takes several to fill a last-level cache.
+WARMUP_CALLS, WARMUP_SECONDS = 8, 0.01
 
 
-def race(
-    sides: Sequence[Callable[[], Any]],
+def median_seconds(
+    calls: Sequence[Callable[[], Any]],
     device: torch.device,
     *,
     before: Callable[[], Any] | None = None,
     repeats: int = 101,
     patience: float = 1.0,
-    called: bool = False,
+    include_host: bool = False,
 ) -> list[float]:
-    """The median seconds of each side, in at most `repeats` turns and about `patience` seconds.
+    """Return the median seconds of each call, measured in at most `repeats` turns and about `patience` seconds.
 
-    On CUDA those of the device: a side is recorded as a CUDA graph and replayed, and what the host does is left out;
-    as `called`, a side is one plain call and the wait for its end, with all that the host does. `before` runs ahead of
-    each, outside its time; without it each side runs some times ahead of itself, so that none pays for what another
-    left in the caches, and on CUDA some calls in a row are timed: the device would wait for the host to launch a lone
-    one.
+    On CUDA this is the device's time: a call is captured as a CUDA graph and replayed, so that the host's work is left
+    out. With `include_host`, a plain call is timed until the device has finished, with all the work of the host.
+
+    `before` runs before each timed call, outside its time. Without it, each call first runs several times untimed, so
+    that none pays for what another left in the caches; on CUDA several calls in a row are then captured and timed
+    together, because the device would wait for the host to launch a single one.
     """
-    calls, measure = [1] * len(sides), waited if called else once
-    if device.type == "cuda" and not called:
-        sides, calls = zip(*[recorded(side, 1 if before else AHEAD) for side in sides], strict=True)
-    times: list[list[float]] = [[] for _ in sides]
+    counts, measure = [1] * len(calls), time_with_host if include_host else time_on_device
+    if device.type == "cuda" and not include_host:
+        calls, counts = zip(*[capture_calls(call, 1 if before else WARMUP_CALLS) for call in calls], strict=True)
+    times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
-    for turn in range(-WARM, repeats):
-        for side, taken in zip(sides, times, strict=True):
-            warm(side) if before is None else before()
-            seconds = measure(side, device)
+    for turn in range(-WARMUP_TURNS, repeats):
+        for call, measured in zip(calls, times, strict=True):
+            warm_caches(call) if before is None else before()
+            seconds = measure(call, device)
             if turn >= 0:
-                taken.append(seconds)
+                measured.append(seconds)
         if turn >= 4 and time.perf_counter() - start > patience:
             break
-    return [statistics.median(taken) / count for taken, count in zip(times, calls, strict=True)]
+    return [statistics.median(measured) / count for measured, count in zip(times, counts, strict=True)]
 
 
-def last_cache(device: torch.device) -> int:
-    """The bytes that the largest cache of a device holds."""
+def last_cache_bytes(device: torch.device) -> int:
+    """Return the size of the last-level cache of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     try:
-        return max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0) or USUAL
-    except (AttributeError, OSError, ValueError):  # a system without the question, or without an answer
-        return USUAL
+        return max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0) or DEFAULT_CACHE_BYTES
+    except (AttributeError, OSError, ValueError):  # the system has no such query, or no answer to it
+        return DEFAULT_CACHE_BYTES
 
 
-def emptying(device: torch.device) -> Callable[[], None]:
-    """What leaves nothing in a device's caches, for `race` to do ahead of each call."""
-    return partial(empty, torch.zeros(max(FLUSH, 2 * last_cache(device)), dtype=torch.uint8, device=device))
+def make_cache_flusher(device: torch.device) -> Callable[[], None]:
+    """Return a function that empties the caches of a device, for the `before` of `median_seconds`."""
+    size = max(FLUSH_BYTES, 2 * last_cache_bytes(device))
+    return partial(flush_caches, torch.zeros(size, dtype=torch.uint8, device=device))
 
 
-def empty(flush: Tensor) -> None:
-    """Leave nothing of others in the caches. On a GPU by reading: after a write its L2 would be full of what has yet
-    to go to memory, and the side that comes next would wait for that, too."""
-    flush.view(torch.float32).sum() if flush.is_cuda else flush.zero_()
+def flush_caches(buffer: Tensor) -> None:
+    """Evict everything else from the caches by going through a buffer that is larger than them.
+
+    A GPU reads the buffer: after a write its L2 would be full of lines that have yet to go to memory, and the next
+    call would wait for them.
+    """
+    buffer.view(torch.float32).sum() if buffer.is_cuda else buffer.zero_()
 
 
-def recorded(side: Callable[[], Any], most: int) -> tuple[Callable[[], Any], int]:
-    """A replay of some calls as a CUDA graph, so that the device alone is timed, and how many they are.
+def capture_calls(call: Callable[[], Any], most: int) -> tuple[Callable[[], Any], int]:
+    """Capture several calls as one CUDA graph; return its replay, and the number of calls in it.
 
-    They are fewer than `most` where one is long, and the call itself where it refuses to be recorded.
+    That number is at most `most`, and smaller where one call is long, but at least 1. A call that cannot be captured is
+    returned unchanged with 1.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARM):
-            side()
+        for _ in range(WARMUP_TURNS):
+            call()
         stream.synchronize()
         start = time.perf_counter()
-        side()
+        call()
         stream.synchronize()
-    calls = max(1, min(most, int(BRIEF / (time.perf_counter() - start))))
+    count = max(1, min(most, int(WARMUP_SECONDS / (time.perf_counter() - start))))
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(calls):
-                side()
+            for _ in range(count):
+                call()
     except RuntimeError:
         torch.cuda.synchronize()
-        return side, 1
+        return call, 1
 
-    def replay(keep: Any = side) -> None:  # a graph holds addresses, so what it uses must live as long
+    def replay(referenced: Any = call) -> None:  # a graph holds addresses, so its tensors must live as long
         graph.replay()
 
-    return replay, calls
+    return replay, count
 
 
-def warm(side: Callable[[], Any]) -> None:
-    """Fill the caches as calls in a row do."""
+def warm_caches(call: Callable[[], Any]) -> None:
+    """Run a call several times, so that the caches are as after calls in a row."""
     start = time.perf_counter()
-    for _ in range(AHEAD):
-        side()
-        if time.perf_counter() - start > BRIEF:
+    for _ in range(WARMUP_CALLS):
+        call()
+        if time.perf_counter() - start > WARMUP_SECONDS:
             return
 
 
-def waited(side: Callable[[], Any], device: torch.device) -> float:
-    """The seconds of one call until the device is done with it."""
-    wait: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else bool
-    wait()
+def time_with_host(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call until the device has finished it, the host's work included."""
+    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else bool
+    synchronize()
     start = time.perf_counter()
-    side()
-    wait()
+    call()
+    synchronize()
     return time.perf_counter() - start
 
 
-def once(side: Callable[[], Any], device: torch.device) -> float:
-    """The seconds of one call; on CUDA between two marks on the device."""
+def time_on_device(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call, on CUDA between two events on the device."""
     if device.type != "cuda":
-        return waited(side, device)
+        return time_with_host(call, device)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
-    side()
+    call()
     last.record()
     last.synchronize()
     return first.elapsed_time(last) / 1000

@@ -122,9 +122,15 @@ def result(model: nn.Module, pruner: pm.Pruner) -> dict[str, Any]:
 
 
 def compare(method: str, fused: bool) -> None:
+    cudnn, algorithms = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    settings = cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    one, other = eager(method, fused), captured(method, fused)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        one, other = eager(method, fused), captured(method, fused)
+    finally:  # tests of other modules depend on them
+        torch.use_deterministic_algorithms(algorithms)
+        cudnn.deterministic, cudnn.benchmark = settings
     assert [r["step"] for r in one["history"]] == [r["step"] for r in other["history"]]
     for kind in ("masks", "weights"):
         for name, value in one[kind].items():

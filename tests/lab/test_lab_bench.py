@@ -16,12 +16,12 @@ from pomona.lab.kernels import benchmark as bench
 from pomona.lab.runs.shrink import finished_model
 from pomona.sparse import load
 from pomona.sparse import timing as clock
-from pomona.sparse.layers import Packed
+from pomona.sparse.layers import PackedLayer
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "FLUSH", 1 << 20)
+    monkeypatch.setattr(bench, "FLUSH_BYTES", 1 << 20)
 
 
 def test_all_sides_of_a_small_matrix() -> None:
@@ -60,7 +60,7 @@ def test_of_several_ways_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> 
         bench.Side("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
         bench.Side("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
     ]
-    monkeypatch.setattr(bench, "race", lambda runs, *_, **options: [6.0, 3.0, 2.0][: len(runs)])
+    monkeypatch.setattr(bench, "median_seconds", lambda runs, *_, **options: [6.0, 3.0, 2.0][: len(runs)])
     head = {"rows": 4, "columns": 4, "batch": 3, "state": "warm"}
     dense, csr = bench.compete(sides, {}, torch.randn(3, 4), head, None, 1.0, 0.0)
     assert (dense.side, csr.side, csr.seconds, csr.speedup, csr.nbytes) == ("dense", "CSR", 2.0, 3.0, 2)
@@ -136,7 +136,7 @@ def test_a_run_is_exported_and_comes_back(tmp_path: Path, capsys: pytest.Capture
     told = call(capsys, "export", str(run), "--keep", "all", "--format", "balanced", "--seconds", "0")
     assert told["file"] == str(run / "balanced.safetensors")
     model = load(told["file"])
-    assert any(isinstance(m, Packed) for m in model.modules())
+    assert any(isinstance(m, PackedLayer) for m in model.modules())
     dense, shape = finished_model(run)
     x = torch.randn(3, *shape)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_a_run_without_zeros_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.gpu
 def test_what_is_timed_on_a_gpu_is_a_replay():
     x = torch.zeros(3, device="cuda")
-    replay, calls = clock.recorded(lambda: x.add_(1), 3)
+    replay, calls = clock.capture_calls(lambda: x.add_(1), 3)
     before = x[0].item()
     replay()
     assert x.tolist() == [before + calls] * 3
@@ -177,4 +177,4 @@ def test_what_is_timed_on_a_gpu_is_a_replay():
     def waits() -> None:  # a call that no graph can hold is called itself
         x.mul_(2).sum().item()
 
-    assert clock.recorded(waits, 3) == (waits, 1)
+    assert clock.capture_calls(waits, 3) == (waits, 1)

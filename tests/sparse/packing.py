@@ -1,6 +1,8 @@
-"""Balanced weights and networks, shared by the tests of the packed format."""
+"""Balanced weights and networks, shared by the tests of packed weights."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,24 +11,37 @@ from pomona.patterns.balanced import select_per_block
 
 
 def balanced_weight(*shape: int, block: int, kept: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A random weight that keeps `kept` of every `block`."""
+    """Return a random weight that keeps `kept` of every `block`."""
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return torch.where(select_per_block(weight.abs(), block, kept), weight, 0).to(dtype)
 
 
-def cut(model: nn.Module, block: int, kept: int) -> nn.Module:
-    """Prune every weight whose rows divide by the block."""
+def prune_balanced(model: nn.Module, block: int, kept: int) -> nn.Module:
+    """Prune every weight whose rows divide by the block; return the model in evaluation mode."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and parameter[0].numel() % block == 0 and "embedding" not in name:
-            keep = select_per_block(parameter.detach().abs(), block, kept)
-            parameter.data.copy_(torch.where(keep, parameter.detach(), 0))
+            mask = select_per_block(parameter.detach().abs(), block, kept)
+            parameter.data.copy_(torch.where(mask, parameter.detach(), 0))
     return model.eval()
 
 
-def close(actual: Tensor, exact: Tensor) -> bool:
-    """Whether a product differs from the one in float64 by rounding only, infinities and NaNs in the same places."""
+def is_close(actual: Tensor, exact: Tensor) -> bool:
+    """Return whether a product differs from the one in float64 by rounding alone, with the same infinities and NaNs."""
     eps = torch.finfo(actual.dtype).eps
     scale = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else 1.0
     return torch.allclose(
         actual.double(), exact, rtol=4 * eps, atol=64 * max(eps, 1.2e-7) * max(scale, 1), equal_nan=True
     )
+
+
+def agree(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
+    """Return whether two nested outputs are equal up to rounding."""
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+    return len(one) == len(other) and all(agree(a, b, tolerance) for a, b in zip(one, other, strict=True))
+
+
+def has_same_state(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have equal state dicts, in the same order."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)

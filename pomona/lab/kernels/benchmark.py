@@ -26,8 +26,8 @@ from ...core.targets import prunable
 from ...errors import PomonaError, require
 from ...patterns import Balanced, Block
 from ...sparse import BalancedTensor, Compression, compress
-from ...sparse import cpu as native
-from ...sparse.timing import FLUSH, empty, race
+from ...sparse.cpu import backend as native
+from ...sparse.timing import FLUSH_BYTES, flush_caches, median_seconds
 
 DENSE, BALANCED = "dense", "balanced"
 STATES = ("warm", "cold")  # each side right after itself, or after the caches were emptied
@@ -142,14 +142,14 @@ def bench(
     kept = block - Balanced(block=block).pruned_per_block(sparsity, block)
     found: list[Measured] = []
     with using(threads, place):
-        flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
+        flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device=place)
         bandwidth = reading(place)
         for rows, columns in shapes:
             dense = draw(rows, columns) / columns**0.5
             sides, missing = line_up(dense.to(dtype), block, 1 - kept / block)
             for batch, state in product(batches, states):
                 x = draw(batch, columns).to(dtype)
-                before = partial(empty, flush) if state == "cold" else None
+                before = partial(flush_caches, flush) if state == "cold" else None
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
                 found += compete(sides, missing, x, head, before, bandwidth, patience)
     return Bench(tuple(found), hardware(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
@@ -171,7 +171,7 @@ def compete(
             able.append((side, deviation(side, x)))
         except (RuntimeError, NotImplementedError, ValueError) as error:  # a peer that this shape or device has not
             failed[side.name] = str(error).splitlines()[0][:60]
-    times = race([partial(s.run, s.arrange(x)) for s, _ in able], x.device, before=before, patience=patience)
+    times = median_seconds([partial(s.run, s.arrange(x)) for s, _ in able], x.device, before=before, patience=patience)
     found: dict[str, list[tuple[float, Side, float]]] = {}
     for (side, deviates), seconds in zip(able, times, strict=True):
         found.setdefault(side.name, []).append((seconds, side, deviates))
@@ -260,9 +260,9 @@ def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
 
 def reading(device: torch.device) -> float:
     """Bytes a second when memory is read from one end to the other; on a GPU more of it, as that takes it so little."""
-    memory = torch.zeros(FLUSH * (4 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
+    memory = torch.zeros(FLUSH_BYTES * (4 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
     numbers = memory.view(torch.float32 if memory.is_cuda else torch.int64)
-    return memory.nbytes / race([numbers.sum], device, before=lambda: None, repeats=9)[0]
+    return memory.nbytes / median_seconds([numbers.sum], device, before=lambda: None, repeats=9)[0]
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def hardware(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     from ..runs import environment as env
 
-    level = native.levels()[0] if native.library() is not None else "PyTorch only"
+    level = native.supported_instruction_sets()[0] if native.load_library() is not None else "PyTorch only"
     return f"{env.machine()['cpu']}, {level}"
 
 

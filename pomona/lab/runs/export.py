@@ -30,7 +30,7 @@ def balanced(
 ) -> tuple[Compression, Path]:
     """What became of each layer, and the file, which `pm.load` turns into a network again."""
     model, shape = finished_model(run)
-    small = compress(model, shape, dtype=dtype, keep=keep, patience=patience)
+    small = compress(model, shape, dtype=dtype, policy=keep, patience=patience)
     report: Compression = small.compression  # type: ignore[assignment]
     require(
         any(layer.block is not None for layer in report.layers),

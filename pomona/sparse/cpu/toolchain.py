@@ -1,4 +1,4 @@
-"""Compile the kernels. Nothing but the standard library is needed, so that the package's install can use it."""
+"""Compilation of the C kernels, with nothing but the standard library, so that the package's install can use it."""
 
 from __future__ import annotations
 
@@ -13,61 +13,63 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-NAME = "kernels.so"  # beside it, where the package's install built it
+LIBRARY_NAME = "kernels.so"  # beside the source, where the package's install built it
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 X86 = platform.machine() in ("x86_64", "AMD64")
-# The flags of each level, best first, and torch's name for a processor that has it.
-LEVELS = {
+# The instruction sets, best first: torch's name for a processor that has it, and the compiler's flags.
+INSTRUCTION_SETS = {
     "avx512": ("AVX512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),
     "avx2": ("AVX2", ("-mavx2", "-mfma", "-mf16c")),
     "plain": ("DEFAULT", ()),
 }
 
 
-def compiler() -> str | None:
-    """The C compiler: $CC, or the system's."""
+def find_compiler() -> str | None:
+    """Return the path of the C compiler: $CC, else the system's; None where there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
 
 
-def cached() -> Path:
-    """The file in the user's cache, named after all that decides what is in it."""
+def cached_library_path() -> Path:
+    """Return the library's path in the user's cache, named by a hash of everything that determines its contents."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    parts = (SOURCE.read_bytes(), repr((FLAGS, LEVELS, compiler(), platform.machine())).encode())
+    parts = (SOURCE.read_bytes(), repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
     return Path(root) / "pomona" / f"kernels-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
-def build(place: Path, check: bool = True) -> Path:
-    """Compile every level and link them into one file, which appears whole or not at all.
+def build_library(path: Path, verify: bool = True) -> Path:
+    """Compile the kernels for every instruction set and link them into one file; return its path.
 
-    OpenMP is used but not linked: torch has one in memory, and two would fight for the cores. So the file is
-    checked by loading it, which takes a process with torch in it.
+    The file appears complete or not at all. OpenMP is used but not linked: torch has one in memory, and two would
+    compete for the cores. With `verify`, the file is therefore tested by loading it, which needs a process that has
+    imported torch. Raise FileNotFoundError without a compiler, and SubprocessError or OSError where it fails.
     """
-    cc = compiler()
-    if cc is None:
+    compiler = find_compiler()
+    if compiler is None:
         raise FileNotFoundError("there is no C compiler")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        made = Path(folder) / place.name
-        for threads in (("-fopenmp",), ()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        library = Path(folder) / path.name
+        for thread_flags in (("-fopenmp",), ()):
             try:
-                compile_into(made, cc, threads)
-                if check:
-                    ctypes.CDLL(str(made))
+                compile_library(library, compiler, thread_flags)
+                if verify:
+                    ctypes.CDLL(str(library))
                 break
             except (OSError, subprocess.SubprocessError):
-                if not threads:
+                if not thread_flags:
                     raise
-        made.replace(place)
-    return place
+        library.replace(path)
+    return path
 
 
-def compile_into(made: Path, cc: str, threads: Sequence[str]) -> None:
-    """Run the compiler once for each level, all at a time, and then the linker."""
-    levels = LEVELS if X86 else {"plain": LEVELS["plain"]}
-    objects = {name: made.with_name(f"{name}.o") for name in levels}
+def compile_library(library: Path, compiler: str, thread_flags: Sequence[str]) -> None:
+    """Run the compiler once for each instruction set, all in parallel, and then the linker."""
+    names = list(INSTRUCTION_SETS) if X86 else ["plain"]
+    objects = {name: library.with_name(f"{name}.o") for name in names}
+    command = [compiler, *FLAGS, *thread_flags, "-c", str(SOURCE)]
     jobs = [
         subprocess.Popen(
-            [cc, *FLAGS, *threads, *levels[name][1], f"-DNAME={name}", "-c", str(SOURCE), "-o", str(file)],
+            [*command, *INSTRUCTION_SETS[name][1], f"-DNAME={name}", "-o", str(file)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -75,5 +77,7 @@ def compile_into(made: Path, cc: str, threads: Sequence[str]) -> None:
     ]
     failed = sum(job.wait() != 0 for job in jobs)
     if failed:
-        raise subprocess.CalledProcessError(failed, cc)
-    subprocess.run([cc, "-shared", "-o", str(made), *map(str, objects.values())], check=True, capture_output=True)
+        raise subprocess.CalledProcessError(failed, compiler)
+    subprocess.run(
+        [compiler, "-shared", "-o", str(library), *map(str, objects.values())], check=True, capture_output=True
+    )

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.targets import unwrap
 from ...errors import PomonaError, require
-from ...models.summary import make_example_batch as make_example
-from ...models.summary import summary
+from ...models.summary import make_example_batch, summary
 from . import latency as latencies
 from .channel_group import ChannelGroup
 from .constant_inputs import measure_constant_inputs
@@ -39,7 +38,7 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
         latency: whether to measure the latency of both models on the example.
     """
     model = unwrap(model)
-    batch = example if isinstance(example, Tensor) else randomize(make_example(model, example))
+    batch = example if isinstance(example, Tensor) else randomize(make_example_batch(model, example))
     before = summary(model, batch)  # also refuses an example that does not fit
     small = copy.deepcopy(model).eval().requires_grad_(True)
     expected = small(batch)

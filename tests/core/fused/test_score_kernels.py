@@ -56,10 +56,10 @@ def test_a_redraw_is_the_cpus_bit_for_bit(channels_last: bool, distribution: str
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
-def test_the_fused_step_is_the_plain_one(channels_last: bool, allocation: str) -> None:
+def test_the_fused_step_is_the_plain_one(channels_last: bool, allocation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels, and the moves one by one, from the same gradients."""
     options = {"sparsity": 0.6, "every": 5, "rate": 0.5, "allocation": allocation, "schedule": pm.Linear(until=0.2)}
-    torch.backends.cudnn.deterministic = True
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     model, optimizer, pruner = begin(channels_last, **options)
     other, plain, twin = begin(channels_last, **options)
     for buffers in twin.attached_engine().buffers:

@@ -1,0 +1,49 @@
+"""Registration of operators with torch, and calls to them that skip torch's dispatcher where nothing observes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("pomona", "DEF")
+
+
+def is_traced(x: Tensor, *arguments: Any) -> bool:
+    """Return whether operators are more than computed: by a compiler, tracer, mode or transform, or for autograd."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.is_meta
+        or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *arguments)))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_observed(x: Tensor, *arguments: Any) -> bool:
+    """Return whether anything sees which operators are called: what traces them, or a profiler."""
+    return is_traced(x, *arguments) or torch.autograd._profiler_enabled()
+
+
+def register_operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define `torch.ops.pomona.<name>` by its schema; return a function that calls it.
+
+    `compute` is its implementation on every device, `fake` the one that gives shapes alone. The function returned calls
+    `compute` directly where nothing observes the operator: torch's dispatcher takes as long as a product.
+    """
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pomona::{name}", fake, lib=LIBRARY)
+    registered = getattr(torch.ops.pomona, name)
+
+    @wraps(compute)
+    def call(x: Tensor, *arguments: Any) -> Any:
+        return registered(x, *arguments) if is_observed(x, *arguments) else compute(x, *arguments)
+
+    return call

@@ -1,0 +1,92 @@
+"""Replacement of modules in a model: dense layers by packed ones and back, and ReLUs that a layer computes itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer
+
+PACKABLE_LAYERS = (nn.Linear, nn.Conv2d, nn.LSTM)
+Children = dict[str, Any]  # the modules of a container by name
+
+
+class Fused(nn.Identity):
+    """The placeholder of a ReLU that the layer before it computes."""
+
+    def __init__(self, relu: nn.ReLU) -> None:
+        super().__init__()
+        self.inplace = relu.inplace
+
+
+def find_packable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and layer of each Linear, Conv2d and LSTM; not of subclasses, which may use their weight otherwise."""
+    return ((name, module) for name, module in model.named_modules() if type(module) in PACKABLE_LAYERS)
+
+
+def find_replaced_layers(model: nn.Module) -> list[str]:
+    """Return the names of all packed layers and of all convolutions that compute their ReLU."""
+    return [name for name, module in model.named_modules() if isinstance(module, (PackedLayer, Conv2dReLU))]
+
+
+def find_places(model: nn.Module, module: nn.Module) -> Iterator[tuple[Children, str]]:
+    """Yield every place of a module in a model: the children of its parent, and its name among them."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is module:
+                yield parent._modules, name
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Put `new` in all places of `old`; return the model, which is `new` where the model itself is `old`."""
+    for children, name in find_places(model, old):
+        children[name] = new
+    return new if model is old else model
+
+
+def find_relus_after_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Children, str]]:
+    """Yield each layer with a ReLU after it in a Sequential: the layer, the Sequential's children, the ReLU's name.
+
+    A layer that is in more than one place of the model is left out: a ReLU may follow it in one of them only.
+    """
+    for container in [m for m in model.modules() if type(m) is nn.Sequential]:
+        for name, next_name in pairwise(container._modules):
+            layer = container._modules[name]
+            if type(container._modules[next_name]) is nn.ReLU and len(list(find_places(model, layer))) == 1:
+                yield layer, container._modules, next_name
+
+
+def fuse_relus(model: nn.Module, convolutions: Collection[str] = ()) -> nn.Module:
+    """Let packed layers, and the dense convolutions of these names, compute the ReLU after them; return the model."""
+    chosen = {model.get_submodule(name) for name in convolutions}
+    for layer, children, relu in list(find_relus_after_layers(model)):
+        if isinstance(layer, PackedWeightLayer):
+            layer.relu = True
+        elif layer in chosen and Conv2dReLU.can_replace(layer):
+            replace_module(model, layer, Conv2dReLU.from_conv2d(layer))
+        else:
+            continue
+        children[relu] = Fused(children[relu])
+    return model
+
+
+def restore_dense_layer(model: nn.Module, layer: PackedLayer | Conv2dReLU) -> nn.Module:
+    """Put back the dense form of a layer, and the ReLU that the layer computed; return the model."""
+    for children, name in find_places(model, layer):
+        following = dict(pairwise(children)).get(name, name)
+        if isinstance(fused := children[following], Fused):
+            children[following] = nn.ReLU(fused.inplace)
+    return replace_module(model, layer, layer.dense())
+
+
+def copy_with_dense_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Return a copy of a model in which the layers of these names are dense and compute no ReLU."""
+    model = copy.deepcopy(model)
+    for name in names:
+        if isinstance(layer := model.get_submodule(name), (PackedLayer, Conv2dReLU)):
+            model = restore_dense_layer(model, layer)
+    return model

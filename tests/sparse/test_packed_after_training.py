@@ -1,0 +1,47 @@
+"""The balanced pattern with every method: each block of a layer keeps the same count, and the result is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit import attached, train
+
+import pomona as pm
+from pomona.masking import matrix_shape
+from pomona.methods import METHODS
+from pomona.sparse import BalancedTensor
+
+TOTAL, BLOCK = 40, 4
+NAMES = [name for name in METHODS if METHODS[name].weights != "score" and name not in ("finetune", "lottery")]
+
+
+def pruner(name: str, allocation: str) -> pm.Pruner:
+    wanted: dict[str, Any] = {
+        "sparsity": 0.7,
+        "pattern": pm.Balanced(block=BLOCK),
+        "allocation": allocation,
+        "every": 4,
+        "at": 0.5,
+    }
+    known = METHODS[name].__dataclass_fields__
+    return pm.Pruner(METHODS[name](**{key: value for key, value in wanted.items() if key in known}))
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_keeps_the_same_count_in_every_block(name: str, allocation: str) -> None:
+    model, optimizer, working = attached(pruner(name, allocation), total=TOTAL)
+    train(model, optimizer, range(TOTAL))
+    masks = {key: mask.clone() for key, mask in working.masks().items()}
+    working.finish()
+    for key, mask in masks.items():
+        rows, columns = matrix_shape(mask.shape)
+        counts = mask.view(rows, columns // BLOCK, BLOCK).sum(-1)
+        assert counts.unique().numel() == 1
+        assert counts.min() >= 1
+        weight = model.get_parameter(key).detach().float()
+        packed = BalancedTensor.from_dense(weight, BLOCK)
+        assert packed.kept <= int(counts[0, 0])
+        assert torch.equal(packed.dense(), weight)
