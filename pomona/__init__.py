@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import data, models, theory
-from .compressors import Binary, Quantize, Soft
+from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
 from .core.pruner import Pruner
 from .core.targets import prunable
 from .errors import PomonaError
@@ -66,11 +66,13 @@ __all__ = [
     "Lottery",
     "OneShot",
     "PomonaError",
+    "PowerThreshold",
     "Pruner",
     "Quantize",
     "Random",
     "RigL",
     "Soft",
+    "SoftThreshold",
     "SparseMomentum",
     "Unstructured",
     "__version__",

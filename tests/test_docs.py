@@ -41,7 +41,7 @@ def page():
         exec(definition, names)
         yield names, use
     finally:
-        METHODS._records.pop("lamp", None)
+        METHODS._specs.pop("lamp", None)
 
 
 def test_the_method_on_the_page_prunes(page):

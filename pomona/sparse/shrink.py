@@ -33,7 +33,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
-from ..core.targets import stores_outputs_second, unwrap
+from ..core.targets import output_dim, unwrap
 from ..errors import PomonaError, require
 from ..models.resnet_cifar import PadShortcut, ResidualBlock
 from ..models.summary import make_example_batch as zeros
@@ -163,7 +163,7 @@ class Member:
 
     def weight(self, outputs: bool = False) -> Tensor:
         """A view of the layer's weight with a row for each input, or each output."""
-        rows = stores_outputs_second(self.module)
+        rows = output_dim(self.module)
         return self.module.weight.detach().movedim(rows if outputs else 1 - rows, 0)  # type: ignore
 
     def empty(self, outputs: bool = False) -> Tensor:
@@ -374,7 +374,7 @@ def report(groups: Sequence[Group], model: nn.Module, small: nn.Module) -> tuple
         module = small.get_submodule(name)
         if lost[module]:
             weight: Tensor = module.weight  # type: ignore[assignment]
-            channels = weight.shape[stores_outputs_second(module)]
+            channels = weight.shape[output_dim(module)]
             removed[name] = Change(channels, channels - lost[module])
         if stay[module]:
             kept[name] = "; ".join(f"{count} {reason}" for reason, count in stay[module].items())

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fused import random_stream as streams
-from ..core.fused.random_stream import Stream
+from ..core.fused.random_stream import RandomStream
 from ..core.pruner import Pruner
+from ..core.score_method import ScoreMethod
 from ..core.targets import unwrap
 from ..errors import PomonaError, require
 from ..version import __version__
@@ -77,11 +78,13 @@ def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = Non
 
     `model` is the name and the options for `pm.models.build`, so that a reader need not know them.
     """
-    require(pruner.scored, f"{pruner.method.name} trains weights: a ticket holds random ones (edge_popup, iterand).")
+    method = pruner.method
+    if not isinstance(method, ScoreMethod):
+        raise PomonaError(f"{method.name} trains weights: a ticket holds random ones (edge_popup, iterand).")
     require(pruner.model is not None, "the pruner is not attached, and has no network to save.")
-    drawn = {slot.name: Drawn(slot.target.fan_in, slot.mask, slot.drawn) for slot in pruner.slots}
+    drawn = {slot.name: Drawn(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots}
     state = unwrap(pruner.model).state_dict()  # type: ignore[arg-type]
-    data = dumps(state, drawn, pruner.method.stream, model)
+    data = dumps(state, drawn, method.stream, model)
     partial = Path(f"{path}.part")
     partial.write_bytes(data)
     partial.replace(path)
@@ -98,7 +101,10 @@ def load(path: str | Path) -> Ticket:
 
 
 def dumps(
-    state: Mapping[str, Tensor], drawn: Mapping[str, Drawn], stream: Stream, model: Mapping[str, Any] | None = None
+    state: Mapping[str, Tensor],
+    drawn: Mapping[str, Drawn],
+    stream: RandomStream,
+    model: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A ticket as bytes. `state` is the network's whole state, of which some tensors were drawn."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -108,7 +114,7 @@ def dumps(
     for name, one in drawn.items():
         kept = one.mask.cpu().flatten().nonzero().flatten()
         values = state[name].flatten()[kept]
-        fresh = stream.at(name, one.fan_in, kept)
+        fresh = stream.weights_at(name, one.fan_in, kept)
         facts = {"name": name, "shape": list(one.mask.shape), "dtype": kind(state[name]), "fan_in": one.fan_in}
         facts |= {"kept": len(kept), "mask": put(body, one.mask.cpu().flatten().numpy())}
         if one.redraws is not None and stream.distribution == "sc":
@@ -117,7 +123,7 @@ def dumps(
             fresh = torch.where(torch.from_numpy(flips), -fresh, fresh)
         elif one.redraws is not None:
             numbers.append(one.redraws.cpu().flatten()[kept])
-            fresh = stream.at(name, one.fan_in, kept, numbers[-1])
+            fresh = stream.weights_at(name, one.fan_in, kept, numbers[-1])
         refuse_trained(name, state[name], kept, fresh)
         tensors.append(facts)
     header = {
@@ -172,7 +178,7 @@ class Reader:
 
 def unfold(header: dict[str, Any], body: Reader) -> Ticket:
     """The network that a header and its body stand for."""
-    stream = Stream(header["stream"]["seed"], header["stream"]["distribution"])
+    stream = RandomStream(header["stream"]["seed"], header["stream"]["distribution"])
     masks, signs = {}, {}
     for facts in header["tensors"]:
         name, shape = facts["name"], torch.Size(facts["shape"])
@@ -189,7 +195,7 @@ def unfold(header: dict[str, Any], body: Reader) -> Ticket:
     for facts in header["tensors"]:
         name = facts["name"]
         kept = masks[name].flatten().nonzero().flatten()
-        values = stream.at(name, facts["fan_in"], kept, numbers[used : used + len(kept)])
+        values = stream.weights_at(name, facts["fan_in"], kept, numbers[used : used + len(kept)])
         if name in signs:
             values = torch.where(signs[name], -values, values)
         weight = torch.zeros(masks[name].numel(), dtype=getattr(torch, facts["dtype"]))

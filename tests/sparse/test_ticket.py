@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.core.fused.random_stream import Stream
+from pomona.core.fused.random_stream import RandomStream
 from pomona.lab import Recipe, train
 from pomona.lab.runs.export import ticket as export_ticket
 from pomona.sparse import rans, ticket
@@ -157,7 +157,7 @@ def test_other_layers_and_layouts() -> None:
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pruner = pm.IteRand(sparsity=0.5, every=2, rate=0.5, distribution="ku")
     trained(pruner, model=model)
-    drawn = {s.name: ticket.Drawn(s.target.fan_in, s.mask, s.drawn) for s in pruner.slots}
+    drawn = {s.name: ticket.Drawn(s.target.fan_in, s.mask, s.draw_number) for s in pruner.slots}
     assert drawn["1.weight"].fan_in == 6 * 9
     back = ticket.loads(ticket.dumps(model.state_dict(), drawn, pruner.method.stream))
     assert same_state(back.state, dict(model.state_dict()))
@@ -167,12 +167,12 @@ def test_an_empty_network_of_nothing_kept() -> None:
     drawn = {"a": ticket.Drawn(4, torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.int32))}
     for distribution in ("sc", "ku"):
         state = {"a": torch.zeros(3, 4), "n": torch.tensor(7), "e": torch.empty(0, 2)}
-        back = ticket.loads(ticket.dumps(state, drawn, Stream(1, distribution)))
+        back = ticket.loads(ticket.dumps(state, drawn, RandomStream(1, distribution)))
         assert same_state(back.state, state)
 
 
 def test_many_redraws_take_several_planes() -> None:
-    stream, mask = Stream(5, "ku"), torch.rand(50, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    stream, mask = RandomStream(5, "ku"), torch.rand(50, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     redraws = torch.randint(0, 70_000, mask.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     state = {"a": stream.weights("a", 40, torch.empty(mask.shape), redraws) * mask}
     back = ticket.loads(ticket.dumps(state, {"a": ticket.Drawn(40, mask, redraws)}, stream))
@@ -206,7 +206,7 @@ def test_the_same_logits_bit_for_bit_in_a_fresh_process(tmp_path: Path) -> None:
 def test_a_resnet18_at_60_percent_is_small_enough() -> None:
     """Edge-popup at most 1/30 of the float32 state; IteRand with signed constants 1/22, were every sign a toss-up."""
     model = pm.models.build("resnet18", affine=False)
-    generator, stream = torch.Generator().manual_seed(0), Stream(0, "sc")
+    generator, stream = torch.Generator().manual_seed(0), RandomStream(0, "sc")
     popup, iterand, drawn, redrawn = dict(model.state_dict()), dict(model.state_dict()), {}, {}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -227,7 +227,7 @@ def test_a_resnet18_at_60_percent_is_small_enough() -> None:
 
 def test_the_file_as_it_is_specified() -> None:
     """A reader written from the specification alone, for one tensor of signed constants."""
-    stream = Stream(9, "sc")
+    stream = RandomStream(9, "sc")
     mask = torch.tensor([[True, False, True], [True, True, False]])
     weight = stream.weights("w", 3, torch.empty(2, 3))
     weight[0, 0] *= -1
@@ -281,7 +281,7 @@ GOLDEN_WEIGHTS = [
 def small() -> bytes:
     pruner = METHODS["iterand ku"]()
     model = trained(pruner, steps=3)
-    drawn = {s.name: ticket.Drawn(s.target.fan_in, s.mask, s.drawn) for s in pruner.slots}
+    drawn = {s.name: ticket.Drawn(s.target.fan_in, s.mask, s.draw_number) for s in pruner.slots}
     return ticket.dumps(model.state_dict(), drawn, pruner.method.stream)
 
 

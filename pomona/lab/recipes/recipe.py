@@ -326,7 +326,7 @@ def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
     made = FinetuneOptions(**options)
     compressor = first.method.get("compressor")
     require(
-        not made.epochs or compressor is None or not COMPRESSORS.resolve(compressor).lasts,
+        not made.epochs or compressor is None or not COMPRESSORS.resolve(compressor).needed_after_training,
         "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
     )
     return made

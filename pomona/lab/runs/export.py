@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from ...core.method import METHODS
+from ...core.score_method import ScoreMethod
 from ...errors import PomonaError, require
 from ...sparse import Compression, compress, save
 from ...sparse import ticket as tickets
@@ -46,7 +47,7 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     model = finished_model(run)[0]
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
     method = None if pruner is None else METHODS.resolve(pruner["method"])
-    if method is None or method.weights != "score":
+    if not isinstance(method, ScoreMethod):
         raise PomonaError(
             f"the last stage of '{run}' trained weights: a ticket holds random ones (edge_popup, iterand, no finetune)."
         )

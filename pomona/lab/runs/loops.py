@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pomona.core.fused.flat_buffers import RECORDING, aside
+from pomona.core.fused.flat_buffers import GRAPH_CAPTURE_LOCK, capture_stream
 from pomona.errors import require
 
 from ..kernels.convolution import quick
@@ -187,9 +187,9 @@ class Captured:
         """Record the step. Whatever the rehearsals did is undone."""
         run, record = self.run, self.record.clone()
         sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
-        stream = aside(run.device)
+        stream = capture_stream(run.device)
         with (
-            RECORDING,
+            GRAPH_CAPTURE_LOCK,
             quick(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):

@@ -43,7 +43,7 @@ from pomona import data, models
 from pomona.core.method import Masks
 from pomona.data import Batches, Dataset
 from pomona.errors import PomonaError, require
-from pomona.methods.lottery import Holder
+from pomona.methods._mask_holder import MaskHolder
 from pomona.registry import spec_to_dict
 
 from ..recipes.recipe import Recipe
@@ -352,7 +352,7 @@ class Run:
             group.update(way)  # that of this loop, which may not be the one the checkpoint is from
         self.mean.load_state_dict(state.get("mean", self.mean.state_dict()))  # earlier checkpoints have none
         self.results, self.rewound = state["results"], state["rewind"]
-        if isinstance(self.pruner, Holder) and state["rewind"]:
+        if isinstance(self.pruner, MaskHolder) and state["rewind"]:
             self.pruner.snapshot = state["rewind"]
         self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
         self.seconds, self.written = state["seconds"], state["metrics"]
@@ -370,7 +370,7 @@ class Run:
 
     def write_updates(self) -> None:
         """The pruner's mask updates since the last time."""
-        history = [] if self.pruner is None or isinstance(self.pruner, Holder) else self.pruner.history
+        history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
         for record in history[self.updates :]:
             self.write({"kind": "update", "stage": self.stage.name, **record, "step": self.first + record["step"]})
         self.updates = len(history)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Masks, Reference, Tiny, bits, draws, follow, largest, step, still, values
 from kit import Net, adam, loss_at, sgd, train
+from reference_methods import Masks, Reference, Tiny, bits, draws, follow, largest, step, still, values
 
 import pomona as pm
 

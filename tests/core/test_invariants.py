@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pomona as pm
 from pomona.masking import matrix_shape
-from pomona.methods import METHODS, pruner
+from pomona.methods import METHODS, make_pruner
 from pomona.patterns import Pattern
 
 TOTAL = 40
@@ -33,7 +33,7 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(P
 every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
 
 
-def make_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
+def frequent_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
     """A pruner that updates often, whatever the method; options it does not have are left out."""
     options = {
         "sparsity": 0.75 if pattern.sparsity is None else None,
@@ -43,7 +43,7 @@ def make_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: 
         **more,
     }
     known = {f.name for f in fields(METHODS[name]) if f.init}
-    return pruner({"name": name, **{k: v for k, v in options.items() if k in known}})
+    return make_pruner({"name": name, **{k: v for k, v in options.items() if k in known}})
 
 
 def make_model(name: str, seed: int = 0) -> Net:
@@ -61,7 +61,7 @@ def begin(
 ) -> tuple[Net, Any, pm.Pruner]:
     model = make_model(name)
     optimizer = make(model)
-    return model, optimizer, make_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
+    return model, optimizer, frequent_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
 
 
 GROWING = {"dsr", "rigl", "set", "sparse_momentum"}  # a weight that has just grown is zero
@@ -110,7 +110,7 @@ def slack(pattern: Pattern, masks: dict[str, Tensor]) -> float:
 def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> None:
     if (name, pattern.name) in REFUSED:
         with pytest.raises(pm.PomonaError, match=REFUSED[name, pattern.name]):
-            make_pruner(name, pattern)
+            frequent_pruner(name, pattern)
         return
     model, optimizer, pruner = begin(name, pattern)
     masks = pruner.masks()
@@ -131,7 +131,7 @@ def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> 
     pruner.finish()
     check()
     assert obeys(model, pruner, grown=name in GROWING)
-    assert pruner.history[-1]["sparsity"] == pruner.method.target
+    assert pruner.history[-1]["sparsity"] == pruner.method.final_sparsity
 
 
 @pytest.mark.parametrize("name", ["dpf", "incremental", "oneshot", "random"])
@@ -204,7 +204,7 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
     train(model, optimizer, range(stop, TOTAL))
     pruner.finish()
 
-    other, twin = make_model(name, seed=7), make_pruner(name)
+    other, twin = make_model(name, seed=7), frequent_pruner(name)
     if order == "model before attach":
         other.load_state_dict(file["model"])
     again = make(other)
@@ -266,7 +266,7 @@ def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
     model = make_model(name)
     optimizer = sgd(model)
     before, on_all = hooks(model, optimizer), hooks_on_all()
-    pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     assert hooks(model, optimizer) != before
     train(model, optimizer, range(TOTAL))
     pruner.finish()
@@ -299,7 +299,7 @@ def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> Non
     optimizer = sgd(model)
     train(model, optimizer, range(1))
     before = living()
-    pruner = make_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     train(model, optimizer, range(TOTAL))
     size = sum(mask.numel() for mask in pruner.masks().values())
     assert pruner.history  # fetches what is left of it on the device

@@ -47,11 +47,11 @@ def test_a_redraw_is_the_cpus_bit_for_bit(channels_last: bool, distribution: str
         other.mask.copy_(slot.mask.cpu())
     for number in (1, 2, 77):
         for pruner in (ours, theirs):
-            for arena in pruner._attached().arenas:
-                arena.redraw(number)
+            for buffers in pruner.attached_engine().buffers:
+                buffers.redraw_weights(number)
         for slot, other in zip(ours.slots, theirs.slots, strict=True):
             assert torch.equal(slot.weight.cpu(), other.weight)  # type: ignore[union-attr, arg-type]
-            assert torch.equal(slot.drawn.cpu(), other.drawn)  # type: ignore[union-attr, arg-type]
+            assert torch.equal(slot.draw_number.cpu(), other.draw_number)  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -62,11 +62,11 @@ def test_the_fused_step_is_the_plain_one(channels_last: bool, allocation: str) -
     torch.backends.cudnn.deterministic = True
     model, optimizer, pruner = begin(channels_last, **options)
     other, plain, twin = begin(channels_last, **options)
-    for arena in twin._attached().arenas:
-        arena.kernel = arena.selection = None
-        arena.aim = lambda sparsity: None
+    for buffers in twin.attached_engine().buffers:
+        buffers.kernels = buffers.top_k = None
+        buffers.set_sparsity = lambda sparsity: None
     for at in range(25):
-        assert pruner._attached().arenas[0].selection is not None
+        assert pruner.attached_engine().buffers[0].top_k is not None
         step(model, optimizer, at)
         step(other, plain, at)
         for slot, mine in zip(twin.slots, pruner.slots, strict=True):

@@ -20,15 +20,15 @@ def test_by_hand():
     mask = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 0]]).bool()
     # The first two keep a weight: 3 on average, so 1.5 is the bound; the third is cut to it, the last is shorter.
     expected = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.9, 1.2], [0.3, 0.4]])
-    torch.testing.assert_close(BOUND.temper(gradient, mask, 0), expected)
-    torch.testing.assert_close(BOUND.temper(gradient.T.contiguous(), mask.T, 1), expected.T)
+    torch.testing.assert_close(BOUND.transform_gradient(gradient, mask, 0), expected)
+    torch.testing.assert_close(BOUND.transform_gradient(gradient.T.contiguous(), mask.T, 1), expected.T)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_where_there_is_nothing_to_compare_with_there_is_no_bound(kept: bool):
     gradient = torch.randn(4, 3, 2, 2)
-    assert torch.equal(BOUND.temper(gradient, torch.full((4, 3, 2, 2), kept), 0), gradient)
-    assert torch.equal(BOUND.temper(torch.zeros(4, 3), torch.eye(4, 3).bool(), 0), torch.zeros(4, 3))
+    assert torch.equal(BOUND.transform_gradient(gradient, torch.full((4, 3, 2, 2), kept), 0), gradient)
+    assert torch.equal(BOUND.transform_gradient(torch.zeros(4, 3), torch.eye(4, 3).bool(), 0), torch.zeros(4, 3))
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,7 +39,7 @@ def test_directions_stay_and_lengths_are_bounded(rows: int, inner: int, side: in
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * 10
     mask = torch.rand(shape, generator=generator) < torch.rand(rows, 1, 1, 1, generator=generator) / 2
     given, kept = gradient.flatten(1), mask.flatten(1).any(1)
-    left = pm.DPF(feedback=bound).method.temper(gradient, mask, 0).flatten(1)
+    left = pm.DPF(feedback=bound).method.transform_gradient(gradient, mask, 0).flatten(1)
     assert torch.equal(left[kept], given[kept])
     for before, after in zip(given[~kept], left[~kept], strict=True):
         longest = bound * given[kept].norm(dim=1).mean() if kept.any() else torch.inf

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import largest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kit import Net, sgd, train
+from reference_methods import largest
 from torch import Tensor
 
 import pomona as pm
-from pomona.methods import _drop_grow as evolve
-from pomona.methods import pruner
+from pomona.methods import _drop_grow, make_pruner
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 5), st.integers(1, 9)),
@@ -49,7 +48,7 @@ def test_drop_takes_the_lowest_to_the_count(layer: tuple[Tensor, Tensor], data: 
     score, mask = layer
     active = int(mask.sum())
     count = data.draw(st.integers(0, active))
-    kept = evolve.drop(pm.Unstructured(), score, mask, count)
+    kept = _drop_grow.drop_lowest(pm.Unstructured(), score, mask, count)
     assert int(kept.sum()) == active - count
     assert not (kept & ~mask).any()
     expected = largest(np.where(mask.numpy(), score.numpy(), -np.inf), active - count)
@@ -61,7 +60,7 @@ def test_drop_takes_the_lowest_to_the_count(layer: tuple[Tensor, Tensor], data: 
 def test_grow_adds_the_highest_to_the_count(layer: tuple[Tensor, Tensor], data: st.DataObject) -> None:
     score, mask = layer
     active = data.draw(st.integers(int(mask.sum()), mask.numel()))
-    new = evolve.grow(pm.Unstructured(), score, mask, active)
+    new = _drop_grow.grow_highest(pm.Unstructured(), score, mask, active)
     assert int(new.sum()) == active
     assert not (mask & ~new).any(), "what is on stays on"
     expected = largest(np.where(mask.numpy(), np.inf, score.numpy()), active)
@@ -73,14 +72,14 @@ def test_a_large_layer_is_counted_to_the_last_weight() -> None:
     mask = torch.zeros(size, dtype=torch.bool)
     mask[:1_234_567] = True
     score = torch.rand(size, generator=torch.Generator().manual_seed(0))
-    kept = evolve.drop(pm.Unstructured(), score, mask, 123_457)
+    kept = _drop_grow.drop_lowest(pm.Unstructured(), score, mask, 123_457)
     assert int(kept.sum()) == 1_111_110
-    assert int(evolve.grow(pm.Unstructured(), score, kept, 1_234_567).sum()) == 1_234_567
+    assert int(_drop_grow.grow_highest(pm.Unstructured(), score, kept, 1_234_567).sum()) == 1_234_567
 
 
 @pytest.mark.parametrize(("share", "count", "part"), [(0.3, 10, 3), (0.29, 100, 29), (0.3, 9, 2), (0.57, 100, 57)])
 def test_parts_by_hand(share: float, count: int, part: int) -> None:
-    assert evolve.part(share, count) == part  # 0.29 · 100 is 28.999999999999996 to a computer
+    assert _drop_grow.floor_share(share, count) == part  # 0.29 · 100 is 28.999999999999996 to a computer
 
 
 # ---- dividing
@@ -105,7 +104,9 @@ def test_parts_by_hand(share: float, count: int, part: int) -> None:
 )
 def test_shares_by_hand(total: int, weights: list[float], room: list[int], shares: list[int]) -> None:
     names = "abc"[: len(weights)]
-    given_ = evolve.share_out(total, dict(zip(names, weights, strict=True)), dict(zip(names, room, strict=True)))
+    given_ = _drop_grow.divide_growth(
+        total, dict(zip(names, weights, strict=True)), dict(zip(names, room, strict=True))
+    )
     assert [given_[name] for name in names] == shares
 
 
@@ -120,13 +121,13 @@ def test_shares_by_hand(total: int, weights: list[float], room: list[int], share
 def test_even_shares_by_hand(total: int, weights: list[float], room: list[int], shares: list[int]) -> None:
     names = "abcd"[: len(weights)]
     rooms = dict(zip(names, room, strict=True))
-    given_ = evolve.share_out(total, dict(zip(names, weights, strict=True)), rooms, evenly=True)
+    given_ = _drop_grow.divide_growth(total, dict(zip(names, weights, strict=True)), rooms, evenly=True)
     assert [given_[name] for name in names] == shares
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:
-    with pytest.raises(pm.PomonaError, match="7 weights are to grow and there is room for 6"):
-        evolve.share_out(7, {"a": 1.0, "b": 1.0}, {"a": 3, "b": 3})
+    with pytest.raises(pm.PomonaError, match="7 weights must grow and there is room for 6"):
+        _drop_grow.divide_growth(7, {"a": 1.0, "b": 1.0}, {"a": 3, "b": 3})
 
 
 weights = st.one_of(
@@ -140,7 +141,7 @@ def test_shares_are_exact_fair_and_fit(layers: list[tuple[float, int]], part: fl
     room = {f"layer{i}": r for i, (_, r) in enumerate(layers)}
     asked = {f"layer{i}": w for i, (w, _) in enumerate(layers)}
     total = int(part * sum(room.values()))
-    shares = evolve.share_out(total, asked, room, evenly=evenly)
+    shares = _drop_grow.divide_growth(total, asked, room, evenly=evenly)
     assert shares.keys() == asked.keys()
     assert sum(shares.values()) == total
     assert all(isinstance(shares[n], int) and 0 <= shares[n] <= room[n] for n in room)
@@ -162,7 +163,7 @@ def test_shares_by_quanta(layers: list[tuple[float, int]], quantum: int, part: f
     room = {f"layer{i}": r * quantum for i, (_, r) in enumerate(layers)}
     asked = {f"layer{i}": w for i, (w, _) in enumerate(layers)}
     total = int(part * sum(room.values()))
-    shares = evolve.share_out(total, asked, room, dict.fromkeys(room, quantum))
+    shares = _drop_grow.divide_growth(total, asked, room, dict.fromkeys(room, quantum))
     assert all(value % quantum == 0 and 0 <= value <= room[n] for n, value in shares.items())
     assert 2 * abs(total - sum(shares.values())) <= quantum, "the sum is the nearest that whole quanta can give"
 
@@ -180,7 +181,7 @@ def test_shares_upon_what_is_there(layers: list[tuple[float, int, int, float]], 
     asked = {f"layer{i}": weight for i, (weight, *_) in enumerate(layers)}
     room = {name: sizes[name] - base[name] for name in sizes}
     total = int(part * sum(room.values()))
-    shares = evolve.share_out(total, asked, room, quanta, base)
+    shares = _drop_grow.divide_growth(total, asked, room, quanta, base)
     assert all((base[n] + shares[n]) % quanta[n] == 0 and 0 <= shares[n] <= room[n] for n in sizes)
     least = sum(-base[n] % quanta[n] for n in sizes)  # what it takes to fill the units that were begun
     assert abs(sum(shares.values()) - max(total, least)) <= max(quanta.values()) / 2
@@ -211,7 +212,7 @@ def test_any_sparsity_and_share_keeps_the_count(
         "dsr": {"churn": share, "threshold": share},
     }[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ours = pruner({"name": name, **options})
+    ours = make_pruner({"name": name, **options})
     try:
         ours.attach(model, optimizer, total_steps=6)
     except pm.PomonaError as error:
@@ -248,15 +249,15 @@ def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsi
         options |= {"threshold": 0.05, "churn": 0.3}
     if pattern.removes_outputs:
         with pytest.raises(pm.PomonaError, match="a filter of zeros behind a ReLU never learns"):
-            pruner({"name": name, **options})
+            make_pruner({"name": name, **options})
         return
     if pattern.sparsity is not None and name in ("dsr", "sparse_momentum"):
         with pytest.raises(pm.PomonaError, match="moves weights between layers"):
-            pruner({"name": name, **options})
+            make_pruner({"name": name, **options})
         return
     model = Net().double()
     optimizer = sgd(model)
-    ours = pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
+    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
     kept = {n: int(mask.sum()) for n, mask in ours.masks().items()}
     quanta = {pattern.unit_size(mask.shape) for mask in ours.masks().values()}
     # Where layers have units of several sizes, some counts cannot be reached when weights move between layers.

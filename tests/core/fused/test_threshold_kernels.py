@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pomona as pm
-from pomona.core.fused.flat_buffers import Arena, outputs
+from pomona.core.fused.flat_buffers import FlatBuffers, threshold_count
 
 STEPS = 10
 
@@ -60,16 +60,16 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernels(pruner: pm.Pruner) -> Arena:
+def kernels(pruner: pm.Pruner) -> FlatBuffers:
     """Let kernels do it, and say that they can."""
-    (arena,) = pruner._attached().arenas
+    (buffers,) = pruner.attached_engine().buffers
     if INTERPRETED:
-        from pomona.core.fused import flat_buffers_triton as arena_triton
+        from pomona.core.fused import flat_buffers_triton as flat_buffers_triton
 
-        assert arena.fuses()
-        arena.kernel = arena_triton
-    assert arena.ready()
-    return arena
+        assert buffers.can_fuse()
+        buffers.kernels = flat_buffers_triton
+    assert buffers.kernels_ready()
+    return buffers
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
@@ -79,7 +79,7 @@ class TestKernel:
     @pytest.fixture(autouse=True)
     def play(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if INTERPRETED:
-            monkeypatch.setattr(Arena, "launch", Arena.play)
+            monkeypatch.setattr(FlatBuffers, "launch", FlatBuffers._run_kernels)
             monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
     @pytest.mark.parametrize(("method", "layout"), zip(METHODS, LAYOUTS * 2, strict=True))
@@ -87,8 +87,8 @@ class TestKernel:
         """No more than a rounding of the scales tells them apart."""
         model, optimizer, pruner = build(method, layout)
         other, second, twin = build(method, layout)
-        arena = kernels(pruner)
-        twin._attached().arenas[0].kernel = None
+        buffers = kernels(pruner)
+        twin.attached_engine().buffers[0].kernels = None
         for at in range(STEPS):
             step(model, optimizer, at)
             step(other, second, at)
@@ -97,11 +97,11 @@ class TestKernel:
                 assert pruner.at_rest or torch.equal(mine.latent, theirs.latent)
                 torch.testing.assert_close(mine.latent, theirs.latent, rtol=1e-5, atol=1e-6)
                 torch.testing.assert_close(mine.parameter, theirs.parameter, rtol=1e-5, atol=1e-6)
-                assert torch.equal(mine.sparse(), mine.parameter), "the projection is the method's, to the bit"
-                if mine.gauge is not None:
-                    torch.testing.assert_close(mine.gauge, theirs.gauge, rtol=1e-5, atol=1e-6)
+                assert torch.equal(mine.projected(), mine.parameter), "the projection is the method's, to the bit"
+                if mine.calibration is not None:
+                    torch.testing.assert_close(mine.calibration, theirs.calibration, rtol=1e-5, atol=1e-6)
         assert pruner.at_rest
-        assert arena.score is not None, "kernels took the masks"
+        assert buffers.magnitude is not None, "kernels took the masks"
         assert pruner.settled() == twin.settled()
         for mine, theirs in zip(pruner.history, twin.history, strict=True):
             assert mine == {**theirs, "delta": pytest.approx(theirs["delta"], rel=1e-5)}
@@ -125,43 +125,43 @@ class TestKernel:
         for other in (resumed, copied):
             assert other.history == pruner.history
             for mine, theirs in zip(pruner.slots, other.slots, strict=True):
-                for field in ("mask", "latent", "gauge", "parameter"):
+                for field in ("mask", "latent", "calibration", "parameter"):
                     assert torch.equal(getattr(mine, field), getattr(theirs, field)), (mine.name, field)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rescale", [True, False])
     def test_gauges_and_projections_of_other_types(self, dtype, rescale) -> None:
         _, _, pruner = build("soft", torch.channels_last, dtype, compressor=f"soft(rescale={rescale})")
-        arena = kernels(pruner)
-        for slot in arena.slots:
+        buffers = kernels(pruner)
+        for slot in buffers.slots:
             slot.latent.copy_(torch.randn(slot.mask.shape, generator=torch.Generator().manual_seed(1)))
             slot.mask.copy_(slot.latent.abs() > 0.7)
-        arena.slots[0].mask[1] = False  # an output of which nothing is left
-        arena.slots[1].mask.fill_(True)  # nothing is cut
-        arena.measure()
-        arena.project()
+        buffers.slots[0].mask[1] = False  # an output of which nothing is left
+        buffers.slots[1].mask.fill_(True)  # nothing is cut
+        buffers.calibrate()
+        buffers.project()
         coarse = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-6}[dtype]
-        for slot in arena.slots:
-            expected = slot.method.gauge(slot.latent, slot.mask, slot.target.rows)
-            torch.testing.assert_close(slot.gauge[0], expected[0], rtol=coarse, atol=0)
-            assert torch.equal(slot.gauge[1], expected[1])
+        for slot in buffers.slots:
+            expected = slot.method.calibrate(slot.latent, slot.mask, slot.target.output_dim)
+            torch.testing.assert_close(slot.calibration[0], expected[0], rtol=coarse, atol=0)
+            assert torch.equal(slot.calibration[1], expected[1])
             if not INTERPRETED or dtype != torch.bfloat16:  # the interpreter cuts them off where CUDA rounds
-                assert torch.equal(slot.parameter, slot.sparse())
-        assert torch.equal(arena.slots[1].parameter, arena.slots[1].latent)
-        assert (arena.slots[1].gauge[0] == 1).all()
+                assert torch.equal(slot.parameter, slot.projected())
+        assert torch.equal(buffers.slots[1].parameter, buffers.slots[1].latent)
+        assert (buffers.slots[1].calibration[0] == 1).all()
 
     @pytest.mark.parametrize("method", ["dpf", "incremental", "edge_popup"])
     def test_what_is_noted_of_an_update(self, method) -> None:
         """Where there is a latent, none, or random weights."""
         model = nn.Sequential(nn.Linear(90, 70), nn.Linear(70, 3)).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        pruner = pm.methods.pruner({"name": method, "sparsity": 0.7, "include": ["*.weight"]})
+        pruner = pm.methods.make_pruner({"name": method, "sparsity": 0.7, "include": ["*.weight"]})
         pruner.attach(model, optimizer, total_steps=40)
-        arena, generator = kernels(pruner), torch.Generator().manual_seed(0)
-        arena.remember().copy_(torch.rand(arena.count, generator=generator) < 0.5)
-        arena.mask.copy_(torch.rand(arena.count, generator=generator) < 0.2)
-        before, at = arena.past.clone(), 0
-        for slot, figures in zip(arena.targets, arena.note().t().tolist(), strict=True):
+        buffers, generator = kernels(pruner), torch.Generator().manual_seed(0)
+        buffers.snapshot_masks().copy_(torch.rand(buffers.count, generator=generator) < 0.5)
+        buffers.mask.copy_(torch.rand(buffers.count, generator=generator) < 0.2)
+        before, at = buffers.mask_before.clone(), 0
+        for slot, figures in zip(buffers.targets, buffers.measure_update().t().tolist(), strict=True):
             past, at = before[at : at + slot.mask.numel()].view_as(slot.mask), at + slot.mask.numel()
             dense = slot.dense.detach().double()
             expected = [slot.mask.sum(), (slot.mask ^ past).sum(), past.sum(), dense[~slot.mask].norm(), dense.norm()]
@@ -178,42 +178,42 @@ def test_outputs_that_lie_otherwise_go_the_usual_way() -> None:
                 model[0].weight = nn.Parameter(torch.randn(5, 4).t())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         pruner = pm.DPF(compressor="soft", include=["*.weight"]).attach(model, optimizer, total_steps=40)
-        (arena,) = pruner._attached().arenas
-        assert [bool(outputs(slot)) for slot in arena.slots] == [False, True]
-        assert not arena.fuses()
+        (buffers,) = pruner.attached_engine().buffers
+        assert [bool(threshold_count(slot)) for slot in buffers.slots] == [False, True]
+        assert not buffers.can_fuse()
 
 
 @pytest.mark.parametrize("compressor", [None, "soft"])
 @pytest.mark.parametrize("allocation", ["global", "global(floor=0.05)"])
 def test_an_update_takes_the_host_no_longer_with_more_layers(compressor, allocation, monkeypatch) -> None:
     """Besides some replays, which are left out here, there are two copies: of the masks and of the figures."""
-    moves: list[str] = []
-    monkeypatch.setattr(Arena, "launch", lambda arena, move: moves.append(move))
+    operations: list[str] = []
+    monkeypatch.setattr(FlatBuffers, "launch", lambda _, operation: operations.append(operation))
     for depth in (1, 20):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         method = pm.DPF(compressor=compressor, allocation=allocation, every=1, sparsity=0.5, include=["*.weight"])
         pruner = method.attach(model, optimizer, total_steps=100, steps_per_epoch=50)
-        (arena,) = pruner._attached().arenas
-        arena.kernel, figures = MagicMock(), torch.zeros(5, depth)
-        arena.kernel.Figures.return_value.values = figures
-        pruner.advance()
-        moves.clear()
+        (buffers,) = pruner.attached_engine().buffers
+        buffers.kernels, figures = MagicMock(), torch.zeros(5, depth)
+        buffers.kernels.UpdateFigures.return_value.values = figures
+        pruner.complete_step()
+        operations.clear()
         with Calls() as calls:
-            pruner.advance()
+            pruner.complete_step()
         assert calls.count == 2
-        update = ["pick", *(["measure"] if compressor else []), "note", "project"]
-        assert moves == update
-        moves.clear()
+        update = ["select_by_magnitude", *(["calibrate"] if compressor else []), "measure_update", "project"]
+        assert operations == update
+        operations.clear()
         step(model, optimizer, 0)
-        assert moves == ["enter", "leave", *update]
+        assert operations == ["load", "store", *update], "latents are projected once"
 
 
 def test_other_compressors_go_the_usual_way() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pruner = pm.DPF(compressor="binary", include=["weight"]).attach(model, optimizer, total_steps=40)
-    assert not pruner._attached().arenas[0].fuses()
+    assert not pruner.attached_engine().buffers[0].can_fuse()
 
 
 @needed

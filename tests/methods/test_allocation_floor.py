@@ -150,10 +150,14 @@ def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> 
     with torch.no_grad():
         model.conv2.weight.mul_(1e-3)
     pruner.refresh()
-    (arena,) = pruner._engine.arenas
-    arena.kernel, arena.latent, arena.score = SimpleNamespace(SegmentedTopK=Segments), arena.latent.float(), None
-    assert arena.aim(sparsity)
-    arena.play("pick")
+    (buffers,) = pruner._engine.buffers
+    buffers.kernels, buffers.latent, buffers.magnitude = (
+        SimpleNamespace(SegmentedTopK=Segments),
+        buffers.latent.float(),
+        None,
+    )
+    assert buffers.set_sparsity(sparsity)
+    buffers._run_kernels("select_by_magnitude")
     scores = {name: latent.abs() for name, latent in pruner.state_dict()["latents"].items()}
     expected = select(scores, sparsity, pm.Unstructured(), "global(floor=0.09)")
     assert all(torch.equal(mask, expected[name]) for name, mask in pruner.masks().items())

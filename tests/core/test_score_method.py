@@ -142,7 +142,7 @@ def test_units_are_ranked_by_their_mean_score_whatever_its_sign() -> None:
     _, _, pruner = begin(pm.EdgePopup(sparsity=0.5, pattern=pm.Filter(norm=1)))
     for slot in pruner.slots:
         slot.latent.copy_(-1 - torch.arange(slot.latent.numel()).view(slot.latent.shape))  # type: ignore[union-attr]
-    pruner.choose()
+    pruner.update_from_scores()
     assert pruner.masks()["conv1.weight"].flatten(1).all(1).tolist() == [True] * 4 + [False] * 4
 
 
@@ -176,7 +176,7 @@ def test_counts_are_exact_after_every_step(sparsity: float, allocation: str, sch
 def test_finish_before_the_schedule_ends_cuts_the_rest_with_a_warning() -> None:
     model, optimizer, pruner = begin(pm.EdgePopup(sparsity=0.5, schedule="linear"))
     train(model, optimizer, range(6))
-    with pytest.warns(UserWarning, match="was cut at once"):
+    with pytest.warns(UserWarning, match="was pruned at once"):
         pruner.finish()
     assert all(int((~m).sum()) == round(0.5 * m.numel()) for m in pruner.masks().values())
 
@@ -306,7 +306,7 @@ def test_another_type_and_memory_format_in_the_middle() -> None:
     agree = [(mask == twin[2].masks()[name]).float().mean() for name, mask in pruner.masks().items()]
     assert min(agree) > 0.95
     for slot, other in zip(pruner.slots, twin[2].slots, strict=True):
-        untouched = (slot.drawn == 0) & (other.drawn == 0)  # type: ignore[operator]
+        untouched = (slot.draw_number == 0) & (other.draw_number == 0)  # type: ignore[operator]
         assert torch.equal(slot.weight[untouched], other.weight[untouched]), "the format decided what was drawn"  # type: ignore[index]
 
 
@@ -323,7 +323,7 @@ def test_a_recording_that_could_not_follow_the_schedule_is_refused(monkeypatch: 
     options = {"sparsity": 0.5, "pattern": pm.Balanced(block=4)}
     _, _, rising = begin(pm.EdgePopup(**options, schedule="linear"))
     _, _, constant = begin(pm.EdgePopup(**options))
-    monkeypatch.setattr("pomona.core.guards.capturing", lambda mask: True)
-    with pytest.raises(pm.PomonaError, match=r"still to rise to 50\.00%: step eagerly"):
-        rising.choose()
-    constant.choose()
+    monkeypatch.setattr("pomona.core.guards.is_capturing", lambda mask: True)
+    with pytest.raises(pm.PomonaError, match=r"still rise to 50\.00%: step eagerly"):
+        rising.update_from_scores()
+    constant.update_from_scores()

@@ -13,7 +13,7 @@ from kit import Net, adam, saved, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.methods import METHODS, pruner
+from pomona.methods import METHODS, make_pruner
 
 TOTAL, EPOCH = 40, 5
 every_method = pytest.mark.parametrize("name", [name for name in METHODS if name not in ("lottery", "finetune")])
@@ -28,7 +28,7 @@ def make(name: str, **more: Any) -> pm.Pruner:
         options["every"] = 1
     if name == "dsr":
         options |= {"threshold": 0.05, "churn": 0.1}
-    return pruner({"name": name, **options})
+    return make_pruner({"name": name, **options})
 
 
 def net(name: str) -> Net:
@@ -52,7 +52,7 @@ class Books:
     def train(self, model: nn.Module, optimizer: Any) -> None:
         for t in range(TOTAL):
             train(model, optimizer, [t])
-            if self.ours.method.before and self.ours.history and self.ours.history[-1]["step"] == t:
+            if self.ours.method.updates_before_step and self.ours.history and self.ours.history[-1]["step"] == t:
                 self.note(t)
             self.note(t + 1)
 

@@ -23,7 +23,7 @@ STEPS, EVERY = 60, 4
 def soft(weights: Tensor, mask: Tensor, rescale: bool = True, rows: int = 0) -> Tensor:
     compressor = Soft(rescale=rescale)
     out = torch.where(mask, weights, 0.0)
-    compressor.compress(out, mask, compressor.gauge(weights, mask, rows))
+    compressor.compress(out, mask, compressor.calibrate(weights, mask, rows))
     return out
 
 
@@ -219,7 +219,7 @@ def test_outputs_that_are_stored_second() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(pm.PomonaError, match="cuts no single ones: take pattern='unstructured'"):
+    with pytest.raises(pm.PomonaError, match="prunes groups of weights: use pattern='unstructured'"):
         pm.DPF(pattern=pm.Filter(), compressor="soft")
     with pytest.raises(pm.PomonaError, match="did you mean 'rescale'"):
         pm.DPF(compressor="soft(rescal=False)")

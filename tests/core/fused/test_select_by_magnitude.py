@@ -33,10 +33,10 @@ def train(allocation: str, layout: torch.memory_format, sparsity: float) -> tupl
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.95])
 def test_picked_is_selected(monkeypatch, allocation, layout, sparsity):
     picked, ours = train(allocation, layout, sparsity)
-    assert picked._engine.arenas[0].score is not None  # it went that way
+    assert picked._engine.buffers[0].magnitude is not None  # it went that way
     monkeypatch.setattr(DPF, "ranks", False)
     selected, theirs = train(allocation, layout, sparsity)
-    assert selected._engine.arenas[0].score is None
+    assert selected._engine.buffers[0].magnitude is None
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [r["flips"] for r in picked.history] == [r["flips"] for r in selected.history]
     assert picked.sparsity() == selected.sparsity()
@@ -48,4 +48,4 @@ def test_float64_and_other_patterns_go_the_usual_way():
     pruner = pm.DPF(sparsity=0.5, every=1, include=["weight"]).attach(model, optimizer, total_steps=4)
     model(torch.ones(1, 8, device="cuda", dtype=torch.float64)).sum().backward()
     optimizer.step()
-    assert pruner._engine.arenas[0].score is None
+    assert pruner._engine.buffers[0].magnitude is None

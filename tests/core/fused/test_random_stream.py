@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pomona as pm
-from pomona.core.fused.random_stream import Stream, label, philox, threshold
+from pomona.core.fused.random_stream import RandomStream, name_words, philox, redraw_limit
 
 FULL = 0xFFFF_FFFF
 words = st.integers(0, FULL)
@@ -49,7 +49,7 @@ def test_numpy_torch_and_python_agree(positions: list[int], redraw: int, low: in
 
 def by_hand(seed: int, name: str, position: int, redraw: int, word: int, bound: float, sign: bool) -> np.float32:
     """A draw as the specification has it, one at a time in exact arithmetic, rounded once."""
-    number = philox((position, redraw, *label(name)), (seed & FULL, seed >> 32))[word]
+    number = philox((position, redraw, *name_words(name)), (seed & FULL, seed >> 32))[word]
     if sign:
         return np.float32(bound) * (1 if number < 2**31 else -1)
     u = (2 * (number >> 8) + 1 - 2**24) / 2**24
@@ -62,75 +62,75 @@ def test_draws_are_those_of_the_specification(seed: int) -> None:
     redraw = torch.arange(60).view(like.shape) % 4
     for name in ("conv.weight", "blocks.0.weight"):
         for distribution, bound in (("sc", math.sqrt(2 / 12)), ("ku", math.sqrt(6 / 12))):
-            drawn = Stream(seed, distribution).weights(name, 12, like, redraw)
+            drawn = RandomStream(seed, distribution).weights(name, 12, like, redraw)
             assert drawn.dtype == torch.float32
             expected = [by_hand(seed, name, i, i % 4, 0, bound, distribution == "sc") for i in range(60)]
             assert drawn.flatten().tolist() == [float(value) for value in expected]
-        scores = Stream(seed, "sc").scores(name, 12, like)
+        scores = RandomStream(seed, "sc").scores(name, 12, like)
         expected = [by_hand(seed, name, i, 0, 2, math.sqrt(6 / 12), False) for i in range(60)]
         assert scores.flatten().tolist() == [float(value) for value in expected]
 
 
 def test_the_name_enters_by_blake2() -> None:
-    assert label("conv1.weight") == (0x312C03DF, 0x6818E6BD)  # b2sum -l 64: df032c31bde61868
+    assert name_words("conv1.weight") == (0x312C03DF, 0x6818E6BD)  # b2sum -l 64: df032c31bde61868
 
 
 def test_a_memory_format_changes_no_draw() -> None:
     like = torch.empty(4, 3, 2, 2)
     last = like.to(memory_format=torch.channels_last)
-    stream = Stream(1, "ku")
+    stream = RandomStream(1, "ku")
     assert torch.equal(stream.weights("a", 12, like), stream.weights("a", 12, last))
 
 
 def test_other_types_are_cast_from_float32() -> None:
-    stream = Stream(1, "ku")
+    stream = RandomStream(1, "ku")
     single = stream.weights("a", 9, torch.empty(100))
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         assert torch.equal(stream.weights("a", 9, torch.empty(100, dtype=dtype)), single.to(dtype))
 
 
 def test_positions_in_any_order_and_across_chunks() -> None:
-    stream = Stream(5, "ku")
+    stream = RandomStream(5, "ku")
     whole = stream.weights("a", 4, torch.empty(70_000))
     some = torch.tensor([69_999, 3, 32_768, 32_767, 0])
-    assert torch.equal(stream.at("a", 4, some), whole[some])
-    assert stream.at("a", 4, some[:0]).shape == (0,)
+    assert torch.equal(stream.weights_at("a", 4, some), whole[some])
+    assert stream.weights_at("a", 4, some[:0]).shape == (0,)
 
 
 def test_weights_are_spread_as_they_should_be() -> None:
     n, bound = 200_000, math.sqrt(6 / 50)
-    uniform = Stream(2, "ku").weights("a", 50, torch.empty(n)).double()
+    uniform = RandomStream(2, "ku").weights("a", 50, torch.empty(n)).double()
     assert uniform.abs().max() < bound
     assert not (uniform == 0).any()
     assert uniform.mean().abs() < 4 * bound / math.sqrt(3 * n)
     assert uniform.var() == pytest.approx(bound**2 / 3, rel=0.02)
     counts = torch.histc(uniform, 20, -bound, bound)
     assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 50  # χ² of 19 degrees, beyond 1 − 10⁻⁴
-    signs = Stream(2, "sc").weights("a", 50, torch.empty(n))
+    signs = RandomStream(2, "sc").weights("a", 50, torch.empty(n))
     assert set(signs.abs().unique().tolist()) == {float(np.float32(math.sqrt(2 / 50)))}
     assert (signs > 0).double().mean() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(n))
-    first, second = (Stream(2, "ku").at("a", 50, torch.arange(n), k).double() for k in (0, 1))
+    first, second = (RandomStream(2, "ku").weights_at("a", 50, torch.arange(n), k).double() for k in (0, 1))
     assert torch.corrcoef(torch.stack([first, second]))[0, 1].abs() < 4 / math.sqrt(n)
-    other = Stream(2, "ku").weights("b", 50, torch.empty(n)).double()
+    other = RandomStream(2, "ku").weights("b", 50, torch.empty(n)).double()
     assert torch.corrcoef(torch.stack([uniform, other]))[0, 1].abs() < 4 / math.sqrt(n)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
 def test_a_redraw_takes_its_share_of_what_is_off(rate: float) -> None:
     n = 100_000
-    stream, weight, drawn = Stream(3, "ku"), torch.zeros(n), torch.zeros(n, dtype=torch.int32)
+    stream, weight, drawn = RandomStream(3, "ku"), torch.zeros(n), torch.zeros(n, dtype=torch.int32)
     off = torch.arange(n) % 2 == 0
-    stream.redraw("a", 8, weight, drawn, off, 7, threshold(rate))
+    stream.redraw("a", 8, weight, drawn, off, 7, redraw_limit(rate))
     changed = weight != 0
     assert not changed[~off].any()
     share = float(changed[off].double().mean())
     assert share == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / (n / 2)))
     assert torch.equal(drawn, changed.int() * 7)
-    assert torch.equal(weight[changed], stream.at("a", 8, changed.nonzero().flatten(), 7))
+    assert torch.equal(weight[changed], stream.weights_at("a", 8, changed.nonzero().flatten(), 7))
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(pm.PomonaError, match="unknown distribution 'kaiming': choose one of ku, sc"):
-        Stream(0, "kaiming")
+        RandomStream(0, "kaiming")
     with pytest.raises(pm.PomonaError, match=r"seed must be in \[0, 2⁶³\), got -1"):
-        Stream(-1, "sc")
+        RandomStream(-1, "sc")
