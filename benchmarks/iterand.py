@@ -157,7 +157,9 @@ def tickets(rho: float) -> list[dict[str, Any]]:
         pruner.refresh()
         pruner.finish()
         state = model.state_dict()
-        drawn = {slot.name: ticket.Drawn(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots}
+        drawn = {
+            slot.name: ticket.DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots
+        }
         start = time.perf_counter()
         data = ticket.dumps(state, drawn, pruner.method.stream)
         packed = time.perf_counter()

@@ -25,7 +25,7 @@ def random_scores(weights: Mapping[str, Tensor], seed: int) -> Scores:
     return {name: torch.rand(w.shape, generator=generator).to(w.device) for name, w in weights.items()}
 
 
-def exclude_pruned(scores: Scores, masks: Mapping[str, Tensor]) -> Scores:
+def exclude_pruned(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Scores:
     """Return the scores with −inf for every entry off its mask, so that pruned weights stay pruned."""
     return {name: score.masked_fill(~masks[name], -torch.inf) for name, score in scores.items()}
 

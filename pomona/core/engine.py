@@ -13,8 +13,6 @@ parameter becomes m ⊙ w again, with random weights w that are never trained.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -22,14 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PomonaError
-from . import distributed, guards
+from . import distributed, gradients, guards
 from .fused.flat_buffers import FlatBuffers, group_slots
 from .method import Masks
 from .slot import Slot
-from .targets import parameter_kind
 
 
 class UpdatePolicy(Protocol):
@@ -57,7 +53,7 @@ class Engine:
     def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], policy: UpdatePolicy) -> None:
         self.slots = slots
         self.buffers = group_slots(slots)
-        self.untrained_biases = untrained_biases(slots)
+        self.untrained_biases = gradients.find_untrained_biases(slots)
         self.next_sparsity: float | None = None  # after the coming step, where masks follow scores
         self.optimizers = optimizers
         self.policy = policy
@@ -67,8 +63,8 @@ class Engine:
         self.saved_gradients: dict[nn.Parameter, Tensor] = {}  # gradients that the optimizer must not see
         self.awaits_closure = False  # whether the optimizer has yet to call its closure
         self.known_parameters: dict[Optimizer, tuple[int, set[int]]] = {}  # see `parameter_ids`
-        self.key = free_state_key(optimizers[-1])
-        self.handles: list[Any] = [refuse_foreign_steps(self)]
+        self.key = guards.free_state_key(optimizers[-1])
+        self.handles: list[Any] = [guards.refuse_foreign_steps(self)]
         for optimizer in optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._uncompiled(self.before_step)))
             self.handles.append(optimizer.register_step_post_hook(self._uncompiled(self.after_step)))
@@ -84,20 +80,8 @@ class Engine:
     def _hook_gradient(self, slot: Slot) -> None:
         """Mask a hard slot's gradient when it is accumulated, so that clipping sees the one that will be used."""
         if slot.masks_gradient and slot.parameter.requires_grad:
-            self.handles.append(slot.parameter.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
-
-    def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
-        """Return a post-accumulate-grad hook that masks, unless an update is about to read the dense gradient."""
-        # Weak, because Python cannot see a cycle through a parameter's hooks and would never free it.
-        engine_ref, slot_ref = weakref.ref(self), weakref.ref(slot)
-
-        @torch.no_grad()
-        def mask(_: Tensor) -> None:
-            engine, hooked = engine_ref(), slot_ref()
-            if engine is not None and hooked is not None and not engine.policy.wants_gradient():
-                hooked.mask_gradient()
-
-        return torch.compiler.disable(mask)
+            hook = gradients.make_mask_hook(slot, self.policy)
+            self.handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def carry_state(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
         """Store a state in the optimizer's own, so that stacks which know nothing of Pomona resume too."""
@@ -151,7 +135,7 @@ class Engine:
         if self.awaits_closure:
             self.abort_step()
             raise PomonaError(f"{type(optimizer).__name__} was given a closure and did not call it: step without one.")
-        self._restore_gradients()
+        gradients.restore_gradients(self.saved_gradients)
         active, self.active = self.active, []
         captured = guards.is_capturing(self.slots[0].mask)
         taken = captured or not guards.step_was_skipped(optimizer)
@@ -191,42 +175,12 @@ class Engine:
                 parameter.grad = None  # so that the optimizer has nothing to do
             return
         self.active = active
-        self._replace_gradients(active)
+        self.saved_gradients = gradients.replace_gradients(active, self.untrained_biases)
         for buffers, slots in self._split_by_buffers(active):
             buffers.load_latents(slots)
         if active and active[0].masks_gradient:
             for slot in active:
                 slot.mask_gradient()
-
-    def _replace_gradients(self, slots: Sequence[Slot]) -> None:
-        """Replace the gradients that the optimizer must see otherwise than backward left them.
-
-        Scores get g ⊙ w with g taken at the sparse weights, biases of random weights get none, and methods that
-        transform gradients get theirs transformed.
-        """
-        scored = [slot for slot in slots if slot.weight is not None]
-        transforms = bool(slots) and slots[0].method.transforms_gradient
-        transformed = [slot for slot in slots if slot.leader is None] if transforms else []
-        found = (module._parameters.get(leaf) for module, leaf in self.untrained_biases)
-        biases = [bias for bias in found if bias is not None]
-        replaced = [slot.parameter for slot in (*scored, *transformed)] + biases
-        self.saved_gradients = {p: p.grad for p in replaced if p.grad is not None}
-        for bias in biases:
-            bias.grad = None
-        if scored:
-            weights: Any = [slot.weight for slot in scored]
-            products = torch._foreach_mul([self.saved_gradients[slot.parameter] for slot in scored], weights)
-            for slot, gradient in zip(scored, products, strict=True):
-                slot.parameter.grad = gradient
-        for slot in transformed:
-            gradient = self.saved_gradients[slot.parameter]
-            slot.parameter.grad = slot.method.transform_gradient(gradient, slot.mask, slot.target.output_dim)
-
-    def _restore_gradients(self) -> None:
-        """Put the gradients back as backward left them."""
-        for parameter, gradient in self.saved_gradients.items():
-            parameter.grad = gradient
-        self.saved_gradients = {}
 
     def _store_and_project(self, slots: Sequence[Slot], taken: bool) -> None:
         """Store the latents and project them; masks follow scores if the step was taken."""
@@ -320,7 +274,7 @@ class Engine:
     def abort_step(self) -> None:
         """Undo a step that ended in an exception and left latents in the model."""
         self.step_frame, self.awaits_closure = None, False
-        self._restore_gradients()
+        gradients.restore_gradients(self.saved_gradients)
         for slot in self.active:
             slot.enforce_mask()
         self.active = []
@@ -368,38 +322,3 @@ class Engine:
         for slot in self.slots:
             if slot.masks_gradient:
                 guards.clear_optimizer_state(self.optimizers, slot.parameter, slot.mask)
-
-
-def untrained_biases(slots: Sequence[Slot]) -> list[tuple[nn.Module, str]]:
-    """Return the places of biases beside random weights, which are not trained."""
-    modules = dict.fromkeys(slot.target.module for slot in slots if slot.weight is not None)
-    return [
-        (module, leaf)
-        for module in modules
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None and parameter_kind(module, leaf, parameter) == "bias"
-    ]
-
-
-def free_state_key(optimizer: Optimizer) -> str:
-    """Return a key for the pruner's state in the optimizer's: "pomona", or with a number where that is taken."""
-    taken = {engine.key for engine in guards.attached_engines(optimizer)}
-    keys = itertools.chain(["pomona"], (f"pomona_{n}" for n in itertools.count(2)))
-    return next(key for key in keys if key not in taken)
-
-
-def refuse_foreign_steps(engine: Engine) -> Any:
-    """Hook all optimizers, to refuse the step of one that is not attached and moves pruned weights."""
-    engine_ref = weakref.ref(engine)
-
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        attached = engine_ref()
-        if attached is None or guards.unwrap_optimizer(optimizer) in attached.optimizers:
-            return
-        # An attached optimizer may step another one inside its own step.
-        if attached.step_frame is None or not guards.is_running(attached.step_frame):
-            guards.refuse_foreign(optimizer, attached.slots)
-
-    handle = register_optimizer_step_pre_hook(torch.compiler.disable(refuse))
-    weakref.finalize(engine, handle.remove)  # where a pruner is dropped without finish()
-    return handle

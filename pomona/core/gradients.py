@@ -1,15 +1,17 @@
-"""The gradients that a mask update reads."""
+"""Gradients: those that a mask update reads, and those that the optimizer sees in place of backward's."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PomonaError, require
 from .slot import Slot
-from .targets import unwrap
+from .targets import parameter_kind, unwrap
 
 
 def compute_gradients(model: nn.Module, slots: Sequence[Slot], loss: Callable[[], Tensor]) -> dict[str, Tensor | None]:
@@ -45,3 +47,70 @@ def require_gradients(gradients: Mapping[str, Tensor | None], method: str) -> di
                 "learning rate, clip, or skip this step."
             )
     return dict(gradients)  # type: ignore[arg-type]
+
+
+class GradientPolicy(Protocol):
+    """Who decides whether an update needs a step's dense gradient: the pruner."""
+
+    def wants_gradient(self) -> bool:
+        """Return whether the coming step is replaced by an update that sees its unmasked gradient."""
+
+
+def make_mask_hook(slot: Slot, policy: GradientPolicy) -> Callable[[Tensor], None]:
+    """Return a post-accumulate-grad hook that masks, unless an update is about to read the dense gradient."""
+    # Weak, because Python cannot see a cycle through a parameter's hooks and would never free it.
+    slot_ref, policy_ref = weakref.ref(slot), weakref.ref(policy)
+
+    @torch.no_grad()
+    def mask(_: Tensor) -> None:
+        hooked, deciding = slot_ref(), policy_ref()
+        if hooked is not None and deciding is not None and not deciding.wants_gradient():
+            hooked.mask_gradient()
+
+    return torch.compiler.disable(mask)
+
+
+def find_untrained_biases(slots: Sequence[Slot]) -> list[tuple[nn.Module, str]]:
+    """Return the places of biases beside random weights, which are not trained."""
+    modules = dict.fromkeys(slot.target.module for slot in slots if slot.weight is not None)
+    return [
+        (module, leaf)
+        for module in modules
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter_kind(module, leaf, parameter) == "bias"
+    ]
+
+
+def replace_gradients(
+    slots: Sequence[Slot], untrained_biases: Sequence[tuple[nn.Module, str]]
+) -> dict[nn.Parameter, Tensor]:
+    """Replace the gradients that the optimizer must not see, and return those that backward left.
+
+    Scores get g ⊙ w with g taken at the sparse weights, biases of random weights get none, and methods that
+    transform gradients get theirs transformed.
+    """
+    scored = [slot for slot in slots if slot.weight is not None]
+    transforms = bool(slots) and slots[0].method.transforms_gradient
+    transformed = [slot for slot in slots if slot.leader is None] if transforms else []
+    found = (module._parameters.get(leaf) for module, leaf in untrained_biases)
+    biases = [bias for bias in found if bias is not None]
+    replaced = [slot.parameter for slot in (*scored, *transformed)] + biases
+    saved = {p: p.grad for p in replaced if p.grad is not None}
+    for bias in biases:
+        bias.grad = None
+    if scored:
+        weights: Any = [slot.weight for slot in scored]
+        products = torch._foreach_mul([saved[slot.parameter] for slot in scored], weights)
+        for slot, gradient in zip(scored, products, strict=True):
+            slot.parameter.grad = gradient
+    for slot in transformed:
+        gradient = saved[slot.parameter]
+        slot.parameter.grad = slot.method.transform_gradient(gradient, slot.mask, slot.target.output_dim)
+    return saved
+
+
+def restore_gradients(saved: dict[nn.Parameter, Tensor]) -> None:
+    """Put saved gradients back, and forget them."""
+    for parameter, gradient in saved.items():
+        parameter.grad = gradient
+    saved.clear()

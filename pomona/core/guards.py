@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PomonaError
 from ..masking import apply_mask
@@ -157,6 +160,30 @@ def refuse_foreign(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
                 f"{slot.name} is held by a pruner that is attached to another optimizer: finish() the pruner first, "
                 "or attach a new one to this optimizer."
             )
+
+
+def refuse_foreign_steps(engine: Engine) -> Any:
+    """Hook all optimizers, to refuse the step of one that is not attached and moves pruned weights."""
+    engine_ref = weakref.ref(engine)
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        attached = engine_ref()
+        if attached is None or unwrap_optimizer(optimizer) in attached.optimizers:
+            return
+        # An attached optimizer may step another one inside its own step.
+        if attached.step_frame is None or not is_running(attached.step_frame):
+            refuse_foreign(optimizer, attached.slots)
+
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(refuse))
+    weakref.finalize(engine, handle.remove)  # where a pruner is dropped without finish()
+    return handle
+
+
+def free_state_key(optimizer: Optimizer) -> str:
+    """Return a key for the pruner's state in the optimizer's: "pomona", or with a number where that is taken."""
+    taken = {engine.key for engine in attached_engines(optimizer)}
+    keys = itertools.chain(["pomona"], (f"pomona_{n}" for n in itertools.count(2)))
+    return next(key for key in keys if key not in taken)
 
 
 def find_step_frame(optimizer: Optimizer) -> FrameType | None:

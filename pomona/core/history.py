@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 def observe_update(
     buffers: Sequence[FlatBuffers], before: Sequence[Tensor], progress: TrainingProgress, sparsity: float
 ) -> dict[str, Any]:
-    """Return the history entry of an update, given the masks `before` it (of `FlatBuffers.snapshot_masks`)."""
+    """Return the history entry of an update, given the masks `before` it (of `updates.snapshot_masks`).
+
+    Where mask entries are tracked, the step at which each last changed is noted.
+    """
     parts = [
         {"names": group.names, "sizes": group.sizes, "figures": measure(group, old)}
         for group, old in zip(buffers, before, strict=True)
         if group.targets
     ]
+    for group, old in zip(buffers, before, strict=True):
+        group.track_flips(old, progress.step)
     return {"step": progress.step, "sparsity": sparsity, "parts": parts}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from .. import allocation as allocations
@@ -16,6 +15,7 @@ from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
+from ..scores import exclude_pruned
 from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -169,7 +169,7 @@ class Method:
         Where the method only prunes, pruned weights rank below all others.
         """
         if self.only_prunes:
-            scores = {name: score.masked_fill(~targets.masks[name], -torch.inf) for name, score in scores.items()}
+            scores = exclude_pruned(scores, targets.masks)
         return allocations.select(scores, sparsity, self.pattern, self.allocation)
 
     @property

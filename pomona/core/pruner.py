@@ -17,11 +17,12 @@ from . import guards, history
 from .attachment import create_slots, unwrap_optimizers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
-from .method import Masks, Method, Targets, TrainingProgress
+from .method import Masks, Method, TrainingProgress
 from .score_method import ScoreMethod
-from .slot import Slot, outputs_first
+from .slot import Slot
 from .state import collect_state, require_same_shapes, restore_state
 from .targets import unwrap
+from .updates import install_masks, read_targets, snapshot_masks
 
 NOT_ATTACHED = "the pruner is not attached: call attach(model, optimizer, total_steps=…) first."
 
@@ -231,7 +232,7 @@ class Pruner:
             f"a captured step would fix {self.method.pattern} at a sparsity of {sparsity:.2%}, which must still rise "
             f"to {self.method.final_sparsity:.2%}: step eagerly, or use schedule='constant' or pattern='unstructured'.",
         )
-        masks = self.method.update(self._targets(), sparsity)
+        masks = self.method.update(read_targets(self), sparsity)
         for buffers in self.attached_engine().buffers:
             buffers.install_masks(masks)
 
@@ -266,7 +267,7 @@ class Pruner:
             gradients = compute_gradients(self.model, self.slots, loss)  # type: ignore[arg-type]
             self._update(sparsity, require_gradients(gradients, self.method.name))
             return
-        masks = self.method.initial_masks(self._targets(), sparsity)
+        masks = self.method.initial_masks(read_targets(self), sparsity)
         if masks is None:
             self.attached_engine().apply_masks()
             return
@@ -283,49 +284,23 @@ class Pruner:
         if self.method.ranks_by_magnitude and len(buffers) == 1 and buffers[0].set_sparsity(sparsity):
             self._install(None, sparsity)
             return
-        targets = self._targets(gradients)
+        targets = read_targets(self, gradients)
         masks = self.method.restrict(targets, self.method.update(targets, sparsity))
         self._install(masks, sparsity, targets.reset)
 
-    @torch.no_grad()
     def _install(self, masks: Mapping[str, Tensor] | None, sparsity: float, reset: Masks | None = None) -> None:
-        """Install masks, or without any those that kernels select; then observe the update and project the model."""
+        """Install masks, append a history entry and project the model; without masks, kernels select them."""
         engine = self.attached_engine()
-        before = [buffers.snapshot_masks() for buffers in engine.buffers]
-        for buffers in engine.buffers:
-            if masks is None:
-                buffers.select_by_magnitude()
-            else:
-                buffers.install_masks(masks)
-            buffers.calibrate()
+        before = install_masks(engine.buffers, masks)
         self._observe(before, sparsity)
         self.at_rest = self.method.is_last_update(self.progress)
         engine.apply_masks(self.at_rest, reset)
 
     def _observe(self, before: Sequence[Tensor], sparsity: float) -> None:
         """Append a history entry that compares the masks with those `before`; no weight is changed."""
-        engine = self.attached_engine()
-        self._history.append(history.observe_update(engine.buffers, before, self.progress, sparsity))
-        for buffers, masks in zip(engine.buffers, before, strict=True):
-            buffers.track_flips(masks, self.step)
+        buffers = self.attached_engine().buffers
+        self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
         self.last_change, self.reached = self.step, sparsity
-
-    def _targets(self, gradients: dict[str, Tensor] | None = None) -> Targets:
-        """Return the tensors that the method may read, with their output dimension in front."""
-
-        def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
-            picked = ((slot, pick(slot)) for slot in self.slots)
-            return {s.name: outputs_first(value, s.target.output_dim) for s, value in picked if value is not None}
-
-        reads_momentum = self.method.keeps_pruned_momentum
-        return Targets(
-            latent=view(lambda slot: slot.moved),
-            masks=view(lambda slot: slot.mask),
-            progress=self.progress,
-            grads=view(lambda slot: gradients.get(slot.name)) if gradients else {},
-            momentum=view(lambda s: guards.read_momentum(self.optimizers, s.parameter)) if reads_momentum else {},
-            memory=self.memory,
-        )
 
     # ---- masks that follow scores
 
@@ -333,8 +308,7 @@ class Pruner:
         """Observe masks that have followed the scores when that is due, and draw weights again."""
         self.reached = method.scheduled_sparsity(self.progress)
         if method.is_update_due(self.progress):
-            before = [buffers.snapshot_masks() for buffers in self.attached_engine().buffers]
-            self._observe(before, self.reached)
+            self._observe(snapshot_masks(self.attached_engine().buffers), self.reached)
             self._redraw_weights(method)
         self.set_next_sparsity()
 

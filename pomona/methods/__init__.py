@@ -11,9 +11,11 @@ from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
 from ..registry import build_spec
 from . import (
+    acdc,
     dpf,
     dsr,
     edge_popup,
+    feather,
     finetune,
     incremental,
     iterand,
@@ -23,19 +25,24 @@ from . import (
     rigl,
     sfp,
     snip,
+    sparse_evolutionary,
     sparse_momentum,
+    srigl,
+    st3,
 )
-from . import sparse_evolutionary as set_
 from .lottery import LotteryRounds
 
 __all__ = [
+    "ACDC",
     "DPF",
     "DSR",
     "METHODS",
     "SET",
     "SFP",
     "SNIP",
+    "ST3",
     "EdgePopup",
+    "Feather",
     "Finetune",
     "Incremental",
     "IteRand",
@@ -44,6 +51,7 @@ __all__ = [
     "OneShot",
     "Random",
     "RigL",
+    "SRigL",
     "SparseMomentum",
     "make_constructor",
     "make_pruner",
@@ -86,9 +94,11 @@ def make_lottery_constructor(spec: Callable[Options, lottery.Lottery]) -> Callab
     return make_constructor(spec)  # type: ignore[return-value]
 
 
+ACDC = make_constructor(acdc.ACDC)
 DPF = make_constructor(dpf.DPF)
 DSR = make_constructor(dsr.DSR)
 EdgePopup = make_constructor(edge_popup.EdgePopup)
+Feather = make_constructor(feather.Feather)
 Finetune = make_constructor(finetune.Finetune)
 Incremental = make_constructor(incremental.Incremental)
 IteRand = make_constructor(iterand.IteRand)
@@ -96,7 +106,9 @@ Lottery = make_lottery_constructor(lottery.Lottery)
 OneShot = make_constructor(oneshot.OneShot)
 Random = make_constructor(random_mask.Random)
 RigL = make_constructor(rigl.RigL)
-SET = make_constructor(set_.SET)
+SET = make_constructor(sparse_evolutionary.SET)
 SFP = make_constructor(sfp.SFP)
 SNIP = make_constructor(snip.SNIP)
+SRigL = make_constructor(srigl.SRigL)
+ST3 = make_constructor(st3.ST3)
 SparseMomentum = make_constructor(sparse_momentum.SparseMomentum)

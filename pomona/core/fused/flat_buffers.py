@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
 from ...masking import count_pruned
-from .. import guards
 from ..slot import dense_strides
-from .random_stream import name_words
+from .captured_graphs import CapturedGraphs
+from .redraw_inputs import has_known_layouts, redraw_inputs
 
 if TYPE_CHECKING:
     from ..slot import Slot
@@ -54,7 +53,7 @@ class FlatBuffers:
         self.block_table: tuple[Tensor, ...] = ()
         self.output_thresholds: Any = None  # scales and thresholds of all outputs, where kernels shrink by them
         self.update_figures: Any = None  # what kernels measure of an update
-        self.graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
+        self.graphs = CapturedGraphs(self.mask.device)
 
     def _flatten_field(self, field: str) -> Any:
         """Move one field of the slots into a new buffer and return it; None where no slot has the field.
@@ -105,7 +104,7 @@ class FlatBuffers:
         addresses = self.parameter_addresses()
         if addresses == self.addresses:
             return False
-        self.addresses, self.block_table, self.graphs = addresses, (), {}
+        self.addresses, self.block_table, self.graphs = addresses, (), CapturedGraphs(self.mask.device)
         return True
 
     def kernels_ready(self) -> bool:
@@ -122,29 +121,8 @@ class FlatBuffers:
         return True
 
     def launch(self, operation: str) -> None:
-        """Run the kernels of an operation on all slots.
-
-        Python takes longer to launch a Triton kernel than to replay a CUDA graph of it, so from the second
-        time on an operation is a captured graph.
-        """
-        if guards.is_capturing(self.mask) or operation not in self.graphs:
-            with GRAPH_CAPTURE_LOCK:  # Triton may still be loading a kernel for another thread
-                self._run_kernels(operation)
-            self.graphs.setdefault(operation, None)
-            return
-        graph = self.graphs[operation]
-        if graph is None:
-            graph = self.graphs[operation] = self._capture(operation)
-        graph.replay()
-
-    def _capture(self, operation: str) -> torch.cuda.CUDAGraph:
-        """Capture the kernels of an operation in a CUDA graph."""
-        graph = torch.cuda.CUDAGraph()
-        with GRAPH_CAPTURE_LOCK, torch.cuda.stream(capture_stream(self.mask.device)):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
-            self._run_kernels(operation)
-            graph.capture_end()
-        return graph
+        """Run the kernels of an operation on all slots."""
+        self.graphs.launch(operation, self._run_kernels)
 
     def _run_kernels(self, operation: str) -> None:
         """Launch the kernels of an operation."""
@@ -305,25 +283,13 @@ class FlatBuffers:
     def redraw_weights(self, number: int) -> None:
         """Draw a share of the weights off the mask again; `number` counts the re-draws."""
         stream, limit = self.method.stream, self.method.redraw_limit  # type: ignore[attr-defined]
-        if self.kernels_ready() and all(position_layout(slot.parameter) for slot in self.targets):
+        if self.kernels_ready() and has_known_layouts(self.targets):
             buffers = self.mask, self.weight, self.draw_number
-            self.kernels.redraw(self.block_table, self._redraw_inputs(), *buffers, stream, number, limit)  # type: ignore[union-attr]
+            self.kernels.redraw(self.block_table, redraw_inputs(self.targets, stream), *buffers, stream, number, limit)  # type: ignore[union-attr]
             return
         for slot in self.targets:
             key = slot.name, slot.target.fan_in
             stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit)
-
-    def _redraw_inputs(self) -> tuple[Tensor, ...]:
-        """Return what kernels must know to draw the weights of each slot: key, name, layout and bound."""
-        stream = self.method.stream  # type: ignore[attr-defined]
-        rows = [(*stream.key, *name_words(slot.name), *position_layout(slot.parameter)) for slot in self.targets]  # type: ignore[misc]
-        bounds = torch.tensor([stream.bound(slot.target.fan_in) for slot in self.targets])
-        integers = torch.tensor(rows, dtype=torch.int64).t().contiguous().pin_memory()
-        on_device = (
-            integers.to(self.mask.device, non_blocking=True),
-            bounds.pin_memory().to(self.mask.device, non_blocking=True),
-        )
-        return (*on_device[0], on_device[1])
 
 
 def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
@@ -339,32 +305,6 @@ def threshold_count(slot: Slot) -> int:
     number, mask = 0 if slot.calibration is None else slot.calibration[0].numel(), slot.mask
     contiguous = slot.target.output_dim == 0 and mask.stride(0) * number == mask.numel()
     return number if number == 1 or contiguous else 0
-
-
-def position_layout(parameter: Tensor) -> tuple[int, int] | None:
-    """Return (channels, spatial) to find a weight's row-major position from its place in memory.
-
-    Memory counts (outer, spatial, channels) where a position counts (outer, channels, spatial); a contiguous
-    tensor has one of both. None for layouts that the kernels do not know.
-    """
-    if parameter.is_contiguous():
-        return 1, 1
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if parameter.ndim in formats and parameter.is_contiguous(memory_format=formats[parameter.ndim]):
-        return parameter.shape[1], parameter.shape[2:].numel()
-    return None
-
-
-GRAPH_CAPTURE_LOCK = threading.RLock()  # held while a CUDA graph is captured
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of a device that graphs are captured on.
-
-    torch hands out 32 streams in turn, so a second one could be the stream that another thread works on.
-    """
-    return torch.cuda.Stream(device)
 
 
 @cache

@@ -52,7 +52,7 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
             f"the last stage of '{run}' trained weights: a ticket holds random ones (edge_popup, iterand, no finetune)."
         )
     kept, fan_in = masks.load(run), {target.name: target.fan_in for target in method.targets(model)}
-    drawn = {name: tickets.Drawn(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
+    drawn = {name: tickets.DrawnTensor(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
     data = tickets.dumps(model.state_dict(), drawn, method.stream, built(run))
     file = run / FORMATS["ticket"] if out is None else out
     checkpoint.replace(file, data)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pomona.core.fused.flat_buffers import GRAPH_CAPTURE_LOCK, capture_stream
+from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream
 from pomona.errors import require
 
 from ..kernels.convolution import quick

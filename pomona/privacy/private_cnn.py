@@ -1,4 +1,7 @@
-"""A small network for private training: noise grows with every parameter, and group norm mixes no examples."""
+"""A small network for private training.
+
+It has few parameters because noise grows with their number, and group norm because it does not mix examples.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..models.registry import register
 
 
 class PrivateCNN(nn.Module):
-    """Four 3×3 convolutions with group norm, the first and the third of stride 2: 66 thousand parameters."""
+    """Four 3×3 convolutions with group norm, the first and the third with stride 2: 66 thousand parameters."""
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 3, rho: float = 1.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The schedule with which the authors of GIP prune random indices."""
+"""The exponential sparsity schedule that the authors of GIP use for random indices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ..schedules import SCHEDULES, RampSchedule
 @SCHEDULES.register("exponential")
 @dataclass(frozen=True)
 class Exponential(RampSchedule):
-    """base^(x − 1): slow at first, almost all of it in the last tenth. The base is the last share in per cent."""
+    """Schedule that follows base^(x − 1): almost all of the rise is in the last tenth.
+
+    The authors' base is the final sparsity in per cent.
+    """
 
     until: float = 1.0
     base: float = 90.0
