@@ -1,7 +1,7 @@
 """Allocation of sparsity to layers.
 
 "global" uses one threshold for all layers, and "global(floor=0.01)" also keeps at least that fraction of the weights
-of every layer. "uniform" and "erk" give each layer a sparsity of its own.
+of every layer. "uniform" and "erk" set the sparsity of each layer separately.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Source:
     def repair_advice(self, path: Path) -> str:
         """Return what to do about a missing or damaged file, for a message."""
         if not self.downloads:
-            return "replace it by an intact copy"
+            return "replace it with an intact copy"
         names = {Path(folder).name for folder in self.folders}
         whole = next((p for p in path.parents if p.name in names), path.parent)
         return f"remove {whole} and {self.how_to_get()}"

@@ -29,7 +29,7 @@ ALLOWED_GLOBALS = {
 
 
 class AllowedGlobal(str):
-    """The word for an allowed global; a type of its own, so that no string in a file can be mistaken for one."""
+    """The word for an allowed global; a separate type, so that no string in a file can be mistaken for one."""
 
 
 class PendingArray:

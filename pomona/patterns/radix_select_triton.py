@@ -8,7 +8,7 @@ the host never waits for the device.
 
 `SegmentedTopK` repeats the selection over the same segments. Scores change little from one step to the next, so it
 first predicts that the upper half of each segment's threshold is that of the previous selection, and one read of the
-scores tells whether the prediction holds. Where it holds the first three counting passes have nothing to do, and the
+scores shows whether the prediction holds. Where it holds the first three counting passes have nothing to do, and the
 scores are read three times instead of five. The number of scores to keep lies on the device, so that a captured CUDA
 graph follows it when it changes.
 
@@ -259,7 +259,7 @@ def _count(
     RADIX: tl.constexpr = 2**DIGIT_BITS
     program = tl.program_id(0)
     segment, begin, end, first = _locate(program, segments, begins, ends, firsts, run, total, SEGMENTED)
-    previous = DIGIT - 1  # the state that tells the threshold's higher digits
+    previous = DIGIT - 1  # the state with the threshold's higher digits
     if SEGMENTED:
         states += segment * (DIGITS + 1) * (RADIX + 2)
         holds = _prediction_holds(states + DIGITS * (RADIX + 2), RADIX)

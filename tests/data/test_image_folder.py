@@ -46,7 +46,7 @@ def test_invalid_image_folders_are_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "val" / "cow").rename(tmp_path / "val" / "cat")
     (tmp_path / "val" / "cat" / "b.jpg").write_bytes(b"not an image")
     with pytest.raises(
-        PomonaError, match=r"b.jpg is damaged: .*expected a readable image; replace it by an intact copy"
+        PomonaError, match=r"b.jpg is damaged: .*expected a readable image; replace it with an intact copy"
     ):
         load("imagefolder", root=tmp_path)
     real = builtins.__import__
