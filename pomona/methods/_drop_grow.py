@@ -17,12 +17,11 @@ from ..scores import random_scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropGrow(Method):
-    """A method that begins with a random mask of the final sparsity, and moves its entries."""
+class Regrowing(Method):
+    """A hard method whose updates may bring pruned weights back, starting at zero."""
 
     regrows: ClassVar[bool] = True
 
-    seed: int = 0
     schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
@@ -32,6 +31,13 @@ class DropGrow(Method):
             f"{self.name} grows weights from zero, and a filter of zeros behind a ReLU never learns: use snip, "
             "incremental, sfp or dpf with filters, or another pattern.",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropGrow(Regrowing):
+    """A method that begins with a random mask of the final sparsity, and moves its entries."""
+
+    seed: int = 0
 
     def initial_masks(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(targets, random_scores(targets.latent, self.seed), sparsity)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
-from ..core.method import Masks, Method, Targets, TrainingProgress, method
+from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
-from ..schedules import Constant, Schedule
 from ..scores import magnitude
+from ._drop_grow import Regrowing
 
 
 @method("acdc", paper="Peste et al., NeurIPS 2021", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class ACDC(Method):
+class ACDC(Regrowing):
     """Prune by magnitude, release all weights, and so on in turn; released weights start at zero, without momentum."""
 
-    regrows: ClassVar[bool] = True
     start: float = 0.05  # share of training, dense, before the first compressed phase
     phase: float = 0.1  # length of a compressed or dense phase, as a share of training
     until: float = 0.85  # share of training after which the masks are fixed
-    schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from .rigl import RigL
 class SRigL(RigL):
     """RigL in which every neuron keeps the same number of weights; neurons with few salient weights are ablated."""
 
-    pattern: Pattern = Balanced(blocks=1)
+    pattern: Pattern = field(default=Balanced(blocks=1), init=False)
     ablation: float = 0.3  # γ_sal: the share of its fan-in that must be salient for a neuron to stay
 
     def __post_init__(self) -> None:
@@ -29,10 +29,10 @@ class SRigL(RigL):
     def rewire(self, name: str, targets: Targets) -> torch.Tensor:
         """Return one layer's new mask; kept weights and those of the largest gradients are salient."""
         weight, mask, shape = targets.latent[name], targets.masks[name], matrix_shape(targets.masks[name].shape)
-        total, active = int(mask.sum()), mask.reshape(shape).any(1)
+        total, active = targets.memory.setdefault(name, int(mask.sum())), mask.reshape(shape).any(1)
         kept = self.drop(weight, mask, targets.progress).reshape(shape)
         growth = self.growth_score(name, targets).reshape(shape).masked_fill(kept | ~active[:, None], -torch.inf)
-        salient = kept | select_largest([growth], total - int(kept.sum()))[0]
+        salient = kept | select_largest([growth], int(mask.sum() - kept.sum()))[0]
         stays = active & (salient.sum(1) >= self.ablation * total / active.sum())
         stays = stays if bool(stays.any()) else active
         fan_in = min(round(total / int(stays.sum())), shape[1])

@@ -14,7 +14,8 @@ from pomona.methods import METHODS
 from pomona.sparse import BalancedTensor
 
 TOTAL, BLOCK = 40, 4
-NAMES = [name for name in METHODS if METHODS[name].weights != "score" and name not in ("finetune", "lottery")]
+OTHER = ("finetune", "lottery", "feather", "st3", "srigl")  # hold, repeat, or have a pattern of their own
+NAMES = [name for name in METHODS if METHODS[name].weights != "score" and name not in OTHER]
 
 
 def pruner(name: str, allocation: str) -> pm.Pruner:
