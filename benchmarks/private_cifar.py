@@ -58,7 +58,7 @@ def recipes(
     changes = [*here, *options.settings]
     for epsilon, arm, seed in itertools.product(options.epsilons, options.arms, options.seeds):
         choice = ARMS[arm]
-        given = private.read(RECIPE, [f"data.validation={PUBLIC}", *changes])
+        given = private.read_recipe(RECIPE, [f"data.validation={PUBLIC}", *changes])
         section = {key: value for key, value in given["private"].items() if key not in ("method", "share")}
         given["private"] = section | choice | {"epsilon": epsilon}
         given |= {"seed": seed, "name": f"{arm.replace(' ', '-')}-{epsilon:g}-seed{seed}"}
@@ -77,7 +77,9 @@ def solve(options: argparse.Namespace) -> None:
     for _, recipe in recipes(options, None):
         key = key_of(recipe.private.epsilon, recipe.private.share)
         if key not in budgets:
-            budgets[key] = private.plan(recipe, data_dir=options.data_dir)["recipe"]["private"]["budget"]
+            budgets[key] = private.describe_private_run(recipe, data_dir=options.data_dir)["recipe"]["private"][
+                "budget"
+            ]
             print(f"{key}: σ = {budgets[key]['sigma']:.4f}, index draw ε = {budgets[key]['index']:.3g}", flush=True)
     options.budgets.write_text(json.dumps(budgets, indent=1) + "\n")
 

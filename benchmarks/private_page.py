@@ -78,7 +78,7 @@ def shares() -> str:
 
 
 def accuracies() -> str:
-    cells = private.table(ROOT / private.RECORD)["cells"]
+    cells = private.private_table(ROOT / private.RECORD)["cells"]
     epsilons = sorted({cell["setting"]["epsilon"] for cell in cells})
     rows = []
     for arm, name in NAMES.items():

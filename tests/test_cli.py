@@ -15,7 +15,7 @@ import pytest
 import pomona
 from pomona import lab
 from pomona.cli import main
-from pomona.lab.recipes.bundled import recipes
+from pomona.lab.recipes.bundled import bundled_recipes
 from pomona.methods import METHODS
 
 SMALL = """
@@ -328,7 +328,7 @@ def test_version_and_help(call):
 
 
 def test_shipped_recipes_load_by_name_as_the_paper_has_them():
-    shipped = {name: lab.Recipe.load(path) for name, path in recipes().items()}
+    shipped = {name: lab.Recipe.load(path) for name, path in bundled_recipes().items()}
     assert set(shipped) >= {"dpf-resnet20", "dpf-wrn28_2", "dense-resnet20", "digits-dpf"}
     assert all(recipe.name == name for name, recipe in shipped.items())
     resnet, wide = shipped["dpf-resnet20"], shipped["dpf-wrn28_2"]

@@ -84,8 +84,8 @@ def test_what_is_written_is_what_is_read(given):
 @given(st.text())
 def test_any_text_can_be_written(text):
     text = text.encode("utf-8", "ignore").decode()
-    assert tomllib.loads(f"x = {recipes._value(text)}") == {"x": text}
-    assert tomllib.loads(f"{recipes._key(text)} = 1") == {text: 1}
+    assert tomllib.loads(f"x = {recipes.format_value(text)}") == {"x": text}
+    assert tomllib.loads(f"{recipes.format_key(text)} = 1") == {text: 1}
 
 
 def test_a_file_is_called_after_itself(tmp_path):
@@ -254,6 +254,6 @@ class Ops(TorchDispatchMode):
 def test_a_recipe_draws_no_weights_to_check_its_model(name):
     """That takes seconds in a table of hundreds, most of them to load torch's compiler."""
     with Ops() as ops:
-        recipes._try_model.__wrapped__(name, "{}")
+        recipes.validate_model.__wrapped__(name, "{}")
     assert "empty" in ops.seen
     assert not {op for op in ops.seen if op in ("normal_", "uniform_", "bernoulli_", "random_")}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import After, lasting, rows
+from run_helpers import StopAfter, read_metrics, without_timings
 from safetensors.torch import load_file
 
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted
-from pomona.lab.recipes.bundled import files
+from pomona.lab.recipes.bundled import bundled_files
 from pomona.lab.runs import private
 from pomona.privacy import Budget, accounting
 
@@ -53,14 +53,14 @@ def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
     assert summary["private"]["delta"] == 1e-5
     if method == "gip":
         assert summary["private"]["lost"]["end"] == pytest.approx(summary["private"]["random_loses"]["end"], abs=0.01)
-    epochs = rows(tmp_path / "run", "epoch")
+    epochs = read_metrics(tmp_path / "run", "epoch")
     assert [row["epsilon"] for row in epochs] == [4.0, 8.0, 8.0]
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["fingerprint"] == recipe(method).fingerprint()
 
 
 def test_the_folder_holds_no_training_loss(tmp_path):
     private.train(recipe(), tmp_path / "run")
-    for row in rows(tmp_path / "run"):
+    for row in read_metrics(tmp_path / "run"):
         assert "loss" not in row
     summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
     assert "loss" not in summary
@@ -72,14 +72,14 @@ def test_the_folder_holds_no_training_loss(tmp_path):
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     whole = private.train(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
-        private.train(recipe(average=0.9), tmp_path / "parts", stop=After(5))
+        private.train(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
     parts = private.train(recipe(average=0.9), tmp_path / "parts", resume=True)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole["accuracy"] == parts["accuracy"]
     assert parts["epsilon"] == 8.0
-    pairs = zip(rows(tmp_path / "whole"), rows(tmp_path / "parts"), strict=True)
-    assert all(lasting(a) == lasting(b) for a, b in pairs)
+    pairs = zip(read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts"), strict=True)
+    assert all(without_timings(a) == without_timings(b) for a, b in pairs)
 
 
 def test_a_complete_run_is_not_trained_again(tmp_path):
@@ -91,7 +91,7 @@ def test_a_complete_run_is_not_trained_again(tmp_path):
 
 def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(), tmp_path / "run", stop=After(2))
+        private.train(recipe(), tmp_path / "run", stop=StopAfter(2))
     more = recipe(epsilon=9.0, budget=settled(0.01, 9.0))
     with pytest.raises(PomonaError, match="another budget or method .*epsilon: 9.0, not 8.0"):
         private.train(more, tmp_path / "run", resume=True)
@@ -162,7 +162,7 @@ def test_views_are_augmented_copies(tmp_path):
 
 def test_secure_runs_keep_no_generator(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(secure=True), tmp_path / "run", stop=After(2))
+        private.train(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
     assert state["private"]["source"] == {}
     private.train(recipe(secure=True), tmp_path / "run", resume=True)
@@ -223,8 +223,8 @@ def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
 def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
     pytest.importorskip("dp_accounting")
     asked = {"epsilon": 8.0, "delta": 1e-5, "rows": 100, "batch_size": 100, "steps": 1}
-    splits = private.predict([100], [10], clip=1.0, shares=(0.5,), **asked)
-    monkeypatch.setattr(private, "predict", lambda *sizes, **asked: splits)
+    splits = private.predict_splits([100], [10], clip=1.0, shares=(0.5,), **asked)
+    monkeypatch.setattr(private, "predict_splits", lambda *sizes, **asked: splits)
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(recipe().to_toml())
     assert main(["private", "tiny.toml", "--shares", "--json"]) == 0
@@ -239,7 +239,9 @@ def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
 
 
 def test_shipped_private_recipes_load():
-    found = {name: private.PrivateRecipe.load(file) for name, file in files().items() if name.startswith("private-")}
+    found = {
+        name: private.PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")
+    }
     assert set(found) >= {"private-digits", "private-cifar10", "private-wrn16_4", "private-imdb"}
     authors = found["private-wrn16_4"]
     assert (authors.private.epsilon, authors.private.keep, authors.private.share) == (1.0, 0.1, 0.01)

@@ -48,7 +48,7 @@ def run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9)
 def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    result = private.table(tmp_path / "record.json")
+    result = private.private_table(tmp_path / "record.json")
     heads, rows = layout(result)
     assert heads == ["", "", "ε = 1", "ε = 2"]
     assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
@@ -62,13 +62,13 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     assert cells[0]["std"] is None
     assert cells[0]["sparsity"] == pytest.approx(0.9)
     assert cells[0]["setting"]["lost"]["end"] == 0.9
-    assert private.table(tmp_path / "none.json")["cells"] == []
+    assert private.private_table(tmp_path / "none.json")["cells"] == []
 
 
 def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
     runs = [run("gip", 8.0, 0, 60.0, lost=0.8), run("gip", 1.0, 0, 40.0, lost=0.9), run("dpsgd", 1.0, 0, 41.0, lost=0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    _, rows = layout(private.table(tmp_path / "record.json"))
+    _, rows = layout(private.private_table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 
@@ -76,7 +76,7 @@ def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
 def test_a_damaged_record_is_told(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
     with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
-        private.table(tmp_path / "record.json")
+        private.private_table(tmp_path / "record.json")
 
 
 def test_the_page_answers_from_the_record(tmp_path, monkeypatch):

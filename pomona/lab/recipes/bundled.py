@@ -9,35 +9,39 @@ from pathlib import Path
 from pomona.errors import PomonaError, unknown
 
 
-def find(given: str) -> Path:
+def find_recipe(given: str) -> Path:
     """A recipe or table by its path, or by its name among those that come with pomona."""
     path = Path(given)
-    shipped = files()
+    shipped = bundled_files()
     if path.is_file():
         return path
     if path.name == given and path.stem in shipped and path.suffix in ("", ".toml"):
         return shipped[path.stem]
     if path.suffix == ".toml" or path.name != given:
-        raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {', '.join(recipes())}.")
+        raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {', '.join(bundled_recipes())}.")
     raise unknown("recipe", given, shipped)
 
 
-def recipes() -> dict[str, Path]:
+def bundled_recipes() -> dict[str, Path]:
     """The recipes of runs and of sweeps."""
-    return {name: file for name, file in files().items() if not is_table(file) and not has(file, "[private]")}
+    return {
+        name: file
+        for name, file in bundled_files().items()
+        if not is_table_file(file) and not has_section(file, "[private]")
+    }
 
 
-def tables() -> dict[str, Path]:
+def bundled_tables() -> dict[str, Path]:
     """The tables of the papers."""
-    return {name: file for name, file in files().items() if is_table(file)}
+    return {name: file for name, file in bundled_files().items() if is_table_file(file)}
 
 
-def is_table(file: Path) -> bool:
+def is_table_file(file: Path) -> bool:
     """Whether a TOML file is a table and not a recipe."""
-    return has(file, "[[part]]")
+    return has_section(file, "[[part]]")
 
 
-def has(file: Path, section: str) -> bool:
+def has_section(file: Path, section: str) -> bool:
     """Whether a TOML file has a section."""
     try:
         return any(line.startswith(section) for line in file.read_text(encoding="utf-8").splitlines())
@@ -45,7 +49,7 @@ def has(file: Path, section: str) -> bool:
         return False  # whoever reads it as a recipe will say why
 
 
-def files() -> dict[str, Path]:
+def bundled_files() -> dict[str, Path]:
     """All that comes with pomona: beside the package in a checkout, under share/pomona when installed."""
     beside = Path(__file__).resolve().parents[3]  # of a checkout, or what pip was given by --target
     user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))

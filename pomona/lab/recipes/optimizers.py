@@ -17,12 +17,12 @@ import torch
 from pomona.errors import require
 from pomona.registry import Registry
 
-OPTIMIZERS: Registry[Optimizer] = Registry("optimizer")
-RATES: Registry[Rate] = Registry("learning-rate schedule")
+OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer")
+LEARNING_RATES: Registry[LearningRate] = Registry("learning-rate schedule")
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerSpec:
     """What every optimizer has; `build` makes the torch one."""
 
     lr: float = 0.1  # the rate before any decay, reached at the end of the warm-up
@@ -43,7 +43,7 @@ class Optimizer:
 
 @OPTIMIZERS.add("sgd")
 @dataclass(frozen=True)
-class SGD(Optimizer):
+class SGD(OptimizerSpec):
     """Stochastic gradient descent with momentum, Nesterov's unless told otherwise."""
 
     momentum: float = 0.9
@@ -69,13 +69,13 @@ class SGD(Optimizer):
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         if self.momentum:
-            for parameter, state in _states(optimizer):
-                _put(state, "momentum_buffer", torch.zeros_like(parameter))
+            for parameter, state in _parameter_states(optimizer):
+                _set_state(state, "momentum_buffer", torch.zeros_like(parameter))
 
 
 @OPTIMIZERS.add("adam")
 @dataclass(frozen=True)
-class Adam(Optimizer):
+class Adam(OptimizerSpec):
     """Adam, with weight decay added to the gradient."""
 
     lr: float = 1e-3
@@ -103,10 +103,10 @@ class Adam(Optimizer):
         )
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in _states(optimizer):
-            _put(state, "step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+        for parameter, state in _parameter_states(optimizer):
+            _set_state(state, "step", torch.zeros((), dtype=torch.float32, device=parameter.device))
             for key in ("exp_avg", "exp_avg_sq"):
-                _put(state, key, torch.zeros_like(parameter))
+                _set_state(state, key, torch.zeros_like(parameter))
 
 
 @OPTIMIZERS.add("adamw")
@@ -118,14 +118,14 @@ class AdamW(Adam):
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+def _parameter_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
     """Every parameter, with the place for its state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter, optimizer.state[parameter]
 
 
-def _put(state: dict[str, Any], key: str, first: torch.Tensor) -> None:
+def _set_state(state: dict[str, Any], key: str, first: torch.Tensor) -> None:
     """A first value, or the value that is there laid out like it: fused steps want all tensors alike."""
     if key in state:
         first.copy_(state[key])
@@ -133,7 +133,7 @@ def _put(state: dict[str, Any], key: str, first: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Rate:
+class LearningRate:
     """A learning-rate schedule: a factor on `lr`, after a linear warm-up.
 
     Time is counted in steps, or in whole epochs where `per = "epoch"` (the rate then stands still
@@ -171,18 +171,18 @@ class Rate:
         return rate
 
 
-@RATES.add("constant")
+@LEARNING_RATES.add("constant")
 @dataclass(frozen=True)
-class Constant(Rate):
+class ConstantRate(LearningRate):
     """The same rate from the warm-up to the end."""
 
     def factor(self, time: int, total: int, epoch: int, warm: float) -> float:
         return 1.0
 
 
-@RATES.add("step")
+@LEARNING_RATES.add("step")
 @dataclass(frozen=True)
-class Step(Rate):
+class StepDecay(LearningRate):
     """Multiply by `gamma` at every milestone."""
 
     milestones: tuple[float, ...] = (0.5, 0.75)  # whole numbers are epochs, fractions shares of training
@@ -190,7 +190,7 @@ class Step(Rate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "milestones", _milestones(self.milestones))
+        object.__setattr__(self, "milestones", _parse_milestones(self.milestones))
         require(0 < self.gamma <= 1, f"gamma must be in (0, 1], got {self.gamma}.")
 
     def factor(self, time: int, total: int, epoch: int, warm: float) -> float:
@@ -198,9 +198,9 @@ class Step(Rate):
         return float(self.gamma ** bisect.bisect_right(times, time))
 
 
-@RATES.add("cosine")
+@LEARNING_RATES.add("cosine")
 @dataclass(frozen=True)
-class Cosine(Rate):
+class CosineDecay(LearningRate):
     """Half a cosine from `lr` after the warm-up down to `final`, then `rest` epochs there."""
 
     final: float = 0.0  # the share of lr at the end
@@ -217,7 +217,7 @@ class Cosine(Rate):
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * share)) / 2
 
 
-def _milestones(given: object) -> tuple[float, ...]:
+def _parse_milestones(given: object) -> tuple[float, ...]:
     """Milestones as a tuple, each a whole epoch or a share of training."""
     require(isinstance(given, (list, tuple)), f"milestones takes a list, got {given!r}.")
     for m in given:  # type: ignore[attr-defined]

@@ -43,12 +43,12 @@ from pomona.errors import PomonaError, require, unknown
 from pomona.methods import METHODS
 from pomona.registry import check_type, describe, parse, plain
 
-from .optimizers import OPTIMIZERS, RATES, SGD, Optimizer, Rate, Step
+from .optimizers import LEARNING_RATES, OPTIMIZERS, SGD, LearningRate, OptimizerSpec, StepDecay
 
 DENSE = "dense"  # the method that is none
 
 # Names and places, and how a run is carried out and watched: none of it decides what is reached.
-PASSIVE = {"name", "origin.run"} | {
+SETTINGS_WITHOUT_EFFECT = {"name", "origin.run"} | {
     f"train.{key}"
     for key in (
         "device",
@@ -63,7 +63,7 @@ PASSIVE = {"name", "origin.run"} | {
 
 
 # Options that came later: at these values they decide nothing, and the names of earlier runs stand.
-LATER = [("train.average", 0), ("method.feedback", None)]
+NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None)]
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class FinetuneOptions:
     """A second stage with the masks fixed. What is not said of its optimizer and rate is as in the first."""
 
     epochs: int = 0  # none
-    optimizer: Optimizer = SGD()
-    rate: Rate = Step()
+    optimizer: OptimizerSpec = SGD()
+    rate: LearningRate = StepDecay()
 
     def __post_init__(self) -> None:
         require(self.epochs >= 0, f"finetune.epochs must be 0 or more, got {self.epochs}.")
@@ -162,8 +162,8 @@ class Recipe:
     model: dict[str, Any]
     origin: OriginOptions = OriginOptions()
     method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
-    optimizer: Optimizer = SGD()
-    rate: Rate = Step()
+    optimizer: OptimizerSpec = SGD()
+    rate: LearningRate = StepDecay()
     train: TrainOptions = TrainOptions()
     finetune: FinetuneOptions = FinetuneOptions()
 
@@ -174,23 +174,23 @@ class Recipe:
         The value of an override is a TOML literal, or else a bare string. A file without a name is
         called after itself.
         """
-        given = read(source, overrides)
+        given = read_recipe(source, overrides)
         given.pop("sweep", None)
         require(
             "part" not in given,
             "this is a table of runs, no recipe: `pomona sweep` trains it, `pomona table` shows it.",
         )
-        _check_keys(given)
+        validate_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
         second = given.pop("finetune", {})
-        first = cls(**{key: _MAKE[key](value) for key, value in given.items()})
+        first = cls(**{key: SECTION_PARSERS[key](value) for key, value in given.items()})
         method = first.method["name"]
         require(
             not first.train.average or method == DENSE or METHODS[method].weights != "score",
             f"train.average is a mean of trained weights, and {method} chooses among random ones: leave it out.",
         )
-        return dataclasses.replace(first, finetune=_make_finetune(second, first))
+        return dataclasses.replace(first, finetune=parse_finetune(second, first))
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, every default included."""
@@ -209,7 +209,7 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The recipe as TOML; an option that is not set stands there as a comment."""
-        return "\n".join(_lines(self.to_dict())) + "\n"
+        return "\n".join(format_toml(self.to_dict())) + "\n"
 
     def fingerprint(self) -> str:
         """A short hash of the settings."""
@@ -229,23 +229,27 @@ class Recipe:
         """Dotted key → value of all that decides the result: what is neither `PASSIVE`, `LATER` nor unused."""
         idle = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
         used = {section: options for section, options in self.to_dict().items() if section not in idle}
-        return {k: _number(v) for k, v in _leaves(used) if k not in PASSIVE and (k, v) not in LATER}
+        return {
+            k: _normalize_number(v)
+            for k, v in _flatten(used)
+            if k not in SETTINGS_WITHOUT_EFFECT and (k, v) not in NEUTRAL_DEFAULTS
+        }
 
 
-def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A recipe as it was written, with its overrides and nothing filled in."""
     if isinstance(source, Mapping):
         given = copy.deepcopy(dict(source))
     else:
-        given = {"name": Path(source).stem} | _read(Path(source))
+        given = {"name": Path(source).stem} | _read_toml(Path(source))
     for override in overrides:
-        _apply(given, override)
+        _apply_override(given, override)
     return given
 
 
-def _make_method(given: Any) -> dict[str, Any]:
+def parse_method(given: Any) -> dict[str, Any]:
     """The method's recipe spelling with every option; making its record checks them."""
-    spelled = _spelled(given)
+    spelled = normalize_choice(given)
     if isinstance(spelled, Mapping) and spelled.get("name") == DENSE:
         extra = [key for key in spelled if key != "name"]
         require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
@@ -255,24 +259,24 @@ def _make_method(given: Any) -> dict[str, Any]:
     return describe(METHODS.make(spelled))
 
 
-def _make_model(given: Any) -> dict[str, Any]:
+def parse_model(given: Any) -> dict[str, Any]:
     """The model's name and options, all but those that follow from the data (classes, channels …)."""
-    name, options = _named("model", given)
+    name, options = split_name("model", given)
     info = models.info(name)
-    _try_model(name, json.dumps(options, default=str))
+    validate_model(name, json.dumps(options, default=str))
     follows = {"vocabulary", *info.fit((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in follows}
     return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
 
 
 @functools.cache
-def _try_model(name: str, options: str) -> None:
+def validate_model(name: str, options: str) -> None:
     """Refuse bad options by making the model, without its memory, once: a table has hundreds of recipes."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), _SkipInitialization():
         models.info(name).make(**json.loads(options))
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipInitialization(TorchFunctionMode):
     """Weights are not drawn: on the meta device there are none, and torch would load its compiler to see that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,9 +286,9 @@ class _Undrawn(TorchFunctionMode):
         return next(iter([*args, *kwargs.values()])) if drawn else func(*args, **kwargs)
 
 
-def _make_data(given: Any) -> DataOptions:
+def parse_data(given: Any) -> DataOptions:
     """The data set's own options, and those that all data sets have."""
-    name, options = _named("data", given)
+    name, options = split_name("data", given)
     common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
     mine = {key: options.pop(key) for key in common & options.keys()}
     if "validation" in mine:
@@ -298,13 +302,13 @@ def _make_data(given: Any) -> DataOptions:
     return DataOptions(SOURCES.make({"name": name, **options}), **mine)
 
 
-def _make_train(given: Any) -> TrainOptions:
-    return TrainOptions(**_table("train", given, TrainOptions))
+def parse_train(given: Any) -> TrainOptions:
+    return TrainOptions(**parse_options("train", given, TrainOptions))
 
 
-def _make_origin(given: Any) -> OriginOptions:
+def parse_origin(given: Any) -> OriginOptions:
     """With the fingerprint of the run it names, which must be there unless it is given too."""
-    options = _table("origin", given, OriginOptions)
+    options = parse_options("origin", given, OriginOptions)
     run = options.get("run")
     if run is not None and options.get("fingerprint") is None:
         try:
@@ -316,11 +320,11 @@ def _make_origin(given: Any) -> OriginOptions:
     return OriginOptions(**options)
 
 
-def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
+def parse_finetune(given: Any, first: Recipe) -> FinetuneOptions:
     """The second stage, in which the optimizer and the rate of the first are the defaults."""
-    options = _table("finetune", given, FinetuneOptions)
-    for key, default, choices in (("optimizer", first.optimizer, OPTIMIZERS), ("rate", first.rate, RATES)):
-        written = _spelled(options.get(key, {}))
+    options = parse_options("finetune", given, FinetuneOptions)
+    for key, default, choices in (("optimizer", first.optimizer, OPTIMIZERS), ("rate", first.rate, LEARNING_RATES)):
+        written = normalize_choice(options.get(key, {}))
         unnamed = isinstance(written, Mapping) and "name" not in written
         options[key] = choices.make(describe(default) | written if unnamed else written)
     made = FinetuneOptions(**options)
@@ -332,10 +336,10 @@ def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
     return made
 
 
-def _table(section: str, given: Any, record: type) -> dict[str, Any]:
+def parse_options(section: str, given: Any, record: type) -> dict[str, Any]:
     """The options of a section that is no named choice, each known and of its type."""
     require(isinstance(given, Mapping), f"{section} is a table of options, got {given!r}.")
-    hints = _hints(record)
+    hints = type_hints(record)
     for key, value in given.items():
         if key not in hints:
             raise unknown(f"option of {section}", key, hints)
@@ -343,35 +347,35 @@ def _table(section: str, given: Any, record: type) -> dict[str, Any]:
     return dict(given)
 
 
-_hints = functools.cache(typing.get_type_hints)  # slow, and a table has hundreds of recipes
+type_hints = functools.cache(typing.get_type_hints)  # slow, and a table has hundreds of recipes
 
 
-def _make_seed(given: Any) -> int:
+def parse_seed(given: Any) -> int:
     check_type("seed", given, int)
     require(0 <= given < 2**63, f"seed must be in [0, 2⁶³), got {given}.")
     return int(given)
 
 
-def _make_name(given: Any) -> str:
+def parse_name(given: Any) -> str:
     check_type("name", given, str)
     return str(given)
 
 
 # How each section is made from what was written.
-_MAKE: dict[str, Any] = {
-    "name": _make_name,
-    "seed": _make_seed,
-    "data": _make_data,
-    "model": _make_model,
-    "origin": _make_origin,
-    "method": _make_method,
-    "optimizer": lambda given: OPTIMIZERS.make(_spelled(given, "sgd")),
-    "rate": lambda given: RATES.make(_spelled(given, "step")),
-    "train": _make_train,
+SECTION_PARSERS: dict[str, Any] = {
+    "name": parse_name,
+    "seed": parse_seed,
+    "data": parse_data,
+    "model": parse_model,
+    "origin": parse_origin,
+    "method": parse_method,
+    "optimizer": lambda given: OPTIMIZERS.make(normalize_choice(given, "sgd")),
+    "rate": lambda given: LEARNING_RATES.make(normalize_choice(given, "step")),
+    "train": parse_train,
 }
 
 
-def _spelled(given: Any, default: str | None = None) -> Any:
+def normalize_choice(given: Any, default: str | None = None) -> Any:
     """A named choice as a table, whether it was written as text or as a table without its name."""
     if isinstance(given, str):
         name, options = parse(given)
@@ -381,8 +385,8 @@ def _spelled(given: Any, default: str | None = None) -> Any:
     return given
 
 
-def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
-    spelled = _spelled(given)
+def split_name(section: str, given: Any) -> tuple[str, dict[str, Any]]:
+    spelled = normalize_choice(given)
     require(
         isinstance(spelled, Mapping) and isinstance(spelled.get("name"), str),
         f'{section} needs a name: {section} = "…" or {{name = "…"}}, got {given!r}.',
@@ -391,17 +395,17 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def _check_keys(given: Mapping[str, Any]) -> None:
+def validate_keys(given: Mapping[str, Any]) -> None:
     """Refuse keys that a recipe does not have; an option at the top is told its section."""
     require("private" not in given, "a recipe with a section 'private' is trained by `pomona private`.")
     for key in given:
-        if key not in _MAKE and key != "finetune":
-            records = {"optimizer": SGD, "rate": Step, "train": TrainOptions, "origin": OriginOptions}
+        if key not in SECTION_PARSERS and key != "finetune":
+            records = {"optimizer": SGD, "rate": StepDecay, "train": TrainOptions, "origin": OriginOptions}
             options = [f"{s}.{f.name}" for s, record in records.items() for f in dataclasses.fields(record)]
-            raise unknown("key of the recipe", key, [*_MAKE, "finetune", *options, "method.sparsity"])
+            raise unknown("key of the recipe", key, [*SECTION_PARSERS, "finetune", *options, "method.sparsity"])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -410,21 +414,21 @@ def _read(path: Path) -> dict[str, Any]:
         raise PomonaError(f"the recipe '{path}' is no valid TOML: {error}.") from error
 
 
-def _apply(given: dict[str, Any], override: str) -> None:
+def _apply_override(given: dict[str, Any], override: str) -> None:
     """Set one "dotted.key=value" in a recipe that is not yet resolved."""
     key, equals, text = override.partition("=")
     require(
         bool(equals) and all(key.strip().split(".")), f"'{override}' is not of the form key=value (train.epochs=10)."
     )
-    put(given, key.strip(), literal(text.strip()))
+    set_setting(given, key.strip(), parse_value(text.strip()))
 
 
-def put(given: dict[str, Any], key: str, value: Any) -> None:
+def set_setting(given: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in a recipe that is not yet resolved."""
     *path, last = key.split(".")
     table = given
     for depth, part in enumerate(path):
-        inner = _spelled(table.get(part, {}))
+        inner = normalize_choice(table.get(part, {}))
         if not isinstance(inner, Mapping):
             where = ".".join(path[: depth + 1])
             raise PomonaError(f"'{key}' cannot be set: {where} is {inner!r}, which has no options.")
@@ -433,7 +437,7 @@ def put(given: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def literal(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A TOML value, or the text itself where it is none."""
     try:
         values = tomllib.loads(f"value = {text}")
@@ -442,23 +446,25 @@ def literal(text: str) -> Any:
     return values["value"] if len(values) == 1 else text
 
 
-def _lines(tables: Mapping[str, Any]) -> Iterator[str]:
+def format_toml(tables: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a TOML file with plain tables: values first, then one section a table."""
     for key, value in tables.items():
         if not isinstance(value, Mapping):
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{format_key(key)} = {format_value(value)}"
     for section, options in tables.items():
         if isinstance(options, Mapping):
-            yield f"\n[{_key(section)}]"
+            yield f"\n[{format_key(section)}]"
             for key, value in options.items():
-                yield f"# {_key(key)} is not set" if value is None else f"{_key(key)} = {_value(value)}"
+                yield (
+                    f"# {format_key(key)} is not set" if value is None else f"{format_key(key)} = {format_value(value)}"
+                )
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+def format_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_value(key)
 
 
-def _value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """One TOML value on one line."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -467,21 +473,21 @@ def _value(value: Any) -> str:
     if isinstance(value, str):  # JSON's escapes are TOML's, but for the one character it leaves bare
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        pairs = (f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
+        pairs = (f"{format_key(k)} = {format_value(v)}" for k, v in value.items() if v is not None)
         return f"{{{', '.join(pairs)}}}"
     raise TypeError(f"TOML has no way to write {value!r}")
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _number(value: Any) -> Any:
+def _normalize_number(value: Any) -> Any:
     """1.0 as 1, so that both have one fingerprint; within a list (milestones) they may differ."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -33,23 +33,26 @@ from torch import Tensor, nn
 from pomona.data import draws
 from pomona.errors import PomonaError, require, unknown
 from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
-from pomona.privacy import splits as predict
+from pomona.privacy import splits as predict_splits
 from pomona.privacy.accounting import SHARES
 from pomona.privacy.step import WHOLE
 from pomona.registry import check_type, describe
 from pomona.schedules import SCHEDULES, Schedule
 
-from ..recipes.recipe import DENSE, Recipe, _lines, read
+from ..recipes.recipe import DENSE, Recipe, format_toml, read_recipe
 from . import checkpoint
-from .distributed import assembled
+from .distributed import joined_processes
 from .evaluate import cross_entropy
-from .loops import SETUP, Eager
-from .run import Note, Progress, Run, compare_recipes, own_random, signals
-from .run import check_folder as check_plain
+from .loops import SHARED_STATE_LOCK, EagerLoop
+from .run import NoteCallback, ProgressListener, Run, catch_stop_signals, isolated_random_state, require_same_recipe
+from .run import validate_folder as check_plain
 from .stages import Stage
 
-PASSIVE = ("micro", "budget")  # they decide nothing: the one bounds the memory, the other follows from the rest
-WARM = 10  # steps after which the running average of the weights remembers about as many
+SETTINGS_WITHOUT_EFFECT = (
+    "micro",
+    "budget",
+)  # they decide nothing: the one bounds the memory, the other follows from the rest
+AVERAGE_WARMUP_STEPS = 10  # steps after which the running average of the weights remembers about as many
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class PrivateOptions:
 
     def settings(self) -> dict[str, Any]:
         """All that decides the result."""
-        return {key: value for key, value in self.to_dict().items() if key not in PASSIVE}
+        return {key: value for key, value in self.to_dict().items() if key not in SETTINGS_WITHOUT_EFFECT}
 
     def settled(self, rows: int, batch_size: int, steps: int) -> PrivateOptions:
         """With the budget of a run of this size; one that was solved before must be for the same."""
@@ -137,7 +140,7 @@ class PrivateRecipe:
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> PrivateRecipe:
         """As `Recipe.load`, with the section [private]."""
-        given = read(source, overrides)
+        given = read_recipe(source, overrides)
         section = given.pop("private", None)
         require(
             isinstance(section, Mapping),
@@ -160,7 +163,7 @@ class PrivateRecipe:
         return self.recipe.to_dict() | {"private": self.private.to_dict()}
 
     def to_toml(self) -> str:
-        return "\n".join(_lines(self.to_dict())) + "\n"
+        return "\n".join(format_toml(self.to_dict())) + "\n"
 
     def fingerprint(self) -> str:
         """Of all that decides the run."""
@@ -174,32 +177,32 @@ def train(
     *,
     resume: bool = False,
     data_dir: Path | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
-    note: Note = warnings.warn,
+    note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
     """Train a private recipe in a folder and return its summary, as `run.train` does."""
     folder = Path(folder)
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        done = check_folder(recipe, folder, resume)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        done = validate_private_folder(recipe, folder, resume)
         if done is not None:
             return done
-        with SETUP:
-            made = PrivateRun(recipe, folder, team, device, data_dir, progress, note)
+        with SHARED_STATE_LOCK:
+            made = PrivateRun(recipe, folder, processes, device, data_dir, progress, note)
         try:
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 made.open(resume)
-            with signals() as asked:
+            with catch_stop_signals() as asked:
                 made.train(lambda: asked() or (stop is not None and stop()))
             return made.finish()
         finally:
             made.close()
 
 
-def plan(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+def describe_private_run(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
     """What `train` would do, and the recipe with its budget solved; nothing is trained or written."""
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        made = PrivateRun(recipe, Path(), team, device, data_dir)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        made = PrivateRun(recipe, Path(), processes, device, data_dir)
         made.begin(0)
         return {
             "recipe": made.full.to_dict(),
@@ -212,16 +215,16 @@ def plan(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[s
         }
 
 
-def splits(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:
+def compare_budget_shares(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:
     """What other shares of ε for the indices of gip would lead to in the last step, by `privacy.splits`."""
     require(recipe.private.method == "gip", f"only gip splits its budget, and this is '{recipe.private.method}'.")
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        made = PrivateRun(recipe, Path(), team, device, data_dir)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        made = PrivateRun(recipe, Path(), processes, device, data_dir)
         made.begin(0)
     step, budget = made.private, made.private.budget
     sizes, kept = step.mechanism(budget.steps - 1).groups(step.size)
     asked = {key: getattr(budget, key) for key in ("epsilon", "delta", "rows", "batch_size", "steps")}
-    found = predict(sizes, kept, clip=step.clip, shares=(*SHARES, budget.share), **asked)
+    found = predict_splits(sizes, kept, clip=step.clip, shares=(*SHARES, budget.share), **asked)
     return [dataclasses.asdict(split) | {"error": split.error} for split in sorted(found, key=lambda one: one.share)]
 
 
@@ -231,7 +234,8 @@ class PrivateRun(Run):
     def __init__(self, recipe: PrivateRecipe, folder: Path, *rest: Any, **options: Any) -> None:
         super().__init__(recipe.recipe, folder, *rest, **options)
         require(
-            self.team.world == 1, f"private training is for one process, got {self.team.world}: leave torchrun out."
+            self.processes.world_size == 1,
+            f"private training is for one process, got {self.processes.world_size}: leave torchrun out.",
         )
         require(self.data.kind != "text", f"'{self.data.name}' is one long text, in which no row is a person's own.")
         offer = 'set model.norm = "group"' if "norm" in self.built else "choose a model without it, such as private_cnn"
@@ -276,7 +280,7 @@ class PrivateRun(Run):
 
     def make_folder(self) -> None:
         super().make_folder()
-        checkpoint.replace(self.folder / "recipe.toml", self.full.to_toml().encode())
+        checkpoint.replace_file(self.folder / "recipe.toml", self.full.to_toml().encode())
 
     def state(self) -> dict[str, Any]:
         averaged = self.averaged.state_dict() if self.full.private.average else {}
@@ -308,13 +312,13 @@ class PrivateRun(Run):
     @torch.no_grad()
     def follow(self) -> None:
         """The running mean of the weights, quick at first."""
-        decay = min(self.full.private.average, self.private.done / (self.private.done + WARM))
+        decay = min(self.full.private.average, self.private.done / (self.private.done + AVERAGE_WARMUP_STEPS))
         if decay:
             for ours, theirs in zip(self.averaged.parameters(), self.model.parameters(), strict=True):
                 ours.lerp_(theirs, 1 - decay)
 
 
-class PoissonLoop(Eager):
+class PoissonLoop(EagerLoop):
     """Steps on Poisson samples."""
 
     run: PrivateRun
@@ -351,13 +355,13 @@ class PrivateStage(Stage):
         return super().outcome(run) | told
 
 
-def check_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str, Any] | None:
+def validate_private_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str, Any] | None:
     """Refuse a folder that is in use, or of another recipe or budget; the summary if its run is complete."""
     written = folder / "recipe.toml"
     if not resume or not written.is_file():
         return check_plain(recipe.recipe, folder, resume)
     theirs = PrivateRecipe.load(written)
-    compare_recipes(recipe.recipe, theirs.recipe, folder)
+    require_same_recipe(recipe.recipe, theirs.recipe, folder)
     mine, old = recipe.private.settings(), theirs.private.settings()
     other = [f"{key}: {mine[key]}, not {old[key]}" for key in mine if mine[key] != old[key]]
     require(
@@ -375,7 +379,7 @@ def check_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str,
 RECORD = Path("results/private-cifar10.json")
 
 
-def table(record: Path | str | None = None) -> dict[str, Any]:
+def private_table(record: Path | str | None = None) -> dict[str, Any]:
     """`gip`, the table of benchmarks/private_cifar.py: each arm at each ε over its seeds, with E[i]/m beside it.
 
     The record is looked for here, then in the checkout. The paper's own tables cannot be had.
@@ -383,7 +387,7 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
     places = [Path(record)] if record is not None else [RECORD, Path(__file__).resolve().parents[3] / RECORD]
     found = next((place for place in places if place.is_file()), None)
     try:
-        cells = [] if found is None else arms(json.loads(found.read_bytes())["runs"])
+        cells = [] if found is None else table_cells(json.loads(found.read_bytes())["runs"])
     except (ValueError, KeyError, TypeError) as error:
         raise PomonaError(
             f"the record '{found}' is damaged: `python benchmarks/private_cifar.py run` makes it anew."
@@ -398,7 +402,7 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
     }
 
 
-def arms(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table_cells(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A cell for each arm at each ε; the row of an arm tells E[i]/m, from the least to the most over the ε."""
     groups: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
     lost: dict[str, list[float]] = {}
@@ -407,10 +411,10 @@ def arms(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         lost.setdefault(run["arm"], []).append(run["private"]["lost"]["end"])
     ends = {arm: dict.fromkeys(f"{end:.3f}" for end in (min(some), max(some))) for arm, some in lost.items()}
     rows = {arm: f"E[i]/m = {' to '.join(ends[arm])}" if any(some) else "" for arm, some in lost.items()}
-    return [cell(arm, rows[arm], group) for (_, arm), group in groups.items()]
+    return [table_cell(arm, rows[arm], group) for (_, arm), group in groups.items()]
 
 
-def cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def table_cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The runs of an arm that differ in their seeds; `sparsity` is that of the gradient at the end."""
     first, values = runs[0], [run["accuracy"] for run in runs]
     told = first["private"]
@@ -442,4 +446,4 @@ def cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
     }
 
 
-TABLES = {"gip": table}
+TABLES = {"gip": private_table}
