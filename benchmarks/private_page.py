@@ -13,7 +13,7 @@ from typing import Any
 import pages
 from pages import DOCS, MISSING, ROOT
 
-from pomona.lab.runs import private
+from pomona.lab.tables import private_table as private
 from pomona.privacy import splits
 from pomona.theory import gip
 

@@ -124,7 +124,7 @@ def test_recipe_that_is_no_toml(call):
     Path("small.toml").write_text("data = digits")
     code, _, err = call("train", "small.toml")
     assert code == 2
-    assert "is no valid TOML" in err
+    assert "is not valid TOML" in err
 
 
 def test_damaged_data_file(call, here):
@@ -485,7 +485,7 @@ def test_shrink_writes_a_smaller_network(call):
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["retrain", "nowhere"], "is no run"),
-        (["shrink", "nowhere"], "is no finished run"),
+        (["shrink", "nowhere"], "is not a finished run"),
     ],
 )
 def test_what_these_refuse(call, here, arguments, expected):

@@ -50,6 +50,7 @@ def private(
     """
     from pomona.lab import Interrupted
     from pomona.lab.recipes.bundled import find_recipe
+    from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
     from pomona.lab.runs.progress import make_reporter
 
@@ -60,7 +61,7 @@ def private(
         out, path = out or folder, folder / "recipe.toml"
     else:
         path = find_recipe(recipe)
-    resolved = lab.PrivateRecipe.load(path, [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])])
+    resolved = PrivateRecipe.load(path, [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])])
     place = out or RUNS / resolved.recipe.name
     if shares:
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)
@@ -72,7 +73,7 @@ def private(
         if as_json:
             dump({"folder": str(place), **plan})
         else:
-            print(lab.PrivateRecipe.load(plan["recipe"]).to_toml())
+            print(PrivateRecipe.load(plan["recipe"]).to_toml())
             show(facts({"folder": place, "steps": f"{plan['steps']:,}", **words(plan["private"], plan["params"])}))
         return
     progress = None if as_json else make_reporter(Console(stderr=True))

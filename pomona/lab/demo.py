@@ -20,7 +20,8 @@ from rich.table import Table
 
 from pomona.errors import require
 
-from .recipes.recipe import DENSE, Recipe
+from .recipes.options import DENSE
+from .recipes.recipe import Recipe
 from .runs import checkpoint
 from .runs import environment as env
 from .runs.progress import SeriesProgress

@@ -203,7 +203,7 @@ def test_the_names_of_earlier_runs_stand() -> None:
         ({"average": 1.5}, r"share of the epochs in \[0, 1\], got 1.5"),
         ({"average": -0.1}, "got -0.1"),
         ({"average": "half"}, "train.average takes float, got 'half'"),
-        ({"method": "edge_popup"}, "edge_popup chooses among random ones"),
+        ({"method": "edge_popup"}, "edge_popup selects among random ones"),
     ],
 )
 def test_refused(change, message) -> None:

@@ -99,7 +99,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "8x8", "--batch", "0"], "--batch takes numbers of 1 or more, got '0'"),
         (["bench", "8x8", "--dtype", "float"], "unknown dtype 'float'"),
         (["bench", "8x8", "--device", "gpu"], "unknown device 'gpu'"),
-        (["export", "nowhere"], "'nowhere' is no finished run"),
+        (["export", "nowhere"], "'nowhere' is not a finished run"),
         (["export", "nowhere", "--format", "csr"], "unknown format 'csr'"),
         (["export", "nowhere", "--dtype", "int8"], "unknown dtype 'int8'"),
     ],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
-from pomona.lab.recipes.optimizers import CosineDecay, StepDecay
+from pomona.lab.recipes.learning_rates import CosineDecay, StepDecay
 from pomona.lab.runs import masks
 from pomona.lab.runs.retrain import mac_shares, milestones_as_shares, prepare_retraining, retrain, training_cost
 

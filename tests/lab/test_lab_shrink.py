@@ -39,7 +39,7 @@ def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PomonaError, match="is no finished run: it has no model.safetensors"):
+    with pytest.raises(PomonaError, match="is not a finished run: it has no model.safetensors"):
         shrink.shrink_run(tmp_path)
 
 

@@ -156,10 +156,10 @@ def test_what_is_not_said_of_the_second_stage_is_as_in_the_first():
         ("finetune.epoch=1", "unknown option of finetune 'epoch': did you mean 'epochs'"),
         ("finetune.optimizer.lr=0", "lr must be above 0"),
         ("finetune.optimizer=sdg", "did you mean 'sgd'"),
-        ("finetune=5", "finetune is a table of options, got 5"),
+        ("finetune=5", "finetune is a section of options, got 5"),
         ("finetun.epochs=1", "did you mean 'finetune'"),
         ("origin.weights=old", "unknown origin.weights 'old'"),
-        ("origin.run=nowhere", "origin.run names 'nowhere', which is no finished run"),
+        ("origin.run=nowhere", "origin.run names 'nowhere', which is not a finished run"),
         ("train.track=1", "train.track takes bool"),
     ],
 )
@@ -339,6 +339,6 @@ def test_an_origin_that_is_gone_or_another_is_refused(tmp_path):
     with pytest.raises(PomonaError, match="the weights of the run '.*dense' cannot be read: train it again"):
         train(later, tmp_path / "run")
     (tmp_path / "dense" / "summary.json").write_text("")
-    with pytest.raises(PomonaError, match="is no finished run: it has no summary.json, or a damaged one"):
+    with pytest.raises(PomonaError, match="is not a finished run: it has no summary.json, or a damaged one"):
         recipe("dense", origin=origin)
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted
 from pomona.lab.recipes.bundled import bundled_files
+from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import private
 from pomona.privacy import Budget, accounting
 
@@ -37,10 +38,10 @@ def settled(share: float = 0.0, epsilon: float = 8.0, **change) -> dict:
     return Budget(epsilon, 1e-5, 1347, 400, STEPS, share, SIGMA, 0.0273 if share else 0.0, curve).to_dict() | change
 
 
-def recipe(method: str = "gip", **options) -> private.PrivateRecipe:
+def recipe(method: str = "gip", **options) -> PrivateRecipe:
     share = 0.01 if method == "gip" else 0.0
     section = {"method": method, "epsilon": 8.0, "keep": 0.5, "budget": settled(share), **options}
-    return private.PrivateRecipe.load({**SETTINGS, "private": section})
+    return PrivateRecipe.load({**SETTINGS, "private": section})
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd", "random"])
@@ -98,14 +99,14 @@ def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
     longer = {**SETTINGS, "train": {**SETTINGS["train"], "epochs": 4}}
     section = recipe().private.to_dict() | {"budget": None}
     with pytest.raises(PomonaError, match="other settings"):
-        private.train(private.PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
+        private.train(PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
     monkeypatch.setattr(accounting, "find_spec", lambda name: None)
     monkeypatch.setattr(accounting, "library", lambda: pytest.fail("the accountant was asked"))
     private.train(recipe(), tmp_path / "run")
-    written = private.PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
+    written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
     assert written.fingerprint() == recipe().fingerprint()
 
@@ -132,20 +133,16 @@ def test_public_rows_are_held_out_of_the_training(tmp_path):
     section = {"method": "public", "epsilon": 8.0, "keep": 0.5}
     held = {**SETTINGS, "data": {"name": "digits", "validation": 100}}
     solved = settled() | {"rows": 1247}
-    summary = private.train(
-        private.PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a"
-    )
+    summary = private.train(PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a")
     assert summary["private"]["lost"]["end"] is None
     with pytest.raises(PomonaError, match="set data.validation"):
-        private.train(
-            private.PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b"
-        )
+        private.train(PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b")
 
 
 def test_views_are_augmented_copies(tmp_path):
     shaped = {**SETTINGS, "data": {"name": "digits", "augment": "standard(pad=1)"}}
     section = {"method": "dpsgd", "epsilon": 8.0, "views": 3, "budget": settled()}
-    made = private.PrivateRecipe.load({**shaped, "private": section})
+    made = PrivateRecipe.load({**shaped, "private": section})
     seen = []
 
     def watch(self, inputs, targets):
@@ -186,13 +183,13 @@ def test_secure_runs_keep_no_generator(tmp_path):
 def test_bad_recipes_are_refused(change, message):
     given = {**SETTINGS, "private": {"epsilon": 8.0}} | change
     with pytest.raises(PomonaError, match=message):
-        private.PrivateRecipe.load(given)
+        PrivateRecipe.load(given)
 
 
 def test_models_and_data_that_cannot_be_private_are_refused(tmp_path):
     mixing = {**SETTINGS, "model": "digits_cnn", "private": {"epsilon": 8.0}}
     with pytest.raises(PomonaError, match="BatchNorm2d, which mixes .* private_cnn"):
-        private.train(private.PrivateRecipe.load(mixing), tmp_path / "run")
+        private.train(PrivateRecipe.load(mixing), tmp_path / "run")
     for options, message in (({"epsilon": 0.0}, "ε must be above 0"), ({"delta": 0.1}, "δ must lie")):
         with pytest.raises(PomonaError, match=message):
             private.train(recipe(**options, budget=None), tmp_path / "run")
@@ -239,9 +236,7 @@ def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
 
 
 def test_shipped_private_recipes_load():
-    found = {
-        name: private.PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")
-    }
+    found = {name: PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")}
     assert set(found) >= {"private-digits", "private-cifar10", "private-wrn16_4", "private-imdb"}
     authors = found["private-wrn16_4"]
     assert (authors.private.epsilon, authors.private.keep, authors.private.share) == (1.0, 0.1, 0.01)

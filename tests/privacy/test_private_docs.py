@@ -12,8 +12,8 @@ import pytest
 
 import pomona
 from pomona import privacy
-from pomona.lab.runs import private
 from pomona.lab.sweeps.result_table import layout
+from pomona.lab.tables import private_table as private
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
 @pytest.mark.parametrize("record", ["[", "[]", "{}", '{"runs": [{"seed": 0}]}'])
 def test_a_damaged_record_is_told(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
-    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
+    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it again"):
         private.private_table(tmp_path / "record.json")
 
 
@@ -105,6 +105,6 @@ def test_the_experiment_has_a_true_budget_for_every_run(monkeypatch):
     every = [recipe for _, recipe in private_cifar.recipes(asked, budgets)]
     assert len({recipe.fingerprint() for recipe in every}) == 72
     for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
-        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
+        recipe.private.with_budget(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
     assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
     assert all(r.recipe.data.validation == 2000 for r in every)

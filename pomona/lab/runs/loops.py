@@ -192,7 +192,7 @@ class CapturedLoop:
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
             with preserved_state(run):
-                run.stage.optimizer.prepare(run.optimizer)
+                run.stage.optimizer.initialize_state(run.optimizer)
                 stream.wait_stream(torch.cuda.current_stream(run.device))
                 with torch.cuda.stream(stream):
                     for size, compiled in sizes.items():
@@ -203,7 +203,7 @@ class CapturedLoop:
             self.record.copy_(record)
             for group in run.optimizer.param_groups:
                 group["lr"] = self.rate
-            run.stage.optimizer.prepare(run.optimizer)
+            run.stage.optimizer.initialize_state(run.optimizer)
             for size, compiled in sizes.items():
                 run.optimizer.zero_grad()
                 self.graphs[size] = torch.cuda.CUDAGraph()

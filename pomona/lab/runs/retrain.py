@@ -27,8 +27,9 @@ from pomona.errors import require, unknown
 from pomona.methods import METHODS
 from pomona.registry import describe
 
-from ..recipes.optimizers import LearningRate, StepDecay
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.learning_rates import LearningRate, StepDecay
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 from . import masks
 from .folder import METRICS_FILE
 from .run import NoteCallback, ProgressListener, train

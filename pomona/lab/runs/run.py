@@ -240,7 +240,7 @@ class Run:
         self.steps = self.per_epoch * self.stage.epochs
         if not resumed:
             self.stage.prepare(self)
-        self.rate = self.stage.rate.over(self.stage.optimizer.lr, self.steps, self.per_epoch)
+        self.rate = self.stage.rate.rate_function(self.stage.optimizer.lr, self.steps, self.per_epoch)
         kind = loops.choose_loop(self)
         learning = (p for p in self.model.parameters() if p.requires_grad)
         self.optimizer = self.stage.optimizer.build(learning, captured=kind != "eager")

@@ -41,7 +41,7 @@ def shrink_run(run: Path, out: Path | None = None) -> tuple[Shrunk, Path]:
 def load_finished_model(run: Path) -> tuple[nn.Module, list[int]]:
     """The trained network of a run, and the shape of its input."""
     file = run / "model.safetensors"
-    require(file.is_file(), f"'{run}' is no finished run: it has no {file.name}; pomona train makes one.")
+    require(file.is_file(), f"'{run}' is not a finished run: it has no {file.name}; pomona train makes one.")
     with safe_open(file, "pt") as stored:
         model = models.build(**json.loads(stored.metadata()["pomona"]))
     model.load_state_dict(load_file(file))

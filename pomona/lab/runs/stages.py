@@ -21,8 +21,10 @@ from pomona.errors import require
 from pomona.methods.finetune import Finetune
 from pomona.methods.lottery import Holder, Lottery, Rounds
 
-from ..recipes.optimizers import LearningRate, OptimizerSpec
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.learning_rates import LearningRate
+from ..recipes.optimizers import OptimizerSpec
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 from . import masks
 
 if TYPE_CHECKING:

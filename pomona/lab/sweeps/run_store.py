@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
 
-from ..recipes.recipe import DENSE, FinetuneOptions, Recipe
+from ..recipes.options import DENSE, FinetuneOptions
+from ..recipes.recipe import Recipe
 from ..runs import checkpoint, retrain
 from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary

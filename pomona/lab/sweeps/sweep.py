@@ -30,7 +30,9 @@ from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
 from pomona.registry import parse
 
-from ..recipes.recipe import DENSE, Recipe, parse_value, read_recipe, set_setting
+from ..recipes.options import DENSE
+from ..recipes.overrides import parse_value, read_recipe, set_setting
+from ..recipes.recipe import Recipe
 from ..runs import checkpoint
 from ..runs import environment as env
 from ..runs.distributed import distributed_context, select_device

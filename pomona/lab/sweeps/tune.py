@@ -15,7 +15,8 @@ from typing import Any
 
 from pomona.errors import PomonaError, require, unknown
 
-from ..recipes.recipe import Recipe, read_recipe, set_setting
+from ..recipes.overrides import read_recipe, set_setting
+from ..recipes.recipe import Recipe
 from ..runs.run import Interrupted
 from . import sweep
 

@@ -48,14 +48,15 @@ from typing import Any
 from pomona.errors import PomonaError, require, unknown
 
 from ..recipes import bundled as shelf
-from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe, parse_value, read_recipe
+from ..recipes.overrides import parse_value, read_recipe
+from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
 from ..runs.retrain import BUDGETS, STARTS
 from ..sweeps import sweep
 from ..sweeps.result_table import SHOW
 from ..sweeps.run_store import Store
 from .paper_table import Entry, Table, Task, numbers
 
-MODULES = ("pomona.theory.qian", "pomona.lab.runs.private")
+MODULES = ("pomona.theory.qian", "pomona.lab.tables.private_table")
 KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "measure", "show", "across", "names", "like")
 MEASURES = ("accuracy", "valid_accuracy")
 PART = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
