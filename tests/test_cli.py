@@ -171,7 +171,7 @@ def test_truncated_checkpoint_falls_back_to_the_one_before(call):
     code, out, err = call("train", "--resume", "runs/small", "--json")
     assert code == 0
     assert err.startswith("note: 'checkpoint' is damaged")
-    assert "going on from 'checkpoint.previous'" in err
+    assert "continuing from 'checkpoint.previous'" in err
     assert json.loads(out)["epoch"] == 4
 
 
@@ -332,7 +332,7 @@ def test_shipped_recipes_load_by_name_as_the_paper_has_them():
     assert set(shipped) >= {"dpf-resnet20", "dpf-wrn28_2", "dense-resnet20", "digits-dpf"}
     assert all(recipe.name == name for name, recipe in shipped.items())
     resnet, wide = shipped["dpf-resnet20"], shipped["dpf-wrn28_2"]
-    rates = [recipe.rate.over(recipe.optimizer.lr, recipe.train.epochs, 1) for recipe in (resnet, wide)]
+    rates = [recipe.rate.rate_function(recipe.optimizer.lr, recipe.train.epochs, 1) for recipe in (resnet, wide)]
     # Section 5 and appendix A.1: ResNet ×0.1 at 150 and 225 of 300 epochs, WideResNet ×0.2 at 60, 120, 160 of 200.
     assert [rates[0](e) for e in (0, 149, 150, 224, 225, 299)] == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
     assert [rates[1](e) for e in (0, 59, 60, 119, 120, 160)] == pytest.approx([0.1, 0.1, 0.02, 0.02, 0.004, 0.0008])

@@ -48,11 +48,12 @@ def private(
     The noise is solved for before the run, which needs dp-accounting (the extra `privacy`). What --dry-run prints
     is a recipe with its budget, from which a machine without it trains.
     """
-    from pomona.lab import Interrupted
+    from pomona.lab import Interrupted, describe_run, train
     from pomona.lab.recipes.bundled import find_recipe
     from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
     from pomona.lab.runs.progress import make_reporter
+    from pomona.lab.runs.train import validate_folder
 
     folder = Path(recipe)
     if folder.is_dir():
@@ -68,8 +69,8 @@ def private(
         dump(found) if as_json else show(predicted(found))
         return
     if dry_run:
-        lab.validate_private_folder(resolved, place, resume)
-        plan = lab.describe_private_run(resolved, data_dir=data_dir)
+        validate_folder(resolved, place, resume)
+        plan = describe_run(resolved, data_dir=data_dir)
         if as_json:
             dump({"folder": str(place), **plan})
         else:
@@ -78,7 +79,7 @@ def private(
         return
     progress = None if as_json else make_reporter(Console(stderr=True))
     try:
-        summary = lab.train(resolved, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
+        summary = train(resolved, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
     except (Interrupted, KeyboardInterrupt) as stopped:
         say(f"{stopped or 'stopped.'} To go on: {shlex.join(['pomona', 'private', '--resume', str(place)])}")
         raise typer.Exit(130) from stopped

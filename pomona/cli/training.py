@@ -150,7 +150,7 @@ def resumable(folder: Path, data_dir: Path | None) -> Iterator[None]:
 def preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
     """What a run would do, after all its checks."""
     from pomona.lab import describe_run
-    from pomona.lab.runs.run import validate_folder
+    from pomona.lab.runs.train import validate_folder
 
     done = validate_folder(recipe, folder, resume)
     would = "nothing: the run is complete" if done else "go on" if resume else "train"

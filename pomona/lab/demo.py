@@ -22,10 +22,10 @@ from pomona.errors import require
 
 from .recipes.options import DENSE
 from .recipes.recipe import Recipe
-from .runs import checkpoint
+from .runs import durable_files
 from .runs import environment as env
 from .runs.progress import SeriesProgress
-from .runs.run import train
+from .runs.train import train
 from .tables import line_chart as plot
 
 # Weight decay and clipping are what a network this small needs to keep DPF steady at 98 %: where a whole
@@ -92,8 +92,8 @@ def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: SeriesPr
         "seconds": time.perf_counter() - started,
         **env.describe_environment(),
     }
-    checkpoint.replace_file(out / "demo.svg", picture(result["cells"]).encode())
-    checkpoint.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(out / "demo.svg", picture(result["cells"]).encode())
+    durable_files.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
     return result
 
 

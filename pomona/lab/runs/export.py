@@ -13,7 +13,7 @@ from ...core.method import METHODS
 from ...errors import PomonaError, require
 from ...sparse import Compression, compress, save
 from ...sparse import ticket as tickets
-from . import checkpoint, masks
+from . import checkpoint, durable_files, masks
 from .shrink import load_finished_model
 
 FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # with the names of their files
@@ -54,7 +54,7 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     drawn = {name: tickets.Drawn(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
     data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run))
     file = run / FORMATS["ticket"] if out is None else out
-    checkpoint.replace_file(file, data)
+    durable_files.replace_file(file, data)
     whole = sum(value.numel() * value.element_size() for value in model.state_dict().values())
     return {
         "file": str(file),

@@ -32,7 +32,8 @@ from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
 from . import masks
 from .folder import METRICS_FILE
-from .run import NoteCallback, ProgressListener, train
+from .recorder import NoteCallback, ProgressListener
+from .train import train
 
 STARTS = ("init", "random", "final")
 BUDGETS = ("epochs", "flops")

@@ -14,7 +14,7 @@ from ... import models
 from ...errors import require
 from ...sparse import Shrunk
 from ...sparse import shrink as remove
-from . import checkpoint
+from . import durable_files
 
 SHRUNK_FILE = "shrunk.pt2"
 
@@ -32,7 +32,7 @@ def shrink_run(run: Path, out: Path | None = None) -> tuple[Shrunk, Path]:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(shrunk.model.eval(), (example,), dynamic_shapes=({0: batch},))
     partial = place.with_name(place.name + ".partial.pt2")
-    with checkpoint.write_errors(place.parent):
+    with durable_files.write_errors(place.parent):
         torch.export.save(program, partial)
         partial.replace(place)
     return shrunk, place

@@ -19,9 +19,10 @@ import torch
 
 from pomona.errors import require
 
+from ..runs.concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK, isolated_random_state
 from ..runs.distributed import select_device
-from ..runs.loops import CONCURRENT_RUN, SHARED_STATE_LOCK
-from ..runs.run import Interrupted, NoteCallback, catch_stop_signals, isolated_random_state
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback
 from .process_pool import Job
 
 MOST = 24  # torch has 32 streams, and some are for other uses

@@ -20,7 +20,9 @@ import torch
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted, NoteCallback, ProgressListener, catch_stop_signals, train
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback, ProgressListener
+from ..runs.train import train
 
 # A fork of this process would inherit threads and CUDA; one of a process that has only imported does not.
 MAKE: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")

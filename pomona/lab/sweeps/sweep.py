@@ -33,11 +33,12 @@ from pomona.registry import parse
 from ..recipes.options import DENSE
 from ..recipes.overrides import parse_value, read_recipe, set_setting
 from ..recipes.recipe import Recipe
-from ..runs import checkpoint
+from ..runs import durable_files
 from ..runs import environment as env
 from ..runs.distributed import distributed_context, select_device
 from ..runs.folder import encode_json, read_summary
-from ..runs.run import Interrupted, NoteCallback, ProgressListener
+from ..runs.interruption import Interrupted
+from ..runs.recorder import NoteCallback, ProgressListener
 from . import process_pool as pool
 from . import result_table as table
 from . import run_store as store
@@ -121,7 +122,7 @@ def sweep(
     result = result_of(found, [outcomes[i] for i in range(len(found))])
     result |= {"seconds": time.perf_counter() - started, "out": str(out), **env.describe_environment()}
     if distributed_context().is_first:
-        checkpoint.replace_file(out / "sweep.json", encode_json(result))
+        durable_files.replace_file(out / "sweep.json", encode_json(result))
     return result
 
 

@@ -17,7 +17,7 @@ from pomona.errors import PomonaError, require, unknown
 
 from ..recipes.overrides import read_recipe, set_setting
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted
+from ..runs.interruption import Interrupted
 from . import sweep
 
 SHARE = 0.1  # of the training data, for validation, where the recipe holds out none: 5,000 of CIFAR's 50,000

@@ -21,7 +21,7 @@ from pomona.errors import require, unknown
 from ..recipes.recipe import Recipe
 from ..runs import retrain
 from ..runs.folder import read_summary
-from ..runs.run import Interrupted
+from ..runs.interruption import Interrupted
 from ..sweeps import result_table as table
 from ..sweeps import sweep
 from ..sweeps.run_store import DAMAGED, RECORDS, RUNS, Run, Store, keep, without_finetune
