@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .convolution_shapes import allocate_outputs, tile_config
 
-# Programs for the gradient of a weight: three for every two multiprocessors of a large GPU. More of them would be faster
-# for a single run, but not for concurrent runs.
+# Programs for the gradient of a weight: three for every two multiprocessors of a large GPU. More of them would be
+# faster for a single run, but not for concurrent runs.
 MAX_GRADIENT_PROGRAMS = 192
 MIN_PATCH_BLOCKS = 16  # blocks of patches that each of these programs sums at least
 
