@@ -123,7 +123,7 @@ def benchmark_matrices(
     require(dtype in ROUNDING_LIMITS, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
     states = states if place.type == "cpu" else [s for s in states if s == "cold"] or ["cold"]
     draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(seed), device=place)
-    kept = block - Balanced(block=block).pruned(sparsity, block)
+    kept = block - Balanced(block=block).pruned_per_block(sparsity, block)
     found: list[Measurement] = []
     with benchmark_threads(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
@@ -214,7 +214,7 @@ def prune_balanced(model: nn.Module, sparsity: float, block: int) -> nn.Module:
     pattern = Balanced(block=block, pad=True)
     for target in prunable(model).targets:
         weight = target.parameter.detach()
-        weight.copy_(torch.where(pattern.masks([weight.abs()], sparsity)[0], weight, 0))
+        weight.copy_(torch.where(pattern.select_masks([weight.abs()], sparsity)[0], weight, 0))
     return model.eval()
 
 

@@ -24,7 +24,7 @@ from pomona.lab.runs.private import PrivateStrategy
 from pomona.lab.runs.run import Run
 from pomona.lab.runs.run_evaluation import evaluate_run
 from pomona.lab.runs.stages import Stage
-from pomona.privacy import Budget, accounting
+from pomona.privacy import Budget, accounting, budget
 
 SIGMA = 1.0  # will do for ε = 8
 STEPS = 12  # 3 epochs of 1347 rows in samples of 400
@@ -163,8 +163,8 @@ def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
-    monkeypatch.setattr(accounting, "find_spec", lambda name: None)
-    monkeypatch.setattr(accounting, "library", lambda: pytest.fail("the accountant was asked"))
+    monkeypatch.setattr(budget, "find_spec", lambda name: None)
+    monkeypatch.setattr(accounting, "import_dp_accounting", lambda: pytest.fail("the accountant was asked"))
     train(recipe(), tmp_path / "run")
     written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
@@ -184,7 +184,7 @@ def test_a_budget_for_another_run_is_refused(tmp_path):
 
 def test_a_budget_that_exceeds_delta_is_refused(tmp_path):
     pytest.importorskip("dp_accounting")
-    with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve it anew"):
+    with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve the budget again"):
         train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
