@@ -69,8 +69,8 @@ def private(
         dump(found) if as_json else show(predicted(found))
         return
     if dry_run:
-        validate_folder(resolved, place, resume)
-        plan = describe_run(resolved, data_dir=data_dir)
+        validate_folder(lab.PrivateStrategy(resolved), place, resume)
+        plan = describe_run(lab.PrivateStrategy(resolved), data_dir=data_dir)
         if as_json:
             dump({"folder": str(place), **plan})
         else:
@@ -79,7 +79,8 @@ def private(
         return
     progress = None if as_json else make_reporter(Console(stderr=True))
     try:
-        summary = train(resolved, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
+        strategy = lab.PrivateStrategy(resolved)
+        summary = train(strategy, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
     except (Interrupted, KeyboardInterrupt) as stopped:
         say(f"{stopped or 'stopped.'} To go on: {shlex.join(['pomona', 'private', '--resume', str(place)])}")
         raise typer.Exit(130) from stopped

@@ -27,6 +27,7 @@ from ...patterns import Balanced
 from ...sparse import Compression, compress
 from ...sparse import cpu as native
 from ...sparse.timing import FLUSH, empty, race
+from .hardware import processor_name
 from .implementations import DENSE, ROUNDING_LIMITS, Implementation, first_line, make_implementations, measure_error
 
 CACHE_STATES = ("warm", "cold")  # each implementation right after itself, or after the caches were flushed
@@ -200,10 +201,8 @@ def describe_device(device: torch.device) -> str:
     """Return the name of a device, and for a CPU the instruction set that the kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from ..runs import environment as env
-
     level = native.levels()[0] if native.library() is not None else "PyTorch only"
-    return f"{env.describe_machine()['cpu']}, {level}"
+    return f"{processor_name()}, {level}"
 
 
 # ---- whole models

@@ -99,6 +99,7 @@ class EagerLoop:
         self.losses: list[Tensor] = []
 
     def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+        """Take the steps of an epoch, beginning with `start`, and yield after each."""
         run = self.run
         for index, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
             for group in run.optimizer.param_groups:
@@ -107,6 +108,7 @@ class EagerLoop:
             yield
 
     def take_losses(self) -> Tensor | None:
+        """Return the losses of the steps since the last call, or None if there are none."""
         losses, self.losses = self.losses, []
         return torch.stack(losses) if losses else None
 
@@ -129,6 +131,7 @@ class CapturedLoop:
         self.steps_read = self.steps_taken = 0  # steps of the epoch whose loss was read, and that were taken
 
     def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+        """Replay the step for each batch of an epoch, beginning with `start`, and yield after each."""
         run = self.run
         self.load_epoch(epoch, start)
         for group in run.optimizer.param_groups:
@@ -156,6 +159,7 @@ class CapturedLoop:
             yield
 
     def take_losses(self) -> Tensor | None:
+        """Return a copy of the losses since the last call, or None if there are none."""
         losses = self.loss_buffer[self.steps_read : self.steps_taken].clone()
         self.steps_read = self.steps_taken
         return losses if len(losses) else None

@@ -168,7 +168,7 @@ def test_warnings_of_the_pruner_are_passed_to_note(tmp_path, monkeypatch):
     notes: list[str] = []
     train(digits_recipe("oneshot", epochs=1), tmp_path / "run", note=notes.append)
     assert len(notes) == 1
-    assert "was cut at once" in notes[0]
+    assert "was pruned at once" in notes[0]
 
 
 def test_describe_run_writes_nothing(tmp_path, monkeypatch):
