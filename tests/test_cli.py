@@ -484,7 +484,7 @@ def test_shrink_writes_a_smaller_network(call):
         (["table", "--only", "seed=0"], "--only is for one table"),
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
-        (["retrain", "nowhere"], "is no run"),
+        (["retrain", "nowhere"], "is not a run"),
         (["shrink", "nowhere"], "is not a finished run"),
     ],
 )
