@@ -56,7 +56,7 @@ from ..sweeps.result_table import SHOW
 from ..sweeps.run_store import Store
 from .paper_table import Entry, Table, Task, numbers
 
-MODULES = ("pomona.theory.qian", "pomona.lab.tables.private_table")
+MODULES = ("pomona.theory.qian_tables", "pomona.lab.tables.private_table")
 KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "measure", "show", "across", "names", "like")
 MEASURES = ("accuracy", "valid_accuracy")
 PART = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
