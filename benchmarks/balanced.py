@@ -27,13 +27,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from pomona.lab.kernels.benchmark import BALANCED, Bench, bench, prune, using
+from pomona.lab.kernels.benchmark import Benchmark, benchmark_matrices, benchmark_threads, prune_balanced
+from pomona.lab.kernels.implementations import BALANCED
 from pomona.patterns import Balanced
 from pomona.sparse import Compression, compress
-from pomona.sparse.compression_report import DENSE_FUSED
+from pomona.sparse.compress import FUSED, fuse
 from pomona.sparse.layers import PackedLSTM
-from pomona.sparse.surgery import fuse_relus
-from pomona.sparse.timing import median_seconds
+from pomona.sparse.timing import race
 
 # The paper's sparsities of VGG-16's layers, conv1_1 to conv5_3 and fc6 to fc8, and its microseconds, dense and
 # balanced, on its GPU.
@@ -92,14 +92,14 @@ def networks(quick: bool) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """The three networks of the paper, pruned as there, and the shape of one sample."""
     if quick:
         small = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3))
-        vgg: tuple[nn.Module, tuple[int, ...]] = (prune(small, 0.9, 32), (3, 32, 32))
+        vgg: tuple[nn.Module, tuple[int, ...]] = (prune_balanced(small, 0.9, 32), (3, 32, 32))
     else:
         vgg = (pruned_vgg16(32), (3, 224, 224))
     hidden, width = (150, 128) if quick else (1500, 1024)
     return {
         "VGG-16": vgg,
-        "LSTM 2×1500": (prune(Step(hidden, 2, False), 0.8, 25), (1, hidden)),
-        "BiLSTM 1024": (prune(Step(width, 1, True), 0.875, 32), (1, width)),
+        "LSTM 2×1500": (prune_balanced(Step(hidden, 2, False), 0.8, 25), (1, hidden)),
+        "BiLSTM 1024": (prune_balanced(Step(width, 1, True), 0.875, 32), (1, width)),
     }
 
 
@@ -123,8 +123,8 @@ def workload(
     place, kind = torch.device(device), torch.float16 if device == "cuda" else torch.float32
     model = model.to(place, kind).eval()
     x = torch.randn(1, *shape, device=place, dtype=kind)
-    with using(1, place):
-        small, full = compress(model, x, patience=patience), compress(model, x, policy="all", patience=0)
+    with benchmark_threads(1, place):
+        small, full = compress(model, x, patience=patience), compress(model, x, keep="all", patience=0)
         sides = {"dense": model, "plain": plain(model), "all packed": full, "compressed": small}
         sides |= fused(model, small.compression)
         calls, reports = {name: partial(side, x) for name, side in sides.items()}, {"": small.compression}
@@ -135,17 +135,14 @@ def workload(
             calls |= {f"{name}{LAST}": partial(side, x) for name, side in sides.items()}
             reports[LAST] = small.compression
         ways = {"seconds": False, "called": True} if x.is_cuda else {"seconds": False}
-        races = [
-            median_seconds(list(calls.values()), place, patience=patience, include_host=called)
-            for called in ways.values()
-        ]
+        races = [race(list(calls.values()), place, patience=patience, called=called) for called in ways.values()]
     return reports, {way: dict(zip(calls, times, strict=True)) for way, times in zip(ways, races, strict=True)}
 
 
 def fused(model: nn.Module, report: Compression) -> dict[str, nn.Module]:
     """Dense, with the convolutions that gain by it doing their ReLU; nothing where there are none."""
     names = [layer.name for layer in report.layers if layer.saved]
-    return {DENSE_FUSED: fuse_relus(copy.deepcopy(model), names)} if names else {}
+    return {FUSED: fuse(copy.deepcopy(model), names)} if names else {}
 
 
 def gain(times: dict[str, float], over: tuple[str, ...] = ("dense", "plain")) -> float | None:
@@ -155,7 +152,7 @@ def gain(times: dict[str, float], over: tuple[str, ...] = ("dense", "plain")) ->
     return min(theirs) / min(times[way] for way, kind in ways.items() if kind == "compressed") if theirs else None
 
 
-def verdicts(result: Bench, device: str) -> list[dict[str, Any]]:
+def verdicts(result: Benchmark, device: str) -> list[dict[str, Any]]:
     """Every target that this run can answer, with what was reached: on a CPU warm, on a GPU cold."""
     state = "warm" if device == "cpu" else "cold"
     answers = []
@@ -173,7 +170,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
     batches = (1, 8, 64) if device == "cpu" else (1, 8, 16, 64)
     patience = 0.2 if quick else 3.0 if device == "cpu" else 0.3  # seconds; sides on a GPU take microseconds
     console = Console(width=140)
-    result = bench([(n, n) for n in sizes], batches, device=device, patience=patience)
+    result = benchmark_matrices([(n, n) for n in sizes], batches, device=device, patience=patience)
     console.print(result)
     for answer in (answers := verdicts(result, device)):
         met = "met" if answer["reached"] >= answer["target"] else "MISSED"
@@ -193,7 +190,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
             console.print(report)
         for way, taken in times.items():
             key = "" if way == "seconds" else f"{way}_"
-            ratio, other = gain(taken), gain(taken, (DENSE_FUSED,))
+            ratio, other = gain(taken), gain(taken, (FUSED,))
             whole[name] |= {f"{key}ratio": ratio, f"{key}fused_ratio": other}
             each = "; ".join(f"{side} {1e6 * seconds:,.1f}" for side, seconds in taken.items())
             told = f"; the paper {paper:.2f}×" if way == "seconds" else ", as called, with the host's time"

@@ -46,8 +46,8 @@ def bench(
         raise unknown_name_error("device", device, ("auto", "cpu", "cuda"))
     require(device != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     what = what or ["1024x1024", "4096x4096"]
-    shapes = [shape for shape in map(lab.read_shape, what) if shape is not None]
-    names = [name for name in what if lab.read_shape(name) is None]
+    shapes = [shape for shape in map(lab.parse_matrix_shape, what) if shape is not None]
+    names = [name for name in what if lab.parse_matrix_shape(name) is None]
     options: dict[str, Any] = {
         "sparsity": sparsity,
         "block": block,
@@ -56,15 +56,15 @@ def bench(
         "threads": threads,
         "patience": seconds,
     }
-    results: list[Any] = [lab.bench(shapes, batches, **options)] if shapes else []
+    results: list[Any] = [lab.benchmark_matrices(shapes, batches, **options)] if shapes else []
     for name in names:
-        results += [lab.bench_model(name, batch=size, **options) for size in batches]
+        results += [lab.benchmark_model(name, batch=size, **options) for size in batches]
     if as_json:
         dump([result.facts() for result in results])
         return
     for result in results:
         show(result)
-    if lab.native.load_library() is None:
+    if lab.cpu_backend.load_library() is None:
         note("the native kernels could not be built (is there a C compiler?): on a CPU, PyTorch does the work, slowly.")
 
 
@@ -110,14 +110,16 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name_error("dtype", dtype, DTYPES)
     if format == "ticket":
-        made = lab.ticket(run, out)
+        made = lab.export_ticket(run, out)
         if as_json:
             dump(made)
         else:
             share = f"1/{made['ratio']:.1f} of the float32 state"
             show(facts({**made, "bytes": f"{made['bytes']:,}, {share}", "sparsity": f"{made['sparsity']:.2%}"}))
         return
-    report, file = lab.balanced(run, out, dtype=getattr(torch, dtype) if dtype else None, keep=keep, patience=seconds)
+    report, file = lab.export_balanced(
+        run, out, dtype=getattr(torch, dtype) if dtype else None, keep=keep, patience=seconds
+    )
     if as_json:
         dump({**report.facts(), "file": str(file)})
     else:

@@ -48,10 +48,12 @@ def private(
     The noise is solved for before the run, which needs dp-accounting (the extra `privacy`). What --dry-run prints
     is a recipe with its budget, from which a machine without it trains.
     """
-    from pomona.lab import Interrupted
-    from pomona.lab.recipes.bundled import find
+    from pomona.lab import Interrupted, describe_run, train
+    from pomona.lab.recipes.bundled import find_recipe
+    from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
+    from pomona.lab.runs.train import validate_folder
 
     folder = Path(recipe)
     if folder.is_dir():
@@ -59,25 +61,26 @@ def private(
         require((folder / "recipe.toml").is_file(), f"there is no run to resume in '{recipe}': it has no recipe.toml.")
         out, path = out or folder, folder / "recipe.toml"
     else:
-        path = find(recipe)
-    resolved = lab.PrivateRecipe.load(path, [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])])
+        path = find_recipe(recipe)
+    resolved = PrivateRecipe.load(path, [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])])
     place = out or RUNS / resolved.recipe.name
     if shares:
-        found = lab.splits(resolved, data_dir=data_dir)
+        found = lab.compare_budget_shares(resolved, data_dir=data_dir)
         dump(found) if as_json else show(predicted(found))
         return
     if dry_run:
-        lab.check_folder(resolved, place, resume)
-        plan = lab.plan(resolved, data_dir=data_dir)
+        validate_folder(lab.PrivateStrategy(resolved), place, resume)
+        plan = describe_run(lab.PrivateStrategy(resolved), data_dir=data_dir)
         if as_json:
             dump({"folder": str(place), **plan})
         else:
-            print(lab.PrivateRecipe.load(plan["recipe"]).to_toml())
+            print(PrivateRecipe.load(plan["recipe"]).to_toml())
             show(facts({"folder": place, "steps": f"{plan['steps']:,}", **words(plan["private"], plan["params"])}))
         return
-    progress = None if as_json else reporter(Console(stderr=True))
+    progress = None if as_json else make_reporter(Console(stderr=True))
     try:
-        summary = lab.train(resolved, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
+        strategy = lab.PrivateStrategy(resolved)
+        summary = train(strategy, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
     except (Interrupted, KeyboardInterrupt) as stopped:
         say(f"{stopped or 'stopped.'} To go on: {shlex.join(['pomona', 'private', '--resume', str(place)])}")
         raise typer.Exit(130) from stopped

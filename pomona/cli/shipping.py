@@ -28,7 +28,7 @@ def shrink(
     """
     from pomona.lab.runs import shrink as lab
 
-    shrunk, file = lab.shrink(run, out)
+    shrunk, file = lab.shrink_run(run, out)
     if as_json:
         dump({**shrunk.facts(), "file": str(file)})
     else:

@@ -87,21 +87,21 @@ def sweep(
     the comparison is also in FOLDER/sweep.json. Ctrl-C stops so that --only-missing can go on.
     """
     from pomona.lab.recipes import bundled as shelf
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
     from pomona.lab.sweeps import sweep as lab
 
-    path = shelf.find(recipe)
+    path = shelf.find_recipe(recipe)
     follow = not as_json and sys.stderr.isatty() and jobs == 1
     how: dict[str, Any] = {
         "jobs": jobs,
         "packed": packed,
         "data_dir": data_dir,
         "report": None if as_json else ended,
-        "progress": (lambda: reporter(Console(stderr=True))) if follow else None,
+        "progress": (lambda: make_reporter(Console(stderr=True))) if follow else None,
         "note": note,
     }
     axes, changes = dict(map(lab.axis, over or [])), settings or []
-    kind = "table" if shelf.is_table(path) else "recipe" if tune is None else "tuning"
+    kind = "table" if shelf.is_table_file(path) else "recipe" if tune is None else "tuning"
     misplaced: dict[str, dict[str, Any]] = {
         "table": {"--over": over, "--tune": tune},
         "recipe": {"--only": only},
@@ -129,10 +129,10 @@ def sweep(
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
     """Under torchrun one process speaks for all."""
-    from pomona.lab.runs.distributed import here
+    from pomona.lab.runs.distributed import distributed_context
 
     with contextlib.ExitStack() as silence:
-        if not here().first:
+        if not distributed_context().is_first:
             nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
@@ -302,9 +302,13 @@ def listing(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def ended(done: int, total: int, cell: Cell, outcome: Mapping[str, Any]) -> None:
     """One line for each cell of a sweep."""
-    from pomona.lab.runs.progress import numbers
+    from pomona.lab.runs.progress import format_measurements
 
-    told = ["failed: " + outcome["error"]] if "error" in outcome else [*numbers(outcome), f"{outcome['seconds']:.1f} s"]
+    told = (
+        ["failed: " + outcome["error"]]
+        if "error" in outcome
+        else [*format_measurements(outcome), f"{outcome['seconds']:.1f} s"]
+    )
     say(" · ".join([f"{done} of {total}", cell.recipe.name, *told]))
 
 

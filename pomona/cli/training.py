@@ -38,10 +38,10 @@ def demo(
     """
     from pomona.lab import Interrupted
     from pomona.lab import demo as lab
-    from pomona.lab.runs.progress import Series
+    from pomona.lab.runs.progress import SeriesProgress
 
     plan = lab.QUICK if quick else lab.FULL
-    progress = None if as_json else Series(Console(stderr=True), len(plan.recipes(seed)))
+    progress = None if as_json else SeriesProgress(Console(stderr=True), len(plan.recipes(seed)))
     try:
         result = lab.run(out, plan, seed=seed, progress=progress)
     except Interrupted as stopped:
@@ -85,7 +85,7 @@ def train(
     Ctrl-C stops a run so that it can be resumed: `pomona train --resume FOLDER`.
     """
     from pomona import lab
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
 
     resolved, folder = resolve(recipe, settings or [], name, out, resume)
     if dry_run:
@@ -97,7 +97,7 @@ def train(
             folder,
             resume=resume,
             data_dir=data_dir,
-            progress=None if as_json else reporter(Console(stderr=True)),
+            progress=None if as_json else make_reporter(Console(stderr=True)),
             note=note,
         )
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all
@@ -110,7 +110,7 @@ def train(
 
 def resolve(given: str, settings: list[str], name: str | None, out: Path | None, resume: bool) -> tuple[Recipe, Path]:
     """The recipe with its settings, and the folder of its run."""
-    from pomona.lab.recipes.bundled import find
+    from pomona.lab.recipes.bundled import find_recipe
     from pomona.lab.recipes.recipe import Recipe
 
     folder = Path(given)
@@ -119,7 +119,7 @@ def resolve(given: str, settings: list[str], name: str | None, out: Path | None,
         require((folder / "recipe.toml").is_file(), f"there is no run to resume in '{given}': it has no recipe.toml.")
         out, path = out or folder, folder / "recipe.toml"
     else:
-        path = find(given)
+        path = find_recipe(given)
     recipe = Recipe.load(path, [*settings, *([f"name={json.dumps(name)}"] if name else [])])
     return recipe, out or RUNS / recipe.name
 
@@ -149,12 +149,12 @@ def resumable(folder: Path, data_dir: Path | None) -> Iterator[None]:
 
 def preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
     """What a run would do, after all its checks."""
-    from pomona.lab import plan
-    from pomona.lab.runs.run import check_folder
+    from pomona.lab import describe_run
+    from pomona.lab.runs.train import validate_folder
 
-    done = check_folder(recipe, folder, resume)
+    done = validate_folder(recipe, folder, resume)
     would = "nothing: the run is complete" if done else "go on" if resume else "train"
-    return {"would": would, "folder": str(folder), **plan(recipe, data_dir=data_dir)}
+    return {"would": would, "folder": str(folder), **describe_run(recipe, data_dir=data_dir)}
 
 
 def planned(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -180,7 +180,7 @@ def parting(stopped: BaseException, folder: Path, data_dir: Path | None) -> str:
     again = shlex.join(["pomona", "train", "--resume", str(folder), *place])
     if isinstance(stopped, Interrupted):
         return f"stopped after step {stopped.step} of {stopped.total}; to go on: {again}"
-    if checkpoint.found(folder):  # a second Ctrl-C, or one outside the training itself
+    if checkpoint.exists(folder):  # a second Ctrl-C, or one outside the training itself
         return f"stopped at once; to go on from the last checkpoint: {again}"
     return "stopped before there was anything to resume."
 
@@ -222,9 +222,9 @@ def retrain(
     Is the mask a lottery ticket? The mask is fixed, and the learning rate begins anew.
     """
     from pomona.lab.runs import retrain as again
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
 
-    recipe, folder = again.plan(run, start, budget, out=out, seed=seed)
+    recipe, folder = again.prepare_retraining(run, start, budget, out=out, seed=seed)
     if dry_run:
         rehearse(recipe, folder, resume, data_dir, as_json)
         return
@@ -237,7 +237,7 @@ def retrain(
             seed=seed,
             resume=resume,
             data_dir=data_dir,
-            progress=None if as_json else reporter(Console(stderr=True)),
+            progress=None if as_json else make_reporter(Console(stderr=True)),
             note=note,
         )
     if as_json:

@@ -20,11 +20,12 @@ from rich.table import Table
 
 from pomona.errors import require
 
-from .recipes.recipe import DENSE, Recipe
-from .runs import checkpoint
+from .recipes.options import DENSE
+from .recipes.recipe import Recipe
+from .runs import durable_files
 from .runs import environment as env
-from .runs.progress import Series
-from .runs.run import train
+from .runs.progress import SeriesProgress
+from .runs.train import train
 from .tables import line_chart as plot
 
 # Weight decay and clipping are what a network this small needs to keep DPF steady at 98 %: where a whole
@@ -71,7 +72,7 @@ FULL = Plan()
 QUICK = Plan(sparsities=(0.8, 0.95), epochs=4, seeds=1)
 
 
-def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: Series | None = None) -> dict[str, Any]:
+def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: SeriesProgress | None = None) -> dict[str, Any]:
     """Train the plan into folders below `out`; the cells, also in `demo.json`, and the picture `demo.svg`.
 
     Runs of an earlier demo there are replaced; anything else is left alone.
@@ -89,10 +90,10 @@ def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: Series |
     result = {
         "cells": cells(recipes, summaries),
         "seconds": time.perf_counter() - started,
-        **env.facts(),
+        **env.describe_environment(),
     }
-    checkpoint.replace(out / "demo.svg", picture(result["cells"]).encode())
-    checkpoint.replace(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(out / "demo.svg", picture(result["cells"]).encode())
+    durable_files.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
     return result
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import pomona
 from pomona import privacy
-from pomona.lab.runs import private
 from pomona.lab.sweeps.result_table import layout
+from pomona.lab.tables import private_table as private
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def test_table_has_a_cell_for_each_arm_and_budget(tmp_path):
         make_run("gip", 1.0, 0, 40.0),
     ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    result = private.table(tmp_path / "record.json")
+    result = private.private_table(tmp_path / "record.json")
     heads, rows = layout(result)
     assert heads == ["", "", "ε = 1", "ε = 2"]
     assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
@@ -67,7 +67,7 @@ def test_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     assert cells[0]["std"] is None
     assert cells[0]["sparsity"] == pytest.approx(0.9)
     assert cells[0]["setting"]["lost"]["end"] == 0.9
-    assert private.table(tmp_path / "none.json")["cells"] == []
+    assert private.private_table(tmp_path / "none.json")["cells"] == []
 
 
 def test_arm_is_one_row_with_the_range_of_missed_indices(tmp_path):
@@ -77,15 +77,15 @@ def test_arm_is_one_row_with_the_range_of_missed_indices(tmp_path):
         make_run("dpsgd", 1.0, 0, 41.0, lost=0),
     ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    _, rows = layout(private.table(tmp_path / "record.json"))
+    _, rows = layout(private.private_table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 
 @pytest.mark.parametrize("record", ["[", "[]", "{}", '{"runs": [{"seed": 0}]}'])
 def test_damaged_record_is_refused(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
-    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
-        private.table(tmp_path / "record.json")
+    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it again"):
+        private.private_table(tmp_path / "record.json")
 
 
 def test_page_tables_are_computed_from_the_record(tmp_path, monkeypatch):
@@ -117,6 +117,6 @@ def test_stored_budgets_of_the_experiment_meet_their_targets(monkeypatch):
     every = [recipe for _, recipe in private_cifar.recipes(asked, budgets)]
     assert len({recipe.fingerprint() for recipe in every}) == 72
     for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
-        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; verified by the accountant
+        recipe.private.with_budget(48_000, 2048, 368)  # 16 epochs of 23 samples; verified by the accountant
     assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
     assert all(r.recipe.data.validation == 2000 for r in every)

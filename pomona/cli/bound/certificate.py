@@ -54,7 +54,7 @@ def certify(
     A run keeps only the network it ends with. The dense network to compare it with is that of another run (--against:
     RUN is the pruned one), or RUN's own network, which is then pruned here (--sparsity).
     """
-    from pomona.lab.runs.shrink import finished_model
+    from pomona.lab.runs.shrink import load_finished_model
     from pomona.theory import certificate
 
     ways = [against is not None, sparsity is not None, epsilon is not None]
@@ -63,7 +63,7 @@ def certify(
         "say what RUN is compared with: --against RUN, or --sparsity S to prune it, or --epsilon E to find how much.",
     )
     region: Region = certificate.Cube(low, high) if cube else certificate.Ball(radius)
-    model, shape = finished_model(run)
+    model, shape = load_finished_model(run)
     input_shape = tuple(shape)
     pruning: dict[str, Any] = {"pattern": pattern, "allocation": allocation}
     if epsilon is not None:
@@ -76,7 +76,7 @@ def certify(
         assert sparsity is not None
         dense, pruned = model, certificate.prune_by_magnitude(model, sparsity, **pruning)
     else:
-        dense, pruned = finished_model(against)[0], model
+        dense, pruned = load_finished_model(against)[0], model
     try:
         found = certificate.certify(dense, pruned, input_shape, region=region, steps=steps)
     except RuntimeError as error:
@@ -134,10 +134,10 @@ def fraction(
     Theorem 1 of Qian & Klabjan answers for networks that are drawn like this one (chains of linear layers, their inner
     weights), the certificate for this network and all its pruned layers.
     """
-    from pomona.lab.runs.shrink import finished_model
+    from pomona.lab.runs.shrink import load_finished_model
     from pomona.theory import bounds, certificate
 
-    model, shape = finished_model(run)
+    model, shape = load_finished_model(run)
     found: dict[str, Any] = {"epsilon": epsilon, "delta": delta}
     try:
         found["theorem"] = bounds.fraction_per_round(model, epsilon, delta, radius=radius)

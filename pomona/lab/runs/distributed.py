@@ -1,4 +1,4 @@
-"""Data-parallel runs: the processes that torchrun started, or just this one."""
+"""Data-parallel runs: the processes that torchrun started, or this process alone."""
 
 from __future__ import annotations
 
@@ -16,86 +16,87 @@ from pomona.errors import require
 
 
 @dataclass(frozen=True)
-class Team:
-    """This process among those that train together."""
+class DistributedContext:
+    """The place of this process among the processes that train one run together."""
 
     rank: int = 0
-    world: int = 1
-    local: int = 0  # the rank on this machine, which is also its GPU
+    world_size: int = 1
+    local_rank: int = 0  # the rank on this machine, which is also the index of the GPU
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and talks."""
+    def is_first(self) -> bool:
+        """Return whether this process writes files and reports progress."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model with its gradients averaged over the team."""
-        if self.world == 1:
+    def wrap_model(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the model with its gradients averaged over all processes."""
+        if self.world_size == 1:
             return model
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the team, entry by entry."""
-        if self.world > 1:
+        """Return the elementwise mean of a tensor over all processes."""
+        if self.world_size > 1:
             distributed.all_reduce(values)
-            values /= self.world
+            values /= self.world_size
         return values
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether the flag is up anywhere in the team."""
-        if self.world == 1:
+        """Return whether the flag is set in any process."""
+        if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag), device=device)
         distributed.all_reduce(flags)
         return bool(flags > 0)
 
     def wait(self) -> None:
-        """Until all are here."""
-        if self.world > 1:
+        """Wait until all processes are here."""
+        if self.world_size > 1:
             distributed.barrier()
 
 
-def here() -> Team:
-    """This process's place, as torchrun tells it."""
-    return Team(*(int(os.environ.get(key, default)) for key, default in _VARIABLES))
+_TORCHRUN_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))  # with the values without torchrun
+
+
+def distributed_context() -> DistributedContext:
+    """Return the place of this process, from the environment variables of torchrun."""
+    return DistributedContext(*(int(os.environ.get(key, default)) for key, default in _TORCHRUN_VARIABLES))
 
 
 @contextmanager
-def assembled(device: str) -> Iterator[tuple[Team, torch.device]]:
-    """The team and this process's device.
+def joined_processes(device: str) -> Iterator[tuple[DistributedContext, torch.device]]:
+    """Join the process group if there is one, and yield the place of this process and its device.
 
-    A process group that had to be opened stays open to the end of the process: in a second one a rank that is ahead
-    would meet the addresses of the first.
+    A process group that is opened here stays open until the process ends: in a second group, a rank that is ahead
+    would connect to addresses of the first.
     """
-    team = here()
-    place = pick(device, team.local)
-    if team.world > 1 and not distributed.is_initialized():
+    processes = distributed_context()
+    place = select_device(device, processes.local_rank)
+    if processes.world_size > 1 and not distributed.is_initialized():
         if place.type == "cuda":
             torch.cuda.set_device(place)
         distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        atexit.register(close)
-    yield team, place
+        atexit.register(close_process_group)
+    yield processes, place
 
 
-def close() -> None:
+def close_process_group() -> None:
+    """Close the process group if it is open."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def pick(device: str, local: int = 0) -> torch.device:
-    """The device of that name; "auto" takes CUDA where there is one."""
+def select_device(device: str, local_rank: int = 0) -> torch.device:
+    """Return the device of that name, where "auto" is CUDA if available; raise PomonaError if it does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     if place.type == "cuda":
         count = torch.cuda.device_count()
         require(count > 0, f"device '{device}' was asked for, but torch sees no GPU here: set train.device = \"cpu\".")
-        place = torch.device("cuda", local if place.index is None else place.index)
+        place = torch.device("cuda", local_rank if place.index is None else place.index)
         require(
             place.index < count,
             f"device '{place}' was asked for, but there are {count} GPUs: take one of cuda:0 … cuda:{count - 1}.",
         )
     return place
-
-
-_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))  # as torchrun sets them

@@ -1,6 +1,6 @@
-"""The masks that a run found, in a file beside its model.
+"""The masks of a run, in a file beside its model.
 
-The zeros of the model do not tell them: a weight that was kept, or has just grown, may be zero too.
+They cannot be read off the model's zeros: a weight that is kept, or has just been regrown, may be zero too.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from pomona.core.mask_bits import pack_bits, unpack_bits
 from pomona.core.method import Masks
 from pomona.errors import PomonaError
 
-from . import checkpoint
-
-FILE = "masks.safetensors"
+from .durable_files import replace_file
+from .folder import MASKS_FILE
 
 
 def save(folder: Path, masks: Masks) -> None:
-    """Write masks as bits, eight entries a byte, with their shapes."""
+    """Write masks to the masks file of a run's folder."""
+    replace_file(folder / MASKS_FILE, encode(masks))
+
+
+def encode(masks: Masks) -> bytes:
+    """Return the contents of a masks file: bits, eight entries a byte, with the shapes as metadata."""
     bits = {name: pack_bits(mask).cpu() for name, mask in masks.items()}
     shapes = {name: list(mask.shape) for name, mask in masks.items()}
-    checkpoint.replace(folder / FILE, safetensors.torch.save(bits, {"shapes": json.dumps(shapes)}))
+    return safetensors.torch.save(bits, {"shapes": json.dumps(shapes)})
 
 
 def load(folder: Path) -> Masks:
-    """The masks of a finished run."""
-    path = folder / FILE
+    """Return the masks of a finished run; raise PomonaError if there are none or the file is damaged."""
+    path = folder / MASKS_FILE
     if not path.is_file():
-        raise PomonaError(f"'{folder}' holds no masks ({FILE}): give a finished run of a method that prunes.")
+        raise PomonaError(f"'{folder}' holds no masks ({MASKS_FILE}): give a finished run of a method that prunes.")
     try:
         with safe_open(path, "pt") as file:
             shapes = json.loads(file.metadata()["shapes"])
@@ -41,6 +45,6 @@ def load(folder: Path) -> Masks:
         raise PomonaError(f"'{path}' is damaged: train the run again.") from error
 
 
-def sparsities(masks: Masks) -> dict[str, float]:
-    """The pruned fraction of each tensor."""
+def layer_sparsities(masks: Masks) -> dict[str, float]:
+    """Return the pruned fraction of each tensor."""
     return {name: 1 - int(mask.sum()) / mask.numel() for name, mask in masks.items()}

@@ -1,13 +1,13 @@
-"""Is the mask that a run found a lottery ticket? Train it from scratch, and compare (Figures 5, 8 and 13 of DPF).
+"""Retraining the mask of a finished run: is it a lottery ticket (Lin et al., 2020, Figures 5, 8 and 13)?
 
-The mask is fixed throughout. The weights begin as in the run that found it (`init`), drawn anew (`random`), or as
-that run left them (`final`), and the learning rate begins anew. The retraining takes as many epochs as the run, or
-as many as cost the same.
+The mask is fixed throughout. The weights start as in the run that found it (`init`), from another seed (`random`), or
+as that run left them (`final`), and the learning-rate schedule starts from its beginning. The retraining takes as many
+epochs as the run, or as many as cost the same.
 
-What a training costs: the multiply-accumulates of its forward passes, counting weights on the mask only, as the mask
-was at each step; a backward pass costs in proportion. The paper says no more than "same total flops". That DPF also
-takes gradients off its mask is not counted, nor is what the choice of masks takes. A method whose weights grow freely
-between its cuts (SFP) costs what a dense one does, and a lottery ticket the sum of its rounds.
+The cost of a training is the multiply-accumulates of its forward passes, counting only weights on the mask, with the
+mask of each step; a backward pass costs in proportion. The paper says no more than "same total flops". Two costs are
+left out: the gradients that DPF takes off its mask, and the selection of masks. A method whose weights grow freely
+between its cuts (SFP) costs as much as a dense training, and a lottery ticket costs the sum of its rounds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from pomona.errors import require, unknown_name_error
 from pomona.methods import METHODS
 from pomona.registry import spec_to_dict
 
-from ..recipes.optimizers import Rate, Step
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.learning_rates import LearningRate, StepDecay
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 from . import masks
-from .folder import METRICS
-from .run import Note, Progress, train
+from .folder import ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, RECIPE_FILE, SUMMARY_FILE
+from .recorder import NoteCallback, ProgressListener
+from .train import train
 
-FROM = ("init", "random", "final")
+STARTS = ("init", "random", "final")
 BUDGETS = ("epochs", "flops")
+RANDOM_START_SEED = 1_000_003  # added to the run's seed for other initial weights; larger than any seed of a sweep
 
 
 def retrain(
@@ -46,23 +49,23 @@ def retrain(
     seed: int | None = None,
     resume: bool = False,
     data_dir: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
-    note: Note = warnings.warn,
+    note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
-    """Train the mask that a finished run found, in a folder of its own; both runs side by side under `runs`.
+    """Train the mask of a finished run in another folder, and return both runs side by side under `runs`.
 
-    The folder is `RUN-retrain-START`, with `-flops` behind it for that budget, unless `out` is given. `seed` is
-    that of a `random` start.
+    The folder is `RUN-retrain-START`, with the suffix `-flops` for that budget, unless `out` is given. `seed` is for a
+    `random` start.
     """
-    recipe, folder = plan(run, start, budget, out=out, seed=seed)
+    recipe, folder = prepare_retraining(run, start, budget, out=out, seed=seed)
     summary = train(recipe, folder, resume=resume, data_dir=data_dir, progress=progress, stop=stop, note=note)
-    before = record(Path(run), "as trained")
-    after = record(folder, f"retrained from {start}")
+    before = summarize_run(Path(run), "as trained")
+    after = summarize_run(folder, f"retrained from {start}")
     return {"from": start, "budget": budget, "runs": [before, after], "summary": summary}
 
 
-def plan(
+def prepare_retraining(
     run: str | Path,
     start: str = "init",
     budget: str = "epochs",
@@ -70,59 +73,59 @@ def plan(
     out: str | Path | None = None,
     seed: int | None = None,
 ) -> tuple[Recipe, Path]:
-    """The recipe of a retraining, and its folder. Nothing is written."""
+    """Return the recipe of a retraining and its folder; nothing is written."""
     run = Path(run)
-    if start not in FROM:
-        raise unknown_name_error("start of a retraining", start, FROM)
+    if start not in STARTS:
+        raise unknown_name_error("start of a retraining", start, STARTS)
     if budget not in BUDGETS:
         raise unknown_name_error("budget", budget, BUDGETS)
     require(seed is None or start == "random", f"a seed is for a random start, and this one is from {start}.")
-    source, summary = finished(run)
+    source, summary = load_finished_run(run)
     found = masks.load(run)
     require(
         start != "init" or source.origin.run is None or source.origin.weights == "new",
-        f"'{run}' itself began with the weights of '{source.origin.run}': retrain it from random or final.",
+        f"'{run}' itself started from the weights of '{source.origin.run}': retrain it from random or final.",
     )
     name = f"{run.resolve().name}-retrain-{start}{'-flops' if budget == 'flops' else ''}"
-    once = source.train.epochs + source.finetune.epochs
-    epochs = once if budget == "epochs" else max(1, round(cost(run) / per_epoch(summary)))
+    run_epochs = source.train.epochs + source.finetune.epochs
+    epochs = run_epochs if budget == "epochs" else max(1, round(training_cost(run) / final_epoch_cost(summary)))
     settings = source.to_dict() | {
         "name": name,
-        "seed": source.seed if start != "random" else source.seed + 1_000_003 if seed is None else seed,
+        "seed": source.seed if start != "random" else source.seed + RANDOM_START_SEED if seed is None else seed,
         "origin": {
             "run": str(run.resolve()),
             "weights": "final" if start == "final" else "new",
             "fingerprint": summary["fingerprint"],
         },
         "method": {"name": "finetune", "include": list(found), "pattern": source.method["pattern"]},
-        "rate": spec_to_dict(stretched(source.rate, source.train.epochs)),
+        "rate": spec_to_dict(milestones_as_shares(source.rate, source.train.epochs)),
         "train": dataclasses.asdict(source.train) | {"epochs": epochs, "track": False},
         "finetune": {"epochs": 0},
     }
     return Recipe.load(settings), Path(out) if out is not None else run.resolve().with_name(name)
 
 
-def finished(run: Path) -> tuple[Recipe, dict[str, Any]]:
-    """Recipe and summary of a run that is complete and has pruned something."""
-    require((run / "recipe.toml").is_file(), f"'{run}' is no run: it has no recipe.toml.")
-    done = run / "summary.json"
-    require(done.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
-    recipe = Recipe.load(run / "recipe.toml")
+def load_finished_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
+    """Return the recipe and the summary of a run; raise PomonaError unless it is complete and pruned something."""
+    require((run / RECIPE_FILE).is_file(), f"'{run}' is not a run: it has no recipe.toml.")
+    summary = run / SUMMARY_FILE
+    require(summary.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
+    recipe = Recipe.load(run / RECIPE_FILE)
     require(recipe.method["name"] != DENSE, f"the run in '{run}' is dense: there is no mask to retrain.")
-    return recipe, json.loads(done.read_bytes())
+    return recipe, json.loads(summary.read_bytes())
 
 
-def stretched(rate: Rate, epochs: int) -> Rate:
-    """The same rate with its milestones as shares of training, so that another length keeps their places."""
-    if not isinstance(rate, Step):
+def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
+    """Return a learning rate with its milestones as shares of training, so that they fit any number of epochs."""
+    if not isinstance(rate, StepDecay):
         return rate
     shares = tuple(min(1.0, m / epochs) if isinstance(m, int) else m for m in rate.milestones)
     return dataclasses.replace(rate, milestones=shares)
 
 
-def record(run: Path, how: str) -> dict[str, Any]:
-    """A run in a few numbers; its cost is in epochs of dense training."""
-    summary = json.loads((run / "summary.json").read_bytes())
+def summarize_run(run: Path, how: str) -> dict[str, Any]:
+    """Return the main numbers of a run; its cost is in epochs of dense training."""
+    summary = json.loads((run / SUMMARY_FILE).read_bytes())
     measure = "accuracy" if "accuracy" in summary else "perplexity"
     return {
         "run": str(run),
@@ -130,24 +133,24 @@ def record(run: Path, how: str) -> dict[str, Any]:
         measure: summary[measure],
         "sparsity": summary["sparsity"],
         "epochs": summary["epoch"],
-        "cost": cost(run),
+        "cost": training_cost(run),
         "seed": summary["seed"],
     }
 
 
-# ---- what a training costs
+# ---- the cost of a training
 
 
-def per_epoch(summary: Mapping[str, Any]) -> float:
-    """The cost of an epoch with the final mask, where a dense one costs 1."""
+def final_epoch_cost(summary: Mapping[str, Any]) -> float:
+    """Return the cost of an epoch with the final mask, in epochs of dense training."""
     return summary["macs_left"] / summary["macs"]
 
 
-def cost(run: Path) -> float:
-    """What a finished run took to train, in epochs of dense training."""
-    recipe, summary = finished(run)
-    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    weights = macs(run)
+def training_cost(run: Path) -> float:
+    """Return the cost of a finished run in epochs of dense training."""
+    recipe, summary = load_finished_run(run)
+    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    weights = mac_shares(run)
     free = METHODS[recipe.method["name"]].weights == "free"
     steps = summary["step"] / summary["epoch"]
     spent, first = 0.0, 0
@@ -155,27 +158,27 @@ def cost(run: Path) -> float:
         updates = [line for line in lines if line["kind"] == "update" and line["stage"] == stage["stage"]]
         if free and stage["stage"] != "finetune":
             spent += stage["step"] - first
-        elif not updates:  # the masks were held
-            spent += (stage["step"] - first) * density(weights, list(stage["layers"].values()))
+        elif not updates:  # the masks were fixed
+            spent += (stage["step"] - first) * remaining_macs(weights, list(stage["layers"].values()))
         else:
             times = [first, *(line["step"] for line in updates), stage["step"]]
-            shares = [1.0, *(density(weights, line["layers"]) for line in updates)]
+            shares = [1.0, *(remaining_macs(weights, line["layers"]) for line in updates)]
             spent += sum((b - a) * share for (a, b), share in zip(itertools.pairwise(times), shares, strict=True))
         first = stage["step"]
     return spent / steps
 
 
-def density(weights: Mapping[str, float], sparsities: Sequence[float]) -> float:
-    """The share of all MACs that is left where the pruned tensors have these sparsities."""
+def remaining_macs(weights: Mapping[str, float], sparsities: Sequence[float]) -> float:
+    """Return the share of all MACs that remains when the pruned tensors have these sparsities."""
     *pruned, rest = weights.values()
     return rest + sum(share * (1 - sparsity) for share, sparsity in zip(pruned, sparsities, strict=True))
 
 
-def macs(run: Path) -> dict[str, float]:
-    """The share that each pruned tensor has of the model's MACs, and at the end that of all others."""
-    with safe_open(run / "model.safetensors", "pt") as file:
+def mac_shares(run: Path) -> dict[str, float]:
+    """Return the share of each pruned tensor in the model's MACs and, under the last key, that of all others."""
+    with safe_open(run / MODEL_FILE, "pt") as file:
         model = models.build(**json.loads(file.metadata()["pomona"]))
-    shape = json.loads((run / "env.json").read_bytes())["data"]["input_shape"]
+    shape = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
     cost = models.summary(model, shape)
     layers = {layer.name: layer.macs for layer in cost.layers}
     shares: dict[str, float] = {}

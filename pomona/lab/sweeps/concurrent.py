@@ -19,15 +19,16 @@ import torch
 
 from pomona.errors import require
 
-from ..runs.distributed import pick
-from ..runs.loops import PACKED, SETUP
-from ..runs.run import Interrupted, Note, own_random, signals
+from ..runs.concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK, isolated_random_state
+from ..runs.distributed import select_device
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback
 from .process_pool import Job
 
 MOST = 24  # torch has 32 streams, and some are for other uses
 
 
-def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
+def run(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and summary (or `error`) of each job, as they come, `count` at a time.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint. To close this
@@ -35,7 +36,7 @@ def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict
     """
     require(1 <= count <= MOST, f"packed takes 1 to {MOST} runs at once, got {count}.")
     for job in jobs:
-        device = pick(job.recipe.train.device)
+        device = select_device(job.recipe.train.device)
         require(
             device.type == "cuda",
             f"runs are packed on a GPU, and '{job.recipe.name}' is for '{device}': use --jobs instead of --packed.",
@@ -49,7 +50,7 @@ def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict
         threading.Thread(target=serve, args=(jobs, waiting, told, stop), name=f"run {k}", daemon=True)
         for k in range(min(count, len(jobs)))
     ]
-    with own_random(torch.device("cuda")), lively(), signals() as asked:
+    with isolated_random_state(torch.device("cuda")), lively(), catch_stop_signals() as asked:
         try:
             for thread in threads:
                 thread.start()
@@ -68,7 +69,7 @@ def serve(
     stop: threading.Event,
 ) -> None:
     """The life of a thread: one job after another, on one stream."""
-    PACKED.set(True)
+    CONCURRENT_RUN.set(True)
     streams: dict[torch.device, torch.cuda.Stream] = {}
     while not stop.is_set():
         try:
@@ -76,7 +77,7 @@ def serve(
         except queue.Empty:
             return
         try:
-            device = pick(jobs[index].recipe.train.device)
+            device = select_device(jobs[index].recipe.train.device)
             stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 found = jobs[index].run(stop.is_set, lambda text: told.put(("note", text)))
@@ -90,11 +91,13 @@ def serve(
 
 def tidy() -> None:
     """Free what a run that is over has on the GPU: its parts know each other, and Python does not see the bytes."""
-    with SETUP:
+    with SHARED_STATE_LOCK:
         gc.collect()
 
 
-def outcome(told: queue.SimpleQueue[tuple[str, Any]], note: Note, asked: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+def outcome(
+    told: queue.SimpleQueue[tuple[str, Any]], note: NoteCallback, asked: Any
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The next job that is done; notes on the way are passed on."""
     while True:
         if asked():

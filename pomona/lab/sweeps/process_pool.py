@@ -20,7 +20,9 @@ import torch
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted, Note, Progress, signals, train
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback, ProgressListener
+from ..runs.train import train
 
 # A fork of this process would inherit threads and CUDA; one of a process that has only imported does not.
 MAKE: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
@@ -36,7 +38,10 @@ class Job:
     data_dir: Path | str | None = None
 
     def run(
-        self, stop: Callable[[], bool] | None = None, note: Note | None = None, progress: Progress | None = None
+        self,
+        stop: Callable[[], bool] | None = None,
+        note: NoteCallback | None = None,
+        progress: ProgressListener | None = None,
     ) -> dict[str, Any]:
         """Its summary, or under `error` why there is none."""
         begun = (self.folder / "recipe.toml").is_file()
@@ -97,7 +102,7 @@ def serve(line: connection.Connection, stop: Any) -> None:
             return
 
 
-def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
+def run(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and summary (or `error`) of each job, as they come, from `count` processes.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second one does
@@ -106,7 +111,7 @@ def run(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict
     stop = MAKE.Event()
     waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
     workers: list[Worker] = []
-    with signals() as asked:
+    with catch_stop_signals() as asked:
         try:
             while waiting or busy(workers):
                 if asked():
@@ -133,7 +138,7 @@ def busy(workers: Sequence[Worker]) -> bool:
 
 
 def answers(
-    workers: list[Worker], waiting: deque[int], tries: list[int], note: Note
+    workers: list[Worker], waiting: deque[int], tries: list[int], note: NoteCallback
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """What workers have to tell now; the dead ones leave the list, and what they were at waits again, once."""
     lines = {worker.line: worker for worker in workers if worker.index is not None}

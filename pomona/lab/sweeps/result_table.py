@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 
 Run = tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]  # with what sets it apart, and its summary
 

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
 
-from ..recipes.recipe import DENSE, FinetuneOptions, Recipe
-from ..runs import checkpoint, retrain
-from ..runs.distributed import here
-from ..runs.folder import RECIPE, summary
+from ..recipes.options import DENSE, FinetuneOptions
+from ..recipes.recipe import Recipe
+from ..runs import durable_files, retrain
+from ..runs.distributed import distributed_context
+from ..runs.folder import RECIPE_FILE, read_summary
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
 DAMAGED = (OSError, KeyError, ValueError, SafetensorError)  # what reading a run's files may raise
@@ -50,13 +51,13 @@ class Run:
         """What its training took, in epochs of dense training; None where nobody can tell any more."""
         if self.longer is not None:
             whole, tuned = self.longer.cost(), self.longer.recipe.finetune.epochs
-            return None if whole is None else whole - tuned * retrain.per_epoch(self.summary or {})
+            return None if whole is None else whole - tuned * retrain.final_epoch_cost(self.summary or {})
         if self.summary is None or "cost" in self.summary:
             return (self.summary or {}).get("cost")
         if self.recipe.method["name"] == DENSE:
             return float(self.summary["epoch"])
         try:
-            return None if self.folder is None else retrain.cost(self.folder)
+            return None if self.folder is None else retrain.training_cost(self.folder)
         except DAMAGED:
             return None
 
@@ -141,7 +142,7 @@ def without_finetune(recipe: Recipe) -> Recipe:
 def run_folders(place: Path) -> Iterator[Path]:
     """The folders of runs under a place, at any depth."""
     for folder, inner, files in os.walk(place):
-        if RECIPE in files:
+        if RECIPE_FILE in files:
             inner.clear()
             yield Path(folder)
         else:
@@ -151,10 +152,10 @@ def run_folders(place: Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> Run | None:
     """The run in a folder, or None where it cannot be read (any more)."""
     try:
-        recipe = Recipe.load(folder / RECIPE)
+        recipe = Recipe.load(folder / RECIPE_FILE)
     except PomonaError:
         return None
-    found = summary(folder)
+    found = read_summary(folder)
     return Run(recipe, folder, None if found is None or flaw(found, recipe) else found)
 
 
@@ -190,10 +191,16 @@ def flaw(found: Mapping[str, Any], recipe: Recipe) -> str | None:
 
 def keep(run: Run | None, records: Path | None = RECORDS) -> Path | None:
     """Write the record of a run, and say where; there is none of what is not complete, or itself from a record."""
-    if records is None or run is None or run.summary is None or run.folder is None or not here().first:
+    if (
+        records is None
+        or run is None
+        or run.summary is None
+        or run.folder is None
+        or not distributed_context().is_first
+    ):
         return None
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
-    with checkpoint.writing(records):
+    with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    checkpoint.replace(file, (json.dumps(run.record(), indent=1, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(file, (json.dumps(run.record(), indent=1, ensure_ascii=False) + "\n").encode())
     return file

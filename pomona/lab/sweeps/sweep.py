@@ -30,12 +30,15 @@ from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
 from pomona.registry import parse_spec
 
-from ..recipes.recipe import DENSE, Recipe, literal, put, read
-from ..runs import checkpoint
+from ..recipes.options import DENSE
+from ..recipes.overrides import parse_value, read_recipe, set_setting
+from ..recipes.recipe import Recipe
+from ..runs import durable_files
 from ..runs import environment as env
-from ..runs.distributed import here, pick
-from ..runs.folder import as_json, summary
-from ..runs.run import Interrupted, Note, Progress
+from ..runs.distributed import distributed_context, select_device
+from ..runs.folder import encode_json, read_summary
+from ..runs.interruption import Interrupted
+from ..runs.recorder import NoteCallback, ProgressListener
 from . import process_pool as pool
 from . import result_table as table
 from . import run_store as store
@@ -72,7 +75,7 @@ class Cell:
 
     def summary(self) -> dict[str, Any] | None:
         """Of the run, where it is complete and of these settings."""
-        found = summary(self.folder)
+        found = read_summary(self.folder)
         return found if found is not None and found["fingerprint"] == self.recipe.fingerprint() else None
 
 
@@ -117,9 +120,9 @@ def sweep(
     except (Interrupted, KeyboardInterrupt) as stopped:
         raise Stopped(out, sum("error" not in o for o in outcomes.values()), len(found)) from stopped
     result = result_of(found, [outcomes[i] for i in range(len(found))])
-    result |= {"seconds": time.perf_counter() - started, "out": str(out), **env.facts()}
-    if here().first:
-        checkpoint.replace(out / "sweep.json", as_json(result))
+    result |= {"seconds": time.perf_counter() - started, "out": str(out), **env.describe_environment()}
+    if distributed_context().is_first:
+        durable_files.replace_file(out / "sweep.json", encode_json(result))
     return result
 
 
@@ -129,8 +132,8 @@ def run(
     jobs: int | None = None,
     packed: int | None = None,
     data_dir: str | Path | None = None,
-    progress: Callable[[], Progress] | None = None,
-    note: Note = warnings.warn,
+    progress: Callable[[], ProgressListener] | None = None,
+    note: NoteCallback = warnings.warn,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Index and outcome of each cell, as they come.
 
@@ -140,9 +143,10 @@ def run(
     """
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(jobs is None or packed is None, "runs are packed on a GPU or spread over processes: give packed or jobs.")
+    world_size = distributed_context().world_size
     require(
-        here().world == 1 or (packed is None and jobs in (None, 1)),
-        f"the {here().world} processes of torchrun train each run together: leave out jobs and packed.",
+        world_size == 1 or (packed is None and jobs in (None, 1)),
+        f"the {world_size} processes of torchrun train each run together: leave out jobs and packed.",
     )
     work = [pool.Job(cell.recipe, cell.folder, data_dir) for cell in found]
     if packed is not None and work:
@@ -180,7 +184,9 @@ def refuse_used(out: Path, found: Sequence[Cell], only_missing: bool) -> None:
 
 def processes(found: Sequence[Cell]) -> int:
     """How many processes are worth while: one a core, or a single one that has the GPU; a team is one."""
-    if here().world > 1 or any(pick(cell.recipe.train.device).type != "cpu" for cell in found):
+    if distributed_context().world_size > 1 or any(
+        select_device(cell.recipe.train.device).type != "cpu" for cell in found
+    ):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -192,7 +198,7 @@ def cells(
     source: str | Path | Mapping[str, Any], axes: Axes, out: str | Path, overrides: Sequence[str] = ()
 ) -> list[Cell]:
     """Every run of a sweep, each once; all of them are known to be well-formed."""
-    given = read(source, overrides)
+    given = read_recipe(source, overrides)
     written = given.pop("sweep", {})
     require(isinstance(written, Mapping), f"sweep is a table of settings and lists of their values, got {written!r}.")
     axes = {**written, **axes}
@@ -217,7 +223,7 @@ def axis(text: str) -> tuple[str, list[Any]]:
         bool(equals and key.strip()) and all(part.strip() for part in parts),
         f"'{text}' is not of the form key=value,value,… (seed=0,1,2).",
     )
-    return key.strip(), [literal(part.strip()) for part in parts]
+    return key.strip(), [parse_value(part.strip()) for part in parts]
 
 
 def split(text: str) -> list[str]:
@@ -251,7 +257,7 @@ def cell(given: Mapping[str, Any], values: Mapping[str, Any], out: Path) -> Cell
         elif "method" in values and key.startswith("method.") and not has(recipe["method"], key.split(".")[1]):
             dropped.append(key)
         else:
-            put(recipe, key, value)
+            set_setting(recipe, key, value)
             if key not in ("seed", "method.sparsity"):
                 setting[key] = value
     made = Recipe.load(recipe)

@@ -15,8 +15,9 @@ from typing import Any
 
 from pomona.errors import PomonaError, require, unknown_name_error
 
-from ..recipes.recipe import Recipe, put, read
-from ..runs.run import Interrupted
+from ..recipes.overrides import read_recipe, set_setting
+from ..recipes.recipe import Recipe
+from ..runs.interruption import Interrupted
 from . import sweep
 
 SHARE = 0.1  # of the training data, for validation, where the recipe holds out none: 5,000 of CIFAR's 50,000
@@ -88,9 +89,9 @@ def plan(
 
 def prepared(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The recipe, with a validation part."""
-    given = read(source, overrides)
+    given = read_recipe(source, overrides)
     if not Recipe.load(given).data.validation:
-        put(given, "data.validation", SHARE)
+        set_setting(given, "data.validation", SHARE)
     return given
 
 
@@ -161,8 +162,8 @@ def score(point: Point) -> float:
 
 def recipe(given: Mapping[str, Any], key: str, value: float, seed: int = 0) -> Recipe:
     """The run at one point of the grid."""
-    settings = read(given)
-    put(settings, key, value)
+    settings = read_recipe(given)
+    set_setting(settings, key, value)
     made = Recipe.load({**settings, "seed": seed})
     return dataclasses.replace(made, name=sweep.label({key: value, "seed": seed}))
 

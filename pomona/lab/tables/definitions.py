@@ -48,14 +48,15 @@ from typing import Any
 from pomona.errors import PomonaError, require, unknown_name_error
 
 from ..recipes import bundled as shelf
-from ..recipes.recipe import PASSIVE, Recipe, literal, read
-from ..runs.retrain import BUDGETS, FROM
+from ..recipes.overrides import parse_value, read_recipe
+from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
+from ..runs.retrain import BUDGETS, STARTS
 from ..sweeps import sweep
 from ..sweeps.result_table import SHOW
 from ..sweeps.run_store import Store
 from .paper_table import Entry, Table, Task, numbers
 
-MODULES = ("pomona.theory.qian_tables", "pomona.lab.runs.private")
+MODULES = ("pomona.theory.qian_tables", "pomona.lab.tables.private_table")
 KEYS = ("title", "paper", "notes", "seeds", "queue", "columns", "part", "measure", "show", "across", "names", "like")
 MEASURES = ("accuracy", "valid_accuracy")
 PART = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
@@ -80,14 +81,14 @@ def computed() -> dict[str, Make]:
 
 def find(name: str, overrides: Sequence[str] = ()) -> Table | Make:
     """A table by its name or the path of its file: of runs, or as the function that makes it."""
-    shipped = shelf.files()
+    shipped = shelf.bundled_files()
     file = Path(name) if Path(name).is_file() else shipped.get(name.removesuffix(".toml"))
     if file is not None:
-        require(shelf.is_table(file), f"'{name}' is a recipe, no table: it has no [[part]].")
+        require(shelf.is_table_file(file), f"'{name}' is a recipe, no table: it has no [[part]].")
         return load(file, overrides)
     made = computed()
     if name not in made:
-        raise unknown_name_error("table", name, [*shelf.tables(), *made])
+        raise unknown_name_error("table", name, [*shelf.bundled_tables(), *made])
     require(not overrides, f"{name} is computed, and has no settings to set: leave out '{(*overrides, '')[0]}'.")
     return made[name]
 
@@ -100,7 +101,7 @@ def compute(make: Make, progress: Callable[[int, int], None] | None = None) -> d
 def overview() -> list[dict[str, Any]]:
     """Every table: how much of it is there."""
     store, found = Store(), []
-    for name, path in shelf.tables().items():
+    for name, path in shelf.bundled_tables().items():
         one = load(path)
         told = {"name": name, "title": one.title, "paper": one.paper, "cells": len(one.cells)}
         found.append(told | one.counts(store))
@@ -143,7 +144,7 @@ def written(path: Path) -> dict[str, Any]:
     known("measure to show", given.get("show", ()), SHOW)
     given = {"columns": {}, "part": [], **given}
     if "like" in given:
-        given = like(written(shelf.find(given["like"])), given)
+        given = like(written(shelf.find_recipe(given["like"])), given)
     require(bool(given["part"] and given["columns"]), f"the table '{path}' needs [columns] and a [[part]].")
     for part in given["part"]:
         known("key of a part", part, PART)
@@ -193,7 +194,7 @@ def part_entries(given: Mapping[str, Any], part: Mapping[str, Any], overrides: S
             f"{part['label']} has {len(texts)} numbers of {name} for its {len(rows)} rows.",
         )
     recipe = part["recipe"]
-    base = read(recipe if isinstance(recipe, Mapping) else shelf.find(str(recipe)))
+    base = read_recipe(recipe if isinstance(recipe, Mapping) else shelf.find_recipe(str(recipe)))
     for i, row in enumerate(rows):
         cells = Row(base, columns, {**common, **row}, wins, seeds)
         for name in part.get("columns", columns):
@@ -208,7 +209,12 @@ def part_entries(given: Mapping[str, Any], part: Mapping[str, Any], overrides: S
                 yield Entry(part["label"], row_name(row, names), row_name(own, names), name, setting, tasks, text)
 
 
-APART = {"model.name", "method", "method.sparsity", *PASSIVE}  # what a cell tells by itself, or need not
+APART = {
+    "model.name",
+    "method",
+    "method.sparsity",
+    *SETTINGS_WITHOUT_EFFECT,
+}  # what a cell tells by itself, or need not
 
 
 def concerns(key: str, recipe: Recipe) -> bool:
@@ -219,9 +225,9 @@ def concerns(key: str, recipe: Recipe) -> bool:
 
 def override(text: str) -> tuple[str, Any]:
     """ "dotted.key=value" as key and value."""
-    read({}, [text])  # refuses what is not of this form
+    read_recipe({}, [text])  # refuses what is not of this form
     key, _, value = text.partition("=")
-    return key.strip(), literal(value.strip())
+    return key.strip(), parse_value(value.strip())
 
 
 @dataclass
@@ -252,7 +258,7 @@ class Row:
         if "retrain" in column:
             require("from" in column, f"{name} retrains a mask: say which, with from.")
             again = column["retrain"], column.get("budget", "epochs")
-            known("start of a retraining", again[:1], FROM)
+            known("start of a retraining", again[:1], STARTS)
             known("budget", again[1:], BUDGETS)
             yield from (Task(parent.recipe, parent, again) for parent in parents if parent is not None)
             return
@@ -282,7 +288,7 @@ def resolved(base: str, values: str) -> Recipe:
     given = json.loads(values)
     ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
     cell = sweep.cell(json.loads(base), ordered, Path())
-    silent = {*PASSIVE, *cell.dropped, "model.name"}
+    silent = {*SETTINGS_WITHOUT_EFFECT, *cell.dropped, "model.name"}
     apart = {key: value for key, value in ordered.items() if key not in silent}
     label = sweep.label({**apart, "method": cell.recipe.method["name"]})
     return replace(cell.recipe, name=f"{cell.recipe.model['name']}-{label}")

@@ -20,8 +20,8 @@ from pomona.errors import require, unknown_name_error
 
 from ..recipes.recipe import Recipe
 from ..runs import retrain
-from ..runs.folder import summary
-from ..runs.run import Interrupted
+from ..runs.folder import read_summary
+from ..runs.interruption import Interrupted
 from ..sweeps import result_table as table
 from ..sweeps import sweep
 from ..sweeps.run_store import DAMAGED, RECORDS, RUNS, Run, Store, keep, without_finetune
@@ -92,7 +92,7 @@ class Task:
             if run is None:
                 return None
             if self.again is not None:
-                recipe, _ = retrain.plan(run, *self.again)
+                recipe, _ = retrain.prepare_retraining(run, *self.again)
         return sweep.Cell(recipe, store.folder(recipe) or out / f"{recipe.name}-{recipe.fingerprint()}", {})
 
 
@@ -297,7 +297,7 @@ def fill(
         raise sweep.Stopped(out, complete(tasks, store), len(tasks)) from stopped
     for one in failed:
         store.add(Path(one["folder"]))  # another sitting may have been at it, and is done
-    return asked.compare(store) | {"failed": [one for one in failed if summary(Path(one["folder"])) is None]}
+    return asked.compare(store) | {"failed": [one for one in failed if read_summary(Path(one["folder"])) is None]}
 
 
 def complete(tasks: Sequence[Task], store: Store) -> int:

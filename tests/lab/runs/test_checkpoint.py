@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pomona.errors import PomonaError
-from pomona.lab.runs import checkpoint
+from pomona.lab.runs import checkpoint, durable_files
 
 
 def same(a, b) -> bool:
@@ -53,12 +53,12 @@ nests = st.recursive(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(keys, nests, max_size=4))
-def test_a_nest_of_tensors_and_values_survives(tmp_path, state):
+def test_nested_tensors_and_values_round_trip(tmp_path, state):
     checkpoint.save(tmp_path, state)
     assert same(checkpoint.load(tmp_path), state)
 
 
-def test_an_optimizer_resumes_from_it(tmp_path):
+def test_an_optimizer_state_round_trips(tmp_path):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     weight.grad = torch.tensor([1.0, -2.0, 3.0])
@@ -82,7 +82,7 @@ def test_a_tied_tensor_is_stored_once_and_strides_do_not_matter(tmp_path):
     assert size < 24 * 4 + 6 * 4 + 400
 
 
-def test_bfloat16_survives(tmp_path):
+def test_bfloat16_round_trips(tmp_path):
     state = {"x": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     checkpoint.save(tmp_path, state)
     loaded = checkpoint.load(tmp_path)["x"]
@@ -90,7 +90,7 @@ def test_bfloat16_survives(tmp_path):
     assert torch.equal(loaded, state["x"])
 
 
-def test_an_object_is_refused_by_its_place(tmp_path):
+def test_an_unsupported_object_is_refused_by_its_path(tmp_path):
     with pytest.raises(TypeError, match="/a/0, a object"):
         checkpoint.save(tmp_path, {"a": [object()]})
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def two(folder):
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["truncate", "empty", "remove", "flip"])
-def test_a_damaged_checkpoint_falls_back_and_says_so(tmp_path, file, harm):
+def test_a_damaged_checkpoint_falls_back_with_a_note(tmp_path, file, harm):
     two(tmp_path)
     path = tmp_path / "checkpoint" / file
     data = path.read_bytes()
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_falls_back_and_says_so(tmp_path, file, harm):
     assert "'checkpoint.previous'" in notes[0]
 
 
-def test_both_damaged_is_an_error(tmp_path):
+def test_two_damaged_checkpoints_are_an_error(tmp_path):
     two(tmp_path)
     for name in ("checkpoint", "checkpoint.previous"):
         (tmp_path / name / "state.json").write_text("{")
@@ -132,8 +132,8 @@ def test_both_damaged_is_an_error(tmp_path):
         checkpoint.load(tmp_path)
 
 
-def test_none_at_all_is_an_error(tmp_path):
-    assert not checkpoint.found(tmp_path)
+def test_loading_without_a_checkpoint_is_an_error(tmp_path):
+    assert not checkpoint.exists(tmp_path)
     with pytest.raises(PomonaError, match="there is no checkpoint"):
         checkpoint.load(tmp_path)
 
@@ -147,9 +147,9 @@ def test_a_newer_version_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
-def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file):
     two(tmp_path)
-    write = checkpoint.write
+    write = durable_files.write_file
 
     def full(path, data):
         if path.name == file:
@@ -157,24 +157,24 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, data)
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(durable_files, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full.*free some space"):
         checkpoint.save(tmp_path, {"step": 3, "x": torch.ones(500)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "checkpoint.previous"]
     assert checkpoint.load(tmp_path)["step"] == 2
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_replace_file_writes_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
-    checkpoint.replace(path, b"old")
+    durable_files.replace_file(path, b"old")
 
     def full(path, data):
         path.write_bytes(data[:1])
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(durable_files, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full"):
-        checkpoint.replace(path, b"new")
+        durable_files.replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_bytes() == b"old"
 
@@ -202,8 +202,8 @@ def test_a_kill_between_any_two_operations_leaves_a_loadable_state(tmp_path, mon
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", killing(checkpoint.write))
-        patch.setattr(checkpoint, "_sync", killing(checkpoint._sync))
+        patch.setattr(durable_files, "write_file", killing(durable_files.write_file))
+        patch.setattr(durable_files, "sync_folder", killing(durable_files.sync_folder))
         patch.setattr(shutil, "rmtree", killing(shutil.rmtree))
         patch.setattr(type(tmp_path), "rename", killing(type(tmp_path).rename))
         if at < 7:  # two writes, two syncs, one removal, two renames
@@ -220,10 +220,10 @@ def test_a_kill_between_any_two_operations_leaves_a_loadable_state(tmp_path, mon
     assert not (tmp_path / "checkpoint.part").exists()
 
 
-def test_a_kill_during_the_first_save_leaves_none(tmp_path):
+def test_a_kill_during_the_first_save_leaves_no_checkpoint(tmp_path):
     part = tmp_path / "checkpoint.part"
     part.mkdir()
     (part / "tensors.safetensors").write_bytes(b"half")
-    assert not checkpoint.found(tmp_path)
+    assert not checkpoint.exists(tmp_path)
     checkpoint.save(tmp_path, {"step": 1})
     assert checkpoint.load(tmp_path) == {"step": 1}

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from laboratory import After, rows
+from run_helpers import StopAfter, read_metrics
 from safetensors.torch import load_file
 
 from pomona.errors import PomonaError
 from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.runs import loops
-from pomona.lab.runs.distributed import Team
-from pomona.lab.runs.run import Interrupted, load_data, train
+from pomona.lab.runs.concurrency import CONCURRENT_RUN
+from pomona.lab.runs.distributed import DistributedContext
+from pomona.lab.runs.interruption import Interrupted
+from pomona.lab.runs.run_inputs import load_data
+from pomona.lab.runs.train import train
 from pomona.lab.sweeps import concurrent as packed
 from pomona.lab.sweeps.process_pool import Job
 
@@ -43,7 +46,7 @@ def recipe(method: str = "dense", loop: str = "captured", model: str = "digits_c
 
 
 def losses(folder) -> torch.Tensor:
-    return torch.tensor([row["loss"] for row in rows(folder, "epoch")])
+    return torch.tensor([row["loss"] for row in read_metrics(folder, "epoch")])
 
 
 @pytest.mark.parametrize("loop", ["captured", "compiled"])
@@ -58,26 +61,31 @@ def test_an_unknown_loop_is_refused():
         recipe(loop="capture")
 
 
-def test_packing_is_refused_without_a_gpu(tmp_path):
+def test_concurrent_runs_are_refused_without_a_gpu(tmp_path):
     with pytest.raises(PomonaError, match="runs are packed on a GPU, and 'test' is for 'cpu'"):
         list(packed.run([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
 
 
-def test_an_eager_loop_is_not_packed():
+def test_an_eager_loop_cannot_run_concurrently():
     one = recipe(loop="eager")
     run = SimpleNamespace(
-        recipe=one, options=one.train, device=torch.device("cuda"), team=Team(), model=torch.nn.Linear(1, 1), steps=1
+        recipe=one,
+        options=one.train,
+        device=torch.device("cuda"),
+        processes=DistributedContext(),
+        model=torch.nn.Linear(1, 1),
+        stage_steps=1,
     )
-    assert loops.choose(run) == "eager"
+    assert loops.choose_loop(run) == "eager"
     packed_run = contextvars.copy_context()
-    packed_run.run(loops.PACKED.set, True)
-    with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot be packed"):
-        packed_run.run(loops.choose, run)
+    packed_run.run(CONCURRENT_RUN.set, True)
+    with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot run concurrently"):
+        packed_run.run(loops.choose_loop, run)
 
 
-def test_packed_runs_read_one_copy_of_the_data():
+def test_concurrent_runs_share_one_copy_of_the_data():
     context, cpu = contextvars.copy_context(), torch.device("cpu")
-    context.run(loops.PACKED.set, True)
+    context.run(CONCURRENT_RUN.set, True)
     first, again = (context.run(load_data, recipe(), None, cpu) for _ in range(2))
     other = dataclasses.replace(recipe(), data=dataclasses.replace(recipe().data, validation=100))
     assert first is again
@@ -85,12 +93,12 @@ def test_packed_runs_read_one_copy_of_the_data():
     assert load_data(recipe(), None, cpu) is not first  # one that is alone reads its files
 
 
-def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
+def test_a_thread_that_fails_reports_its_error(monkeypatch, tmp_path):
     """Else whoever waits for its job would wait for ever."""
     told: queue.SimpleQueue = queue.SimpleQueue()
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     waiting.put(0)
-    monkeypatch.setattr(packed, "pick", lambda name: torch.device("meta"))  # has no streams
+    monkeypatch.setattr(packed, "select_device", lambda name: torch.device("meta"))  # has no streams
     thread = threading.Thread(
         target=packed.serve, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
     )
@@ -103,19 +111,19 @@ def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
 
 @gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_trains_as_eager_does(tmp_path, method):
+def test_the_captured_loop_trains_like_the_eager_loop(tmp_path, method):
     ends = {loop: train(recipe(method, loop), tmp_path / loop) for loop in ("eager", "captured")}
     eager, captured = (losses(tmp_path / loop) for loop in ("eager", "captured"))
     torch.testing.assert_close(captured[0], eager[0], rtol=5e-3, atol=1e-3)  # then rounding is amplified
     torch.testing.assert_close(captured, eager, rtol=0.15, atol=0.03)
     assert ends["captured"]["sparsity"] == ends["eager"]["sparsity"]
     assert abs(ends["captured"]["accuracy"] - ends["eager"]["accuracy"]) < 4  # of 450 images
-    updates = [[row["step"] for row in rows(tmp_path / loop, "update")] for loop in ("eager", "captured")]
+    updates = [[row["step"] for row in read_metrics(tmp_path / loop, "update")] for loop in ("eager", "captured")]
     assert updates[0] == updates[1]
 
 
 @gpu
-def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
+def test_the_compiled_loop_in_bf16_trains_like_the_eager_loop_in_float32(tmp_path):
     for loop, precision in (("eager", "float32"), ("compiled", "bf16")):
         train(recipe("dpf(sparsity=0.8, every=4)", loop, precision=precision), tmp_path / loop)
     torch.testing.assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), rtol=0.1, atol=0.05)
@@ -124,11 +132,11 @@ def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
 @gpu
 @pytest.mark.parametrize("method", ["dpf(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)"])
 @pytest.mark.parametrize("steps", [22, 30])  # at the end of an epoch, and within one
-def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
+def test_a_resumed_captured_run_is_bit_identical(tmp_path, method, steps):
     one = recipe(method, model="lenet300", checkpoint_steps=5)  # cuDNN's convolutions add up in any order
     train(one, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(one, tmp_path / "cut", stop=After(steps))
+        train(one, tmp_path / "cut", stop=StopAfter(steps))
     train(one, tmp_path / "cut", resume=True)
     assert torch.equal(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
     ends = [load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole")]
@@ -138,14 +146,14 @@ def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
 @gpu
 def test_the_loops_share_their_checkpoints(tmp_path):
     with pytest.raises(Interrupted):
-        train(recipe("dpf(sparsity=0.9, every=4)", "captured"), tmp_path / "run", stop=After(30))
+        train(recipe("dpf(sparsity=0.9, every=4)", "captured"), tmp_path / "run", stop=StopAfter(30))
     ended = train(recipe("dpf(sparsity=0.9, every=4)", "eager"), tmp_path / "run", resume=True)
     assert ended["epoch"] == 4
 
 
 @gpu
 @pytest.mark.parametrize("model", ["digits_cnn", "lenet300"])
-def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_path, model):
+def test_concurrent_runs_train_as_alone_and_fail_alone(tmp_path, model):
     """Bit for bit without convolutions, for which each thread has cuDNN choose anew."""
     exact = model == "lenet300"
     methods = [method for method in METHODS if not (exact and method.startswith("sfp"))]  # it has no filters
@@ -165,7 +173,7 @@ def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_
 
 
 @gpu
-def test_packed_runs_that_are_cut_off_go_on(tmp_path):
+def test_interrupted_concurrent_runs_leave_checkpoints(tmp_path):
     jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
     coming = packed.run([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
     assert next(coming)[0] == 0
@@ -175,9 +183,9 @@ def test_packed_runs_that_are_cut_off_go_on(tmp_path):
 
 
 @gpu
-def test_a_model_with_dropout_is_trained_eagerly_and_not_packed(tmp_path):
+def test_a_model_with_dropout_is_trained_eagerly_and_not_concurrently(tmp_path):
     settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
     one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
     ((_, outcome),) = packed.run([Job(one, tmp_path / "packed")], 2, print)
-    assert "'drop' would replay one and the same dropout, so it cannot be packed" in outcome["error"]
+    assert "'drop' would replay one and the same dropout, so it cannot run concurrently with others" in outcome["error"]
     assert train(one, tmp_path / "alone")["epoch"] == 1

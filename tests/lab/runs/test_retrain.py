@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
-from pomona.lab.recipes.optimizers import Cosine, Step
+from pomona.lab.recipes.learning_rates import CosineDecay, StepDecay
 from pomona.lab.runs import masks
-from pomona.lab.runs.retrain import cost, macs, plan, retrain, stretched
+from pomona.lab.runs.retrain import mac_shares, milestones_as_shares, prepare_retraining, retrain, training_cost
 
 
 def recipe(method, epochs=2, model="mlp(hidden=[16])", finetune=0, **sections) -> Recipe:
@@ -70,7 +70,7 @@ def test_a_random_start_has_other_weights_and_the_same_mask(tmp_path, pruned):
         assert all(not weights(folder)[name][~mask].any() for name, mask in found.items())
 
 
-def test_the_final_weights_go_on_with_the_rate_begun_anew(tmp_path):
+def test_retraining_from_final_restarts_the_learning_rate(tmp_path):
     train(recipe("oneshot(sparsity=0.5, at=0.5)", optimizer="sgd(lr=1e-7)"), tmp_path / "run")
     retrain(tmp_path / "run", "final")
     before, after = weights(tmp_path / "run"), weights(tmp_path / "run-retrain-final")
@@ -110,15 +110,15 @@ def test_a_retraining_is_a_run_that_can_be_resumed(tmp_path, pruned):
 
 
 def test_the_cost_of_one_shot_pruning_by_hand(pruned):
-    assert list(macs(pruned).values()) == pytest.approx([1024 / 1184, 160 / 1184])
-    assert cost(pruned) == pytest.approx(1 + HALF)  # an epoch dense, an epoch with half
+    assert list(mac_shares(pruned).values()) == pytest.approx([1024 / 1184, 160 / 1184])
+    assert training_cost(pruned) == pytest.approx(1 + HALF)  # an epoch dense, an epoch with half
 
 
-def test_as_many_epochs_as_cost_the_same(pruned):
-    made, folder = plan(pruned, budget="flops")
+def test_the_flops_budget_sets_the_number_of_epochs(pruned):
+    made, folder = prepare_retraining(pruned, budget="flops")
     assert made.train.epochs == round((1 + HALF) / HALF) == 3
     assert folder.name == "run-retrain-init-flops"
-    assert plan(pruned)[0].train.epochs == 2
+    assert prepare_retraining(pruned)[0].train.epochs == 2
     assert not folder.exists()
 
 
@@ -139,7 +139,7 @@ def test_the_cost_of_stages(tmp_path, method, finetune, epochs):
     )
     if epochs is None:
         epochs = 2 + summary["macs_left"] / summary["macs"]
-    assert cost(tmp_path / "run") == pytest.approx(epochs)
+    assert training_cost(tmp_path / "run") == pytest.approx(epochs)
 
 
 def test_the_cost_follows_the_mask(tmp_path):
@@ -150,14 +150,14 @@ def test_the_cost_follows_the_mask(tmp_path):
     for step in range(12):
         now = updates.get(step, now)
         spent += (1024 * (1 - now) + 160) / 1184
-    assert cost(tmp_path / "run") == pytest.approx(spent / 3)
-    assert 4 > cost(tmp_path / "run") > 4 * (1024 * 0.2 + 160) / 1184
+    assert training_cost(tmp_path / "run") == pytest.approx(spent / 3)
+    assert 4 > training_cost(tmp_path / "run") > 4 * (1024 * 0.2 + 160) / 1184
 
 
-def test_milestones_keep_their_places():
-    assert stretched(Step(milestones=(150, 225)), 300) == Step(milestones=(0.5, 0.75))
-    assert stretched(Step(milestones=(0.3, 0.6)), 300) == Step(milestones=(0.3, 0.6))
-    assert stretched(Cosine(), 300) == Cosine()
+def test_milestones_as_shares_of_training():
+    assert milestones_as_shares(StepDecay(milestones=(150, 225)), 300) == StepDecay(milestones=(0.5, 0.75))
+    assert milestones_as_shares(StepDecay(milestones=(0.3, 0.6)), 300) == StepDecay(milestones=(0.3, 0.6))
+    assert milestones_as_shares(CosineDecay(), 300) == CosineDecay()
 
 
 # ---- what is refused
@@ -173,10 +173,10 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path, pruned):
     for arguments, says in [
         ((pruned, "initial"), "unknown start of a retraining 'initial': did you mean 'init'"),
         ((pruned, "init", "flop"), "unknown budget 'flop': did you mean 'flops'"),
-        ((tmp_path,), "is no run: it has no recipe.toml"),
+        ((tmp_path,), "is not a run: it has no recipe.toml"),
         ((tmp_path / "begun",), "is not complete: go on with pomona train --resume"),
         ((tmp_path / "dense",), "is dense: there is no mask to retrain"),
-        ((tmp_path / "later", "init"), "itself began with the weights of .*: retrain it from random or final"),
+        ((tmp_path / "later", "init"), "itself started from the weights of .*: retrain it from random or final"),
     ]:
         with pytest.raises(PomonaError, match=says):
             retrain(*arguments)

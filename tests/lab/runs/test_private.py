@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
-from laboratory import After, lasting, rows
+from run_helpers import StopAfter, read_metrics, without_timings
 from safetensors.torch import load_file
 
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
 from pomona.errors import PomonaError
-from pomona.lab import Interrupted
-from pomona.lab.recipes.bundled import files
+from pomona.lab import Interrupted, Recipe, train
+from pomona.lab.recipes.bundled import bundled_files
+from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import private
+from pomona.lab.runs import run as run_module
+from pomona.lab.runs.private import PrivateStrategy
+from pomona.lab.runs.run import Run
+from pomona.lab.runs.run_evaluation import evaluate_run
+from pomona.lab.runs.stages import Stage
 from pomona.privacy import Budget, accounting, budget
 
 SIGMA = 1.0  # will do for ε = 8
@@ -37,15 +45,20 @@ def settled(share: float = 0.0, epsilon: float = 8.0, **change) -> dict:
     return Budget(epsilon, 1e-5, 1347, 400, STEPS, share, SIGMA, 0.0273 if share else 0.0, curve).to_dict() | change
 
 
-def recipe(method: str = "gip", **options) -> private.PrivateRecipe:
+def recipe(method: str = "gip", **options) -> PrivateRecipe:
     share = 0.01 if method == "gip" else 0.0
     section = {"method": method, "epsilon": 8.0, "keep": 0.5, "budget": settled(share), **options}
-    return private.PrivateRecipe.load({**SETTINGS, "private": section})
+    return PrivateRecipe.load({**SETTINGS, "private": section})
+
+
+def train_private(recipe: PrivateRecipe, folder: Path, **options) -> dict:
+    """Train a private recipe and return its summary."""
+    return train(PrivateStrategy(recipe), folder, **options)
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd", "random"])
-def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
-    summary = private.train(recipe(method), tmp_path / "run")
+def test_a_private_run_learns_and_records_what_it_spent(tmp_path, method):
+    summary = train_private(recipe(method), tmp_path / "run")
     assert summary["accuracy"] > 30
     assert summary["method"] == method
     assert summary["epsilon"] == 8.0
@@ -53,14 +66,14 @@ def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
     assert summary["private"]["delta"] == 1e-5
     if method == "gip":
         assert summary["private"]["lost"]["end"] == pytest.approx(summary["private"]["random_loses"]["end"], abs=0.01)
-    epochs = rows(tmp_path / "run", "epoch")
+    epochs = read_metrics(tmp_path / "run", "epoch")
     assert [row["epsilon"] for row in epochs] == [4.0, 8.0, 8.0]
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["fingerprint"] == recipe(method).fingerprint()
 
 
-def test_the_folder_holds_no_training_loss(tmp_path):
-    private.train(recipe(), tmp_path / "run")
-    for row in rows(tmp_path / "run"):
+def test_the_folder_of_a_private_run_has_no_training_loss(tmp_path):
+    train_private(recipe(), tmp_path / "run")
+    for row in read_metrics(tmp_path / "run"):
         assert "loss" not in row
     summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
     assert "loss" not in summary
@@ -69,43 +82,96 @@ def test_the_folder_holds_no_training_loss(tmp_path):
     assert state["loss"] == 0.0
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
-    whole = private.train(recipe(average=0.9, views=1), tmp_path / "whole")
+@pytest.mark.parametrize("method", ["gip", "dpsgd"])
+def test_a_new_output_of_plain_runs_is_not_recorded_unless_allowed(tmp_path, monkeypatch, method):
+    """A private run records what its list names: a new field of plain runs, here a secret, is not on it."""
+    end_epoch, result_fields = Run.end_epoch, Stage.result_fields
+    describe_environment, collect_state = run_module.describe_environment, run_module.collect_state
+
+    def evaluate(run):
+        return {**evaluate_run(run), "secret": 1.0}  # a field of an epoch's row
+
+    def finish(self):
+        self.recorder.write_file("secret.json", b"{}")
+        return finish_run(self)
+
+    class Listener:
+        rows: ClassVar[list] = []
+
+        def start(self, *arguments): ...
+        def step(self, loss=None): ...
+        def close(self): ...
+        def epoch(self, row):
+            self.rows.append(row)
+
+    finish_run = Run.finish
+    monkeypatch.setattr(run_module, "evaluate_run", evaluate)
+    monkeypatch.setattr(run_module, "describe_environment", lambda: {**describe_environment(), "secret": 1.0})
+    monkeypatch.setattr(run_module, "collect_state", lambda run: {**collect_state(run), "secret": 1.0})
+    monkeypatch.setattr(Stage, "result_fields", lambda self, run: {**result_fields(self, run), "secret_result": 1.0})
+    monkeypatch.setattr(Run, "end_epoch", lambda self: {**end_epoch(self), "secret_end": 1.0})
+    monkeypatch.setattr(Run, "finish", finish)
+    places = ("metrics.jsonl", "summary.json", "env.json", "checkpoint/state.json")
+
+    plain = Recipe.load(SETTINGS | {"optimizer": {"lr": 0.1}})
+    summary = train(plain, tmp_path / "plain", progress=Listener())
+    assert all("secret" in (tmp_path / "plain" / place).read_text() for place in places)
+    assert (tmp_path / "plain" / "secret.json").exists()
+    assert "secret_end" in summary
+    assert "secret" in Listener.rows[-1]
+
+    summary = train_private(recipe(method), tmp_path / "private", progress=Listener())
+    written = [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "private")) for path in written} >= set(places)
+    assert not [path for path in written if b"secret" in path.read_bytes() or "secret" in path.name]
+    assert "secret" not in str(summary)
+    assert "secret" not in str(Listener.rows[-1])
+
+    allowed = PrivateStrategy.allowed_outputs
+    more = dataclasses.replace(allowed, metrics=allowed.metrics | {"secret"})
+    monkeypatch.setattr(PrivateStrategy, "allowed_outputs", more)
+    train_private(recipe(method), tmp_path / "allowed")
+    assert all(row["secret"] == 1.0 for row in read_metrics(tmp_path / "allowed", "epoch"))
+    assert "secret" not in (tmp_path / "allowed" / "summary.json").read_text()
+
+
+def test_a_resumed_private_run_is_bit_identical(tmp_path):
+    whole = train_private(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
-        private.train(recipe(average=0.9), tmp_path / "parts", stop=After(5))
-    parts = private.train(recipe(average=0.9), tmp_path / "parts", resume=True)
+        train_private(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
+    parts = train_private(recipe(average=0.9), tmp_path / "parts", resume=True)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole["accuracy"] == parts["accuracy"]
     assert parts["epsilon"] == 8.0
-    pairs = zip(rows(tmp_path / "whole"), rows(tmp_path / "parts"), strict=True)
-    assert all(lasting(a) == lasting(b) for a, b in pairs)
+    pairs = zip(read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts"), strict=True)
+    assert all(without_timings(a) == without_timings(b) for a, b in pairs)
 
 
 def test_a_complete_run_is_not_trained_again(tmp_path):
-    done = private.train(recipe(), tmp_path / "run")
-    assert private.train(recipe(), tmp_path / "run", resume=True) == done
+    done = train_private(recipe(), tmp_path / "run")
+    assert train_private(recipe(), tmp_path / "run", resume=True) == done
     with pytest.raises(PomonaError, match="is not empty"):
-        private.train(recipe(), tmp_path / "run")
+        train_private(recipe(), tmp_path / "run")
 
 
 def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(), tmp_path / "run", stop=After(2))
+        train_private(recipe(), tmp_path / "run", stop=StopAfter(2))
     more = recipe(epsilon=9.0, budget=settled(0.01, 9.0))
     with pytest.raises(PomonaError, match="another budget or method .*epsilon: 9.0, not 8.0"):
-        private.train(more, tmp_path / "run", resume=True)
+        train_private(more, tmp_path / "run", resume=True)
     longer = {**SETTINGS, "train": {**SETTINGS["train"], "epochs": 4}}
     section = recipe().private.to_dict() | {"budget": None}
     with pytest.raises(PomonaError, match="other settings"):
-        private.train(private.PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
+        train_private(PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "find_spec", lambda name: None)
     monkeypatch.setattr(accounting, "import_dp_accounting", lambda: pytest.fail("the accountant was asked"))
-    private.train(recipe(), tmp_path / "run")
-    written = private.PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
+    train_private(recipe(), tmp_path / "run")
+    written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
     assert written.fingerprint() == recipe().fingerprint()
 
@@ -117,14 +183,14 @@ def test_a_budget_for_another_run_is_refused(tmp_path):
         ({"epsilon": 4.0}, "epsilon: 8.0, not 4.0"),
     ):
         with pytest.raises(PomonaError, match=message):
-            private.train(recipe(budget=settled(0.01) | change), tmp_path / "run")
+            train_private(recipe(budget=settled(0.01) | change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_budget_that_does_not_keep_its_promise_is_refused(tmp_path):
+def test_a_budget_that_exceeds_delta_is_refused(tmp_path):
     pytest.importorskip("dp_accounting")
     with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve the budget again"):
-        private.train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
+        train_private(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -132,20 +198,16 @@ def test_public_rows_are_held_out_of_the_training(tmp_path):
     section = {"method": "public", "epsilon": 8.0, "keep": 0.5}
     held = {**SETTINGS, "data": {"name": "digits", "validation": 100}}
     solved = settled() | {"rows": 1247}
-    summary = private.train(
-        private.PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a"
-    )
+    summary = train_private(PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a")
     assert summary["private"]["lost"]["end"] is None
     with pytest.raises(PomonaError, match="set data.validation"):
-        private.train(
-            private.PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b"
-        )
+        train_private(PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b")
 
 
 def test_views_are_augmented_copies(tmp_path):
     shaped = {**SETTINGS, "data": {"name": "digits", "augment": "standard(pad=1)"}}
     section = {"method": "dpsgd", "epsilon": 8.0, "views": 3, "budget": settled()}
-    made = private.PrivateRecipe.load({**shaped, "private": section})
+    made = PrivateRecipe.load({**shaped, "private": section})
     seen = []
 
     def watch(self, inputs, targets):
@@ -155,17 +217,17 @@ def test_views_are_augmented_copies(tmp_path):
     step = private.PrivateStep.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private.PrivateStep, "__call__", watch)
-        private.train(made, tmp_path / "run")
+        train_private(made, tmp_path / "run")
     assert {shape for shape, *_ in seen} == {(3, 1, 8, 8)}
     assert all(count == labels for _, count, labels in seen)
 
 
-def test_secure_runs_keep_no_generator(tmp_path):
+def test_secure_runs_save_no_generator_state(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(secure=True), tmp_path / "run", stop=After(2))
+        train_private(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
     assert state["private"]["source"] == {}
-    private.train(recipe(secure=True), tmp_path / "run", resume=True)
+    train_private(recipe(secure=True), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +248,19 @@ def test_secure_runs_keep_no_generator(tmp_path):
 def test_bad_recipes_are_refused(change, message):
     given = {**SETTINGS, "private": {"epsilon": 8.0}} | change
     with pytest.raises(PomonaError, match=message):
-        private.PrivateRecipe.load(given)
+        PrivateRecipe.load(given)
 
 
 def test_models_and_data_that_cannot_be_private_are_refused(tmp_path):
     mixing = {**SETTINGS, "model": "digits_cnn", "private": {"epsilon": 8.0}}
     with pytest.raises(PomonaError, match="BatchNorm2d, which mixes .* private_cnn"):
-        private.train(private.PrivateRecipe.load(mixing), tmp_path / "run")
+        train_private(PrivateRecipe.load(mixing), tmp_path / "run")
     for options, message in (({"epsilon": 0.0}, "ε must be above 0"), ({"delta": 0.1}, "δ must lie")):
         with pytest.raises(PomonaError, match=message):
-            private.train(recipe(**options, budget=None), tmp_path / "run")
+            train_private(recipe(**options, budget=None), tmp_path / "run")
 
 
-def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
+def test_the_private_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(recipe().to_toml())
     assert main(["private", "tiny.toml", "--json"]) == 0
@@ -220,11 +282,11 @@ def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
     assert "budget = {" in capsys.readouterr().out
 
 
-def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
+def test_the_private_command_compares_shares(tmp_path, capsys, monkeypatch):
     pytest.importorskip("dp_accounting")
     asked = {"epsilon": 8.0, "delta": 1e-5, "rows": 100, "batch_size": 100, "steps": 1}
-    splits = private.predict([100], [10], clip=1.0, shares=(0.5,), **asked)
-    monkeypatch.setattr(private, "predict", lambda *sizes, **asked: splits)
+    splits = private.predict_splits([100], [10], clip=1.0, shares=(0.5,), **asked)
+    monkeypatch.setattr(private, "predict_splits", lambda *sizes, **asked: splits)
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(recipe().to_toml())
     assert main(["private", "tiny.toml", "--shares", "--json"]) == 0
@@ -238,8 +300,8 @@ def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
     assert "only gip splits" in capsys.readouterr().err
 
 
-def test_shipped_private_recipes_load():
-    found = {name: private.PrivateRecipe.load(file) for name, file in files().items() if name.startswith("private-")}
+def test_bundled_private_recipes_load():
+    found = {name: PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")}
     assert set(found) >= {"private-digits", "private-cifar10", "private-wrn16_4", "private-imdb"}
     authors = found["private-wrn16_4"]
     assert (authors.private.epsilon, authors.private.keep, authors.private.share) == (1.0, 0.1, 0.01)
