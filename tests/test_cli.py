@@ -146,7 +146,7 @@ def test_existing_run_is_not_touched(call, here):
     assert "'runs/small' is not empty: go on with --resume" in err
     code, _, err = call("train", "runs/small")
     assert code == 2
-    assert "resume the run in it with --resume" in err
+    assert "resume the run in this folder with --resume" in err
     code, _, err = call("train", "--resume", "small.toml", "--set", "seed=1")
     assert code == 2
     assert "other settings (seed: 1, not 0)" in err
@@ -223,7 +223,7 @@ def test_dry_run_shows_everything_and_writes_nothing(call, here):
     assert (code, err) == (0, "")
     assert out.startswith(lab.Recipe.load("small.toml", ["seed=7"]).to_toml())
     assert "runs/small" in out
-    assert "24, 6 an epoch" in out
+    assert "24, 6 per epoch" in out
     code, out, err = call("train", "small.toml", "--dry-run", "--json")
     plan = json.loads(out)
     assert plan["recipe"] == lab.Recipe.load("small.toml").to_dict()
@@ -254,7 +254,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_command_that_goes_on(call, here)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].endswith("to go on: pomona train --resume 'runs/a run'")
+    assert err.splitlines()[-1].endswith("to continue: pomona train --resume 'runs/a run'")
     assert not Path("runs/a run/summary.json").exists()
     code, out, _ = call("train", "--resume", "runs/a run", "--json")
     assert code == 0
@@ -267,7 +267,11 @@ def test_second_ctrl_c_still_names_the_last_checkpoint(call, monkeypatch):
 
     stopped("runs/small", 2)
     monkeypatch.setattr(lab, "train", interrupt)
-    assert call("train", "small.toml", "--name", "new") == (130, "", "stopped before there was anything to resume.\n")
+    assert call("train", "small.toml", "--name", "new") == (
+        130,
+        "",
+        "stopped before the first checkpoint: there is nothing to resume.\n",
+    )
     code, _, err = call("train", "small.toml", "--resume", "--data-dir", "mine")
     assert code == 130
     assert err.endswith("last checkpoint: pomona train --resume runs/small --data-dir mine\n")
@@ -383,7 +387,7 @@ def test_a_table_is_filled_shown_and_kept(call):
     assert code == 0, err
     assert "0 of 2 cells complete, 2 of 2 runs missing" in out
     assert "95.01 ± 0.04" in out
-    code, out, err = call("sweep", "mine.toml", "--only", "column=DPF", "--jobs", "1", "--keep", "--json")
+    code, out, err = call("sweep", "mine.toml", "--only", "column=DPF", "--jobs", "1", "--record", "--json")
     assert code == 0, err
     (cell,) = json.loads(out)["cells"]
     assert (cell["method"], cell["sparsity"], cell["runs"], cell["paper"]) == ("dpf", 0.5, 1, None)
@@ -408,9 +412,9 @@ def test_under_torchrun_one_process_speaks(call, monkeypatch):
 
 
 def test_a_table_with_nothing_in_it_is_shown(call, monkeypatch):
-    from pomona.lab.tables import definitions as papers
+    from pomona.lab.tables import catalog
 
-    monkeypatch.setattr(papers, "computed", lambda: {"nil": lambda: {"title": "T", "paper": "P", "cells": []}})
+    monkeypatch.setattr(catalog, "computed_tables", lambda: {"nil": lambda: {"title": "T", "paper": "P", "cells": []}})
     for option in ([], ["--markdown"]):
         code, out, err = call("table", "nil", *option)
         assert (code, err) == (0, "")
@@ -465,23 +469,23 @@ def test_shrink_writes_a_smaller_network(call):
     [
         (["sweep", "small.toml", "--over", "method=dfp"], "did you mean 'dpf'?"),
         (["sweep", "small.toml", "--over", "method.sparsity"], "method.sparsity"),
-        (["sweep", "small.toml", "--set", "train.device=cpu", "--packed", "4"], "runs are packed on a GPU"),
-        (["sweep", "small.toml", "--packed", "4", "--jobs", "2"], "give packed or jobs"),
-        (["sweep", "small.toml", "--only", "seed=0"], "--only is not for a recipe"),
-        (["sweep", "dpf-table1", "--over", "seed=0"], "--over is not for a table"),
-        (["sweep", "dpf-table1", "--tune", "lr"], "--tune is not for a table"),
-        (["sweep", "small.toml", "--tune", "lr", "--keep"], "--keep is not for tuning"),
+        (["sweep", "small.toml", "--set", "train.device=cpu", "--concurrent", "4"], "concurrent runs need a GPU"),
+        (["sweep", "small.toml", "--concurrent", "4", "--jobs", "2"], "give concurrent or jobs"),
+        (["sweep", "small.toml", "--only", "seed=0"], "--only does not apply to a recipe"),
+        (["sweep", "dpf-table1", "--over", "seed=0"], "--over does not apply to a table"),
+        (["sweep", "dpf-table1", "--tune", "lr"], "--tune does not apply to a table"),
+        (["sweep", "small.toml", "--tune", "lr", "--record"], "--record does not apply to tuning"),
         (["sweep", "small.toml", "--tune", "lr", "--over", "train.clip=1.0"], "leave out --over train.clip"),
         (["sweep", "small.toml", "--tune", "lrr"], "did you mean 'lr'?"),
         (["table", "dpf-tabel1"], "did you mean 'dpf-table1'?"),
-        (["table", "small.toml"], "'small.toml' is a recipe, no table"),
-        (["table", "dpf-resnet20"], "'dpf-resnet20' is a recipe, no table"),
+        (["table", "small.toml"], "'small.toml' is a recipe, not a table"),
+        (["table", "dpf-resnet20"], "'dpf-resnet20' is a recipe, not a table"),
         (["table", "dpf-table1", "--only", "sparsity=0.1"], "unknown sparsity of dpf-table1 '0.1'"),
         (["table", "dpf-table1", "--only", "label=resnet-20"], "did you mean 'ResNet-20'?"),
-        (["table", "dpf-table1", "--set", "seed=5"], "seed is what its runs differ in"),
-        (["table", "dpf-table1", "--runs", "nowhere"], "'nowhere' is none"),
+        (["table", "dpf-table1", "--set", "seed=5"], "seed differs between the runs of a table"),
+        (["table", "dpf-table1", "--runs", "nowhere"], "'nowhere' is not a folder"),
         (["table", "dpf-table1", "--markdown", "--json"], "give --markdown or --json"),
-        (["table", "--only", "seed=0"], "--only is for one table"),
+        (["table", "--only", "seed=0"], "--only applies to one table"),
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["retrain", "nowhere"], "is no run"),

@@ -14,10 +14,14 @@ from rich.table import Table
 
 from pomona.errors import PomonaError, require
 
-from .base import Commands, Json, app, dump, facts, say, show
+from .application import CommandGroup, app
+from .options import Json
+from .output import facts_table, print_json, print_status, print_table
 
 bound = typer.Typer(
-    cls=Commands, rich_markup_mode=None, help="What is promised: the bounds of the papers, solved in every direction."
+    cls=CommandGroup,
+    rich_markup_mode=None,
+    help="What is promised: the bounds of the papers, solved in every direction.",
 )
 app.add_typer(bound, name="bound")
 
@@ -151,10 +155,10 @@ def estimate(
             {e: [point for point in points if 0 < point[1] < math.inf] for e, points in lines.items()},
             title="What is likely for wide layers",
             subtitle="asymptotic, no bound: the extensions of appendices C and E",
-            across="sparsity",
-            up="sup ‖f − F‖, about",
+            x_label="sparsity",
+            y_label="sup ‖f − F‖, about",
             dashed=[e for e in lines if e != extension],
-            log=(False, True),
+            log_axes=(False, True),
         )
 
 
@@ -217,14 +221,14 @@ def certify(
         raise PomonaError(f"'{run}' and '{against}' are networks of different shapes: give two of one kind.") from error
     record = {"sparsity": sparsity, "region": repr(region), **dataclasses.asdict(found)}
     if as_json:
-        dump(record)
+        print_json(record)
     else:
         table = Table("layer", "‖W*‖ dense", "‖W‖ pruned", "‖removed‖", "outputs apart by at most", box=None)
         for layer in found.layers:
             table.add_row(escape(layer.name), *(f"{v:.4g}" for v in dataclasses.astuple(layer)[1:]))
-        show(table)
-        show(
-            facts(
+        print_table(table)
+        print_table(
+            facts_table(
                 {
                     "region": region,
                     **({"sparsity": f"{sparsity:.4f}"} if sparsity is not None else {}),
@@ -241,7 +245,9 @@ def certify(
             "‖removed‖": [(k, x.removed) for k, x in zip(places, found.layers, strict=True) if x.removed > 0],
             "‖W‖": [(k, x.dense) for k, x in zip(places, found.layers, strict=True) if x.dense > 0],
         }
-        draw(plot, lines, title="A certificate, layer by layer", across="layer", up="norm", log=(False, True))
+        draw(
+            plot, lines, title="A certificate, layer by layer", x_label="layer", y_label="norm", log_axes=(False, True)
+        )
 
 
 @bound.command()
@@ -284,9 +290,9 @@ def fraction(
             lines,
             title="One round of pruning: what is promised",
             subtitle=f"the certificate for this network, Theorem 1 for those drawn like it (sharp, δ = {delta:g})",
-            across="sparsity",
-            up="sup ‖f − F‖ at most",
-            log=(False, True),
+            x_label="sparsity",
+            y_label="sup ‖f − F‖ at most",
+            log_axes=(False, True),
         )
 
 
@@ -321,7 +327,14 @@ def spectral(
         for size in sorted({stride * max(1, round(image * k / 12 / stride)) for k in range(1, 13)}):
             for name, value in norms(size).items():
                 lines.setdefault(name.split(" ")[0], []).append((size, value))
-        draw(plot, lines, title="The norm of a convolution", across="image", up="‖W‖₂ by padding", log=(False, False))
+        draw(
+            plot,
+            lines,
+            title="The norm of a convolution",
+            x_label="image",
+            y_label="‖W‖₂ by padding",
+            log_axes=(False, False),
+        )
 
 
 @bound.command()
@@ -361,9 +374,9 @@ def gip(
             lines,
             title="What a private mask costs",
             subtitle=f"the error of {m:,} of {d:,} gradients, over the budget of one draw",
-            across="ε",
-            up="mean squared error",
-            log=(True, False),
+            x_label="ε",
+            y_label="mean squared error",
+            log_axes=(True, False),
         )
 
 
@@ -390,7 +403,14 @@ def balanced(
         for b in (64, 16, 4):
             shares = [k / b for k in range(1, b)]
             lines[f"blocks of {b}"] = [(s, paper.output_variance(s, sigma_w, sigma_x, b)) for s in shares]
-        draw(plot, lines, title="What pruning adds to an output", across="sparsity", up="variance", log=(False, True))
+        draw(
+            plot,
+            lines,
+            title="What pruning adds to an output",
+            x_label="sparsity",
+            y_label="variance",
+            log_axes=(False, True),
+        )
 
 
 @bound.command()
@@ -417,20 +437,20 @@ def iterand(
             row["trial"] = dataclasses.asdict(paper.trial(sizes, epsilon, delta, r, seeds=trial))
         rows.append(row)
     if as_json:
-        dump(rows)
+        print_json(rows)
     else:
         table = Table("R", "hidden widths", "printed", *["fits of trials"] * bool(trial), box=None)
         for row in rows:
             more = [f"{row['trial']['fits']} of {row['trial']['seeds']}"] if trial else []
             table.add_row(str(row["R"]), *(", ".join(f"{w:,}" for w in row[k]) for k in ("widths", "printed")), *more)
-        show(table)
+        print_table(table)
     if plot is not None:
         draws = [round(10 ** (k / 8)) for k in range(33)]
         lines = {
             name: [(r, max(paper.widths(sizes, epsilon, delta, r, printed=how))) for r in draws]
             for name, how in (("needed", False), ("printed", True))
         }
-        draw(plot, lines, title="The widest hidden layer", across="draws R of each weight", up="width")
+        draw(plot, lines, title="The widest hidden layer", x_label="draws R of each weight", y_label="width")
 
 
 @bound.command()
@@ -466,14 +486,14 @@ def convergence(
 
     found = estimates(T)
     if as_json:
-        dump([{"name": e.name, "bound": e.bound, "vacuous": e.vacuous, "terms": terms(e)} for e in found])
+        print_json([{"name": e.name, "bound": e.bound, "vacuous": e.vacuous, "terms": terms(e)} for e in found])
     else:
         for one in found:
             print(one)
     if plot is not None:
         steps = sorted({round(max(T, 1) ** (k / 24)) for k in range(1, 25)})
         lines = {e.name: [(t, estimates(t)[k].bound) for t in steps] for k, e in enumerate(found)}
-        draw(plot, lines, title="Where dynamic pruning must arrive", across="steps T", up="bound")
+        draw(plot, lines, title="Where dynamic pruning must arrive", x_label="steps T", y_label="bound")
 
 
 # ---- what they share
@@ -526,18 +546,18 @@ def answer(
             record["width"] = bounds.narrowest(theorem, widths, **bounds.FORMS[form], **at, **options)
         records.append(record)
     if as_json:
-        dump(records)
+        print_json(records)
     else:
-        say("the promise is for weights that are drawn at random; the forms are told apart in docs/errata.md.")
-        show(forms(records))
+        print_status("the promise is for weights that are drawn at random; the forms are told apart in docs/errata.md.")
+        print_table(forms(records))
     if plot is not None:
         draw(
             plot,
             over_alpha(theorem, widths, delta, options),
             title="The promise over what is pruned",
             subtitle=f"widths {', '.join(map(str, widths))}, δ = {delta:g}; where it is vacuous there is no line",
-            across="sparsity",
-            up="sup ‖f − F‖ at most",
+            x_label="sparsity",
+            y_label="sup ‖f − F‖ at most",
         )
 
 
@@ -581,22 +601,22 @@ def over_alpha(
 
 def draw(file: Path, lines: Mapping[str, Sequence[tuple[float, float]]], **options: Any) -> None:
     """Write a chart."""
-    from pomona.lab.tables.log_chart import curves
+    from pomona.lab.tables.chart import line_chart
 
     require(any(lines.values()), "there is nothing to draw: the bound is vacuous everywhere.")
     try:
-        file.write_text(curves(lines, **options))
+        file.write_text(line_chart(lines, **options))
     except OSError as error:
         raise PomonaError(f"'{file}' cannot be written: {error.strerror}.") from error
-    say(f"drawn in {file}")
+    print_status(f"drawn in {file}")
 
 
 def tell(values: Mapping[str, Any], as_json: bool) -> None:
     """Names and values, for a program or a person."""
     if as_json:
-        dump(dict(values))
+        print_json(dict(values))
     else:
-        show(facts({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in values.items()}))
+        print_table(facts_table({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in values.items()}))
 
 
 def numbers(text: str) -> list[float]:

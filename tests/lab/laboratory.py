@@ -53,7 +53,7 @@ import os, sys, torch
 
 torch.set_num_threads(1)
 from pomona.lab import Recipe, train
-from pomona.lab.sweep import sweep
+from pomona.lab.sweeps.sweep import sweep
 
 other = os.fork()  # one import serves both
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"

@@ -19,8 +19,8 @@ from rich.console import Console
 from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.lab import demo
-from pomona.lab.demo import FULL, METHODS, QUICK, Plan
-from pomona.lab.tables import line_chart as plot
+from pomona.lab.demo import FULL, METHODS, QUICK, DemoGrid
+from pomona.lab.tables import chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -88,8 +88,8 @@ def test_dense_learns_and_so_do_the_pruned(result):
 def test_a_second_demo_replaces_its_own_runs_and_nothing_else(quick, capsys):
     stale = quick / "dense-seed3" / "stale"
     stale.write_text("of the first demo")
-    plan = Plan(sparsities=(), epochs=1, seeds=1)
-    demo.clear(quick, [recipe.name for recipe in plan.recipes(3)])
+    grid = DemoGrid(sparsities=(), epochs=1, seeds=1)
+    demo.remove_earlier_runs(quick, [recipe.name for recipe in grid.recipes(3)])
     assert not stale.parent.exists()
     assert (quick / "notes.txt").read_text() == "mine"
     assert (quick / "my-run").is_dir()
@@ -102,22 +102,22 @@ def test_what_is_no_run_of_a_demo_is_not_removed(tmp_path):
     ours = tmp_path / "dense-seed0"
     ours.mkdir()
     (ours / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())
-    with pytest.raises(PomonaError, match=r"random-80-seed0' is in the way"):
-        demo.run(tmp_path, QUICK)
+    with pytest.raises(PomonaError, match=r"random-80-seed0' exists and is no run of a demo"):
+        demo.run_demo(tmp_path, QUICK)
     assert ours.is_dir()
 
 
 def test_cells_average_over_seeds_and_mark_the_best():
-    plan = Plan(sparsities=(0.8,), epochs=4, seeds=2)
+    grid = DemoGrid(sparsities=(0.8,), epochs=4, seeds=2)
     accuracies = {"dense": (99, 98), "oneshot": (90, 94), "incremental": (95, 97), "random": (80, 80), "dpf": (96, 96)}
-    recipes = plan.recipes()
+    recipes = grid.recipes()
     runs = [summary(accuracies[r.method["name"]][r.seed], seed=r.seed, seconds=1.0 + r.seed) for r in recipes]
-    cells = {cell["method"]: cell for cell in demo.cells(recipes, runs)}
+    cells = {cell["method"]: cell for cell in demo.make_cells(recipes, runs)}
     assert [method for method, cell in cells.items() if cell["best"]] == ["dense", "incremental", "dpf"]  # a tie
     assert (cells["oneshot"]["mean"], cells["oneshot"]["std"]) == (92, statistics.stdev([90, 94]))
     assert (cells["oneshot"]["runs"], cells["oneshot"]["setting"]["seeds"]) == (2, [0, 1])
     assert cells["oneshot"]["seconds"] == 1.5
-    text = render(demo.table(list(cells.values())))
+    text = render(demo.render_table(list(cells.values())))
     dense, row = (next(line for line in text.splitlines() if word in line) for word in ("dense: ", "80%"))
     assert "98.50" in dense
     assert "100 parameters · 1,000 MACs" in dense
@@ -127,7 +127,7 @@ def test_cells_average_over_seeds_and_mark_the_best():
 
 def test_one_thread_is_given_back():
     before = torch.get_num_threads()
-    with demo.one_thread():
+    with demo.single_cpu_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
@@ -154,7 +154,7 @@ def test_the_picture_has_a_line_a_method_and_a_dashed_one_for_dense(quick, resul
 
 
 def test_the_picture_escapes_names():
-    svg = plot.chart({"a<b&c": [(0.5, 90.0), (0.9, 80.0)]}, title="x < y")
+    svg = chart.sparsity_chart({"a<b&c": [(0.5, 90.0), (0.9, 80.0)]}, title="x < y")
     words = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert "a<b&c  80.0" in words
     assert "x < y" in words
@@ -162,7 +162,7 @@ def test_the_picture_escapes_names():
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=8).map(sorted))
 def test_labels_are_spread_and_stay_in_order(places):
-    moved = plot.spread(places, 17, 0, 300)
+    moved = chart.spread_labels(places, 17, 0, 300)
     assert all(after - before >= 17 - 1e-9 for before, after in itertools.pairwise(moved))
     assert moved[0] >= -1e-9
     assert moved[-1] <= 300
@@ -172,7 +172,7 @@ def test_labels_are_spread_and_stay_in_order(places):
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_scale_holds_the_values_between_round_limits(a, b):
-    low, high, unit = plot.scale(min(a, b), max(a, b))
+    low, high, unit = chart.accuracy_scale(min(a, b), max(a, b))
     assert low <= min(a, b) <= max(a, b) <= high
     assert low < high
     assert (high - low) / unit <= 8

@@ -19,8 +19,8 @@ from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.runs import loops
 from pomona.lab.runs.distributed import Team
 from pomona.lab.runs.run import Interrupted, load_data, train
-from pomona.lab.sweeps import concurrent as packed
-from pomona.lab.sweeps.process_pool import Job
+from pomona.lab.sweeps import concurrent_runs
+from pomona.lab.sweeps.job import Job
 
 gpu = pytest.mark.gpu
 METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",
@@ -59,8 +59,8 @@ def test_an_unknown_loop_is_refused():
 
 
 def test_packing_is_refused_without_a_gpu(tmp_path):
-    with pytest.raises(PomonaError, match="runs are packed on a GPU, and 'test' is for 'cpu'"):
-        list(packed.run([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
+    with pytest.raises(PomonaError, match="concurrent runs need a GPU, and 'test' is for 'cpu'"):
+        list(concurrent_runs.train_concurrently([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
 
 
 def test_an_eager_loop_is_not_packed():
@@ -90,9 +90,9 @@ def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
     told: queue.SimpleQueue = queue.SimpleQueue()
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     waiting.put(0)
-    monkeypatch.setattr(packed, "pick", lambda name: torch.device("meta"))  # has no streams
+    monkeypatch.setattr(concurrent_runs, "pick", lambda name: torch.device("meta"))  # has no streams
     thread = threading.Thread(
-        target=packed.serve, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
+        target=concurrent_runs.serve_jobs, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
     )
     thread.start()
     thread.join(10)
@@ -152,7 +152,7 @@ def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_
     recipes = [dataclasses.replace(recipe(method, model=model), seed=k) for k, method in enumerate(methods)]
     wild = dataclasses.replace(recipe(), optimizer=dataclasses.replace(recipe().optimizer, lr=1e9))
     jobs = [Job(one, tmp_path / str(k)) for k, one in enumerate([*recipes, wild])]
-    found = dict(packed.run(jobs, 4, print))
+    found = dict(concurrent_runs.train_concurrently(jobs, 4, print))
     assert "the loss is" in found[len(recipes)]["error"]
     for k, one in enumerate(recipes):
         assert "error" not in found[k], found[k]
@@ -167,7 +167,7 @@ def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_
 @gpu
 def test_packed_runs_that_are_cut_off_go_on(tmp_path):
     jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
-    coming = packed.run([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
+    coming = concurrent_runs.train_concurrently([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
     assert next(coming)[0] == 0
     coming.close()  # the others are under way
     assert all((job.folder / "checkpoint").exists() and not (job.folder / "summary.json").exists() for job in jobs)
@@ -178,6 +178,6 @@ def test_packed_runs_that_are_cut_off_go_on(tmp_path):
 def test_a_model_with_dropout_is_trained_eagerly_and_not_packed(tmp_path):
     settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
     one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
-    ((_, outcome),) = packed.run([Job(one, tmp_path / "packed")], 2, print)
+    ((_, outcome),) = concurrent_runs.train_concurrently([Job(one, tmp_path / "packed")], 2, print)
     assert "'drop' would replay one and the same dropout, so it cannot be packed" in outcome["error"]
     assert train(one, tmp_path / "alone")["epoch"] == 1

@@ -20,11 +20,13 @@ from rich.console import Console
 
 from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
-from pomona.lab.sweeps import process_pool as pool
-from pomona.lab.sweeps import result_table as table
-from pomona.lab.sweeps.process_pool import Job
+from pomona.lab.sweeps import job
+from pomona.lab.sweeps.axes import expand_runs, parse_axis, replace_method
+from pomona.lab.sweeps.job import Job
+from pomona.lab.sweeps.process_pool import train_in_processes
+from pomona.lab.sweeps.result_table import column_label, format_cell, render_table, row_label
 from pomona.lab.sweeps.run_store import RECORDS
-from pomona.lab.sweeps.sweep import Stopped, axis, cells, replace_method, sweep
+from pomona.lab.sweeps.sweep import SweepInterrupted, sweep
 from pomona.methods import METHODS
 
 BASE = {
@@ -44,7 +46,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 def test_cells_are_the_product_of_the_axes(tmp_path):
     axes = {"seed": [0, 1], "method.sparsity": [0.8, 0.9], "method": ["oneshot", "dpf(every=4)"], "train.clip": [1.0]}
-    found = cells(BASE, axes, tmp_path)
+    found = expand_runs(BASE, axes, tmp_path)
     assert len(found) == 8
     made = {(c.recipe.seed, c.recipe.method["name"], c.recipe.method["sparsity"]) for c in found}
     assert made == {(s, m, p) for s in (0, 1) for m in ("oneshot", "dpf") for p in (0.8, 0.9)}
@@ -58,13 +60,15 @@ def test_cells_are_the_product_of_the_axes(tmp_path):
 
 
 def test_no_axis_is_one_cell(tmp_path):
-    (only,) = cells(BASE, {}, tmp_path)
+    (only,) = expand_runs(BASE, {}, tmp_path)
     assert only.recipe == Recipe.load(BASE)
 
 
 def test_another_method_takes_over_the_options_it_has(tmp_path):
     base = BASE | {"method": {"name": "dpf", "every": 4, "settle": 0.2, "pattern": "filter"}}
-    by_name = {c.recipe.method["name"]: c for c in cells(base, {"method": ["dpf", "incremental", "dense"]}, tmp_path)}
+    by_name = {
+        c.recipe.method["name"]: c for c in expand_runs(base, {"method": ["dpf", "incremental", "dense"]}, tmp_path)
+    }
     assert by_name["dpf"].recipe == Recipe.load(base | {"name": "dpf"})
     assert by_name["dpf"].dropped == ()
     assert by_name["incremental"].recipe.method["every"] == 4
@@ -77,7 +81,7 @@ def test_another_method_takes_over_the_options_it_has(tmp_path):
 
 def test_dense_is_one_cell_at_all_sparsities(tmp_path):
     axes = {"method": ["dense", "oneshot"], "method.sparsity": [0.8, 0.9], "seed": [0, 1]}
-    found = cells(BASE, axes, tmp_path)
+    found = expand_runs(BASE, axes, tmp_path)
     assert [c.recipe.name for c in found] == [
         "dense-seed0",
         "dense-seed1",
@@ -102,20 +106,20 @@ def test_dense_is_one_cell_at_all_sparsities(tmp_path):
     ],
 )
 def test_axes_are_read_from_text(text, key, values):
-    assert axis(text) == (key, values)
+    assert parse_axis(text) == (key, values)
 
 
 @pytest.mark.parametrize("text", ["seed", "=1", "seed=", "seed=1,,2"])
 def test_text_that_is_no_axis(text):
     with pytest.raises(PomonaError, match="is not of the form key=value,value"):
-        axis(text)
+        parse_axis(text)
 
 
 def test_axes_come_from_the_recipe_and_are_overruled(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('data = "digits"\nmodel = "mlp"\n[sweep]\nseed = [0, 1, 2]\n"train.epochs" = [1, 2]\n')
-    assert len(cells(path, {}, tmp_path)) == 6
-    assert [c.recipe.seed for c in cells(path, {"seed": [7]}, tmp_path)] == [7, 7]
+    assert len(expand_runs(path, {}, tmp_path)) == 6
+    assert [c.recipe.seed for c in expand_runs(path, {"seed": [7]}, tmp_path)] == [7, 7]
     assert Recipe.load(path).train.epochs == 10  # for all else the table is not there
 
 
@@ -142,7 +146,7 @@ def test_bad_axes_are_refused_before_anything_is_run(tmp_path, axes, says):
 
 def test_the_shipped_sweep_has_every_method():
     path = Path(__file__).parents[2] / "recipes" / "digits-sweep.toml"
-    found = cells(path, {}, "out")
+    found = expand_runs(path, {}, "out")
     made = {(c.recipe.method["name"], c.recipe.method.get("sparsity")) for c in found}
     others = [name for name in METHODS if name not in ("finetune", "edge_popup", "iterand")]
     assert made == {("dense", None), *((name, s) for name in others for s in (0.8, 0.9, 0.95))}
@@ -161,7 +165,7 @@ def done(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("sweep") / "out"
     told: list[tuple] = []
-    result = sweep(BASE, AXES, out, jobs=1, report=lambda *t: told.append(t))
+    result = sweep(BASE, AXES, out, jobs=1, on_result=lambda *t: told.append(t))
     return out, result, told
 
 
@@ -174,7 +178,7 @@ def test_a_sweep_gives_the_mean_over_seeds(done):
         "oneshot",
         0.5,
     )
-    reached = [json.loads((c.folder / "summary.json").read_text())["accuracy"] for c in cells(BASE, AXES, out)]
+    reached = [json.loads((c.folder / "summary.json").read_text())["accuracy"] for c in expand_runs(BASE, AXES, out)]
     assert (dense["mean"], dense["std"]) == (statistics.mean(reached[:2]), statistics.stdev(reached[:2]))
     assert oneshot["mean"] == statistics.mean(reached[2:])
     assert oneshot["runs"] == 2
@@ -187,11 +191,11 @@ def test_a_sweep_gives_the_mean_over_seeds(done):
 
 def test_what_is_complete_is_not_run_again(done):
     out, result, _ = done
-    with pytest.raises(PomonaError, match="4 of the 4 cells are in '.*' already: go on with --only-missing"):
+    with pytest.raises(PomonaError, match="4 of the 4 runs exist in '.*' already: continue with --only-missing"):
         sweep(BASE, AXES, out)
     before = files(out)
     told: list[tuple] = []
-    again = sweep(BASE, AXES, out, only_missing=True, report=lambda *t: told.append(t))
+    again = sweep(BASE, AXES, out, only_missing=True, on_result=lambda *t: told.append(t))
     assert again["cells"] == result["cells"]
     assert told == []
     assert files(out) == before
@@ -211,7 +215,7 @@ def test_a_record_is_as_good_as_its_run(done, tmp_path, monkeypatch):
     sweep(BASE, {"seed": [0, 1]}, "first", records=RECORDS, jobs=1)
     assert len(list(RECORDS.glob("seed?-*.json"))) == 2
     told: list[tuple] = []
-    result = sweep(BASE, {"seed": [0, 1, 2]}, "second", only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    result = sweep(BASE, {"seed": [0, 1, 2]}, "second", only_missing=True, jobs=1, on_result=lambda *t: told.append(t))
     assert [t[2].recipe.seed for t in told] == [2]
     assert (result["cells"][0]["runs"], result["cells"][0]["setting"]["seeds"]) == (3, [0, 1, 2])
 
@@ -223,10 +227,10 @@ def test_records_are_kept_of_what_was_there_before(done, tmp_path):
 
 def test_a_summary_of_other_settings_is_no_result(done, tmp_path):
     shutil.copytree(done[0], tmp_path / "out")
-    (first, *_) = cells(BASE, AXES, tmp_path / "out")
-    told = first.summary()
+    (first, *_) = expand_runs(BASE, AXES, tmp_path / "out")
+    told = first.load_summary()
     (first.folder / "summary.json").write_text(json.dumps(told | {"fingerprint": "another"}))
-    assert (first.summary(), first.state()) == (None, "begun")
+    assert (first.load_summary(), first.state()) == (None, "begun")
 
 
 @pytest.mark.parametrize("text", ["", "{}"])
@@ -235,7 +239,7 @@ def test_a_damaged_summary_is_made_anew(done, tmp_path, text):
     (gone,) = (tmp_path / "out").glob("oneshot-50-seed1-*/summary.json")
     gone.write_text(text)
     told: list[tuple] = []
-    again = sweep(BASE, AXES, tmp_path / "out", only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    again = sweep(BASE, AXES, tmp_path / "out", only_missing=True, jobs=1, on_result=lambda *t: told.append(t))
     assert [t[2].folder for t in told] == [gone.parent]
     assert [c["mean"] for c in again["cells"]] == [c["mean"] for c in done[1]["cells"]]
 
@@ -253,7 +257,7 @@ def test_an_unforeseen_error_is_recorded_by_its_kind(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a kernel\nis missing")
 
-    monkeypatch.setattr(pool, "train", broken)
+    monkeypatch.setattr(job, "train", broken)
     result = sweep(BASE, {"seed": [0]}, tmp_path, jobs=1)
     assert result["failed"][0]["error"] == "RuntimeError: a kernel is missing"
 
@@ -261,12 +265,14 @@ def test_an_unforeseen_error_is_recorded_by_its_kind(tmp_path, monkeypatch):
 def test_ctrl_c_stops_a_sweep_and_only_missing_goes_on(tmp_path, done):
     base = BASE | {"train": {**BASE["train"], "checkpoint_every": 0}}
     presser = Presser(5)  # the second step of the second cell
-    with pytest.raises(Stopped, match="stopped with 1 of 4 cells complete in .*--only-missing goes on"):
+    with pytest.raises(
+        SweepInterrupted, match="stopped with 1 of 4 runs complete in .*repeat the command with --only-missing"
+    ):
         sweep(base, AXES, tmp_path, jobs=1, progress=lambda: presser)
-    states = [c.state() for c in cells(base, AXES, tmp_path)]
+    states = [c.state() for c in expand_runs(base, AXES, tmp_path)]
     assert states == ["complete", "begun", "missing", "missing"]
     told: list[tuple] = []
-    result = sweep(base, AXES, tmp_path, only_missing=True, jobs=1, report=lambda *t: told.append(t))
+    result = sweep(base, AXES, tmp_path, only_missing=True, jobs=1, on_result=lambda *t: told.append(t))
     assert [(t[0], t[3]["step"]) for t in told] == [(2, 3), (3, 3), (4, 3)]
     assert [c["mean"] for c in result["cells"]] == [c["mean"] for c in done[1]["cells"]]
 
@@ -299,7 +305,7 @@ def test_a_killed_process_takes_nothing_with_it(tmp_path):
     (tmp_path / "run0.1").touch()
     (tmp_path / "run1.1").touch()
     (tmp_path / "run1.2").touch()
-    found = dict(pool.run(jobs, 2, note=lambda text: None))
+    found = dict(train_in_processes(jobs, 2, note=lambda text: None))
     assert found.keys() == {0, 1, 2}
     assert "its process ended twice (killed, -9)" in found[1]["error"]
     for k in (0, 2):
@@ -312,7 +318,7 @@ def test_a_killed_process_takes_nothing_with_it(tmp_path):
 def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
     base = BASE | {"train": {**BASE["train"], "epochs": 100_000, "eval_every": 100_000, "checkpoint_every": 0}}
     axes = {"seed": [0, 1, 2]}
-    found = cells(base, axes, tmp_path)
+    found = expand_runs(base, axes, tmp_path)
 
     def press() -> None:
         deadline = time.monotonic() + 60
@@ -321,7 +327,7 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press).start()
-    with pytest.raises(Stopped, match="stopped with 0 of 3 cells"):
+    with pytest.raises(SweepInterrupted, match="stopped with 0 of 3 runs"):
         sweep(base, axes, tmp_path, jobs=2)
     assert [c.state() for c in found] == ["begun", "begun", "missing"]
     assert all((c.folder / "checkpoint" / "state.json").is_file() for c in found[:2])
@@ -335,7 +341,7 @@ def test_a_team_trains_one_cell_after_another(tmp_path):
     assert {json.loads(f.read_text())["world"] for f in (tmp_path / "out").glob("*/summary.json")} == {2}
 
 
-@pytest.mark.parametrize("how", [{"jobs": 2}, {"packed": 2}])
+@pytest.mark.parametrize("how", [{"jobs": 2}, {"concurrent": 2}])
 def test_a_team_is_not_spread_further(tmp_path, monkeypatch, how):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(PomonaError, match="the 4 processes of torchrun train each run together: leave out jobs"):
@@ -358,7 +364,7 @@ def cell(method, sparsity, mean, std=None, **setting):
 
 def test_the_table_has_sparsities_in_rows_and_methods_in_columns():
     shown = text(
-        table.table(
+        render_table(
             [cell("dense", 0.0, 98.0), cell("oneshot", 0.8, 91.0, 0.5), cell("dpf", 0.8, 94.5), cell("dpf", 0.9, 90.0)]
         )
     )
@@ -373,7 +379,7 @@ def test_the_table_has_sparsities_in_rows_and_methods_in_columns():
 
 def test_many_methods_are_rows():
     methods = ["dpf", "dsr", "oneshot", "random", "rigl", "set", "snip"]
-    shown = text(table.table([cell(m, s, 90.0 + k) for k, m in enumerate(methods) for s in (0.8, 0.9)]))
+    shown = text(render_table([cell(m, s, 90.0 + k) for k, m in enumerate(methods) for s in (0.8, 0.9)]))
     head, last = (next(line for line in shown.splitlines() if key in line) for key in ("method", "snip"))
     assert head.index("80 %") < head.index("90 %")
     assert last.count("★ 96.00") == 2
@@ -382,12 +388,12 @@ def test_many_methods_are_rows():
 
 def test_one_method_in_two_ways_is_two_columns_and_other_settings_are_rows():
     ways = [cell("oneshot", 0.8, 91.0, options={"at": at}) for at in (0.5, 1)]
-    assert [table.column(c, ways) for c in ways] == ["oneshot(at=0.5)", "oneshot(at=1)"]
-    assert table.column(ways[0], ways[:1]) == "oneshot"
-    assert table.row(cell("dpf", 0.875, 1.0, **{"finetune.epochs": 60})) == "87.5 % finetune.epochs=60"
+    assert [column_label(c, ways) for c in ways] == ["oneshot(at=0.5)", "oneshot(at=1)"]
+    assert column_label(ways[0], ways[:1]) == "oneshot"
+    assert row_label(cell("dpf", 0.875, 1.0, **{"finetune.epochs": 60})) == "87.5 % finetune.epochs=60"
 
 
 def test_of_perplexities_the_lowest_is_best():
     low, high = (cell("dpf", 0.8, mean, measure="perplexity") for mean in (20.0, 30.0))
-    assert "★" in table.show(low, [low, high])
-    assert "★" not in table.show(high, [low, high])
+    assert "★" in format_cell(low, [low, high])
+    assert "★" not in format_cell(high, [low, high])

@@ -15,7 +15,7 @@ from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
 from pomona.lab.runs import retrain
 from pomona.lab.runs.run import Interrupted
-from pomona.lab.sweeps.run_store import Store, keep, read_record, without_finetune
+from pomona.lab.sweeps.run_store import RunStore, read_record, without_finetune, write_record
 
 BASE = {
     "name": "small",
@@ -38,86 +38,92 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_runs_are_found_by_what_decides_their_result(place):
-    store = Store((place,), ())
-    found = store.find(Recipe.load(BASE, ["name=other", "train.eval_every=2", "train.checkpoint_every=0"]))
+    store = RunStore((place,), ())
+    found = store.find_result(Recipe.load(BASE, ["name=other", "train.eval_every=2", "train.checkpoint_every=0"]))
     assert found is not None
     assert found.folder == place / "short"
     assert found.summary == json.loads((place / "short" / "summary.json").read_text())
-    assert store.find(Recipe.load(BASE, ["seed=1"])) is None
-    assert store.find(LONG).folder == place / "inner" / "long"
+    assert store.find_result(Recipe.load(BASE, ["seed=1"])) is None
+    assert store.find_result(LONG).folder == place / "inner" / "long"
 
 
 def test_a_run_with_fine_tuning_tells_what_it_reached_before(place):
     """Held against a run of its own: on a CPU they are the same bit for bit."""
-    alone, within = Store((place / "short",), ()).find(SHORT), Store((place / "inner",), ()).find(SHORT)
+    alone, within = (
+        RunStore((place / "short",), ()).find_result(SHORT),
+        RunStore((place / "inner",), ()).find_result(SHORT),
+    )
     clock = {"seconds", "images_per_second", "stages", "machine", "command", "cost"}
     lasting = [{k: v for k, v in run.summary.items() if k not in clock} for run in (alone, within)]
     # What is left of the model is told of the end: fine-tuning holds the masks.
     assert lasting[0] == lasting[1]
     assert within.folder is None
     assert within.cost() == pytest.approx(alone.cost())
-    assert within.summary["seconds"] < Store((place / "inner",), ()).find(LONG).summary["seconds"]
+    assert within.summary["seconds"] < RunStore((place / "inner",), ()).find_result(LONG).summary["seconds"]
 
 
 def test_a_run_without_fine_tuning_is_none_with_it(place):
-    assert Store((place / "short",), ()).find(LONG) is None
+    assert RunStore((place / "short",), ()).find_result(LONG) is None
 
 
 def test_records_outlive_their_folders(place, tmp_path):
-    store = Store((place,), ())
+    store = RunStore((place,), ())
     for recipe in (SHORT, LONG):
-        file = keep(store.source(recipe), tmp_path / "records")
+        file = write_record(store.find_covering_run(recipe), tmp_path / "records")
         assert file.name == f"small-{recipe.fingerprint()}.json"
         assert file.stat().st_size < 20_000
-    again = Store((), (tmp_path / "records",))
+    again = RunStore((), (tmp_path / "records",))
     for recipe in (SHORT, LONG):
-        found = again.find(recipe)
+        found = again.find_result(recipe)
         assert found.folder is None
         assert found.recipe == recipe
-        assert found.cost() == retrain.cost(store.folder(recipe))
-        assert found.summary["accuracy"] == store.find(recipe).summary["accuracy"]
+        assert found.cost() == retrain.cost(store.find_folder(recipe))
+        assert found.summary["accuracy"] == store.find_result(recipe).summary["accuracy"]
         kept = {"seed", "command", "accuracy", "sparsity", "seconds", "machine", "versions", "commit"}
         assert kept <= found.summary.keys()
 
 
 def test_a_record_is_not_written_without_its_run(place, tmp_path):
-    record = keep(Store((place,), ()).source(SHORT), tmp_path / "a")
-    keep(Store((), (tmp_path / "a",)).source(SHORT), tmp_path / "b")
+    record = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path / "a")
+    write_record(RunStore((), (tmp_path / "a",)).find_covering_run(SHORT), tmp_path / "b")
     assert record.is_file()
     assert not (tmp_path / "b").exists()
 
 
 def test_of_a_team_one_process_writes(place, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert keep(Store((place,), ()).source(SHORT), tmp_path / "a") is None
+    assert write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path / "a") is None
     assert not (tmp_path / "a").exists()
 
 
 def test_a_record_tells_no_place(place, tmp_path):
     recipe, folder = retrain.plan(place / "short", out=tmp_path / "again")
     train(recipe, folder)
-    store = Store((tmp_path,), ())
-    file = keep(store.source(recipe), tmp_path / "records")
+    store = RunStore((tmp_path,), ())
+    file = write_record(store.find_covering_run(recipe), tmp_path / "records")
     assert str(place) not in file.read_text()
     assert json.loads(file.read_text())["recipe"]["origin"]["run"] == "short"
     # It is found by the mask that it retrained, with and without its folder.
-    for one in (store, Store((), (tmp_path / "records",))):
-        assert one.retrained[SHORT.fingerprint(), "init"].summary["accuracy"] == store.find(recipe).summary["accuracy"]
+    for one in (store, RunStore((), (tmp_path / "records",))):
+        assert (
+            one.retrained[SHORT.fingerprint(), "init"].summary["accuracy"]
+            == store.find_result(recipe).summary["accuracy"]
+        )
 
 
 def test_an_option_that_came_later_has_its_default(place, tmp_path):
-    file = keep(Store((place,), ()).source(SHORT), tmp_path)
+    file = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path)
     record = json.loads(file.read_text())
     del record["recipe"]["train"]["clip"], record["recipe"]["method"]["settle"]
     file.write_text(json.dumps(record))
-    assert Store((), (tmp_path,)).find(SHORT) is not None
-    assert Store((), (tmp_path,)).find(Recipe.load(BASE, ["method.settle=0"])) is None
+    assert RunStore((), (tmp_path,)).find_result(SHORT) is not None
+    assert RunStore((), (tmp_path,)).find_result(Recipe.load(BASE, ["method.settle=0"])) is None
 
 
 def test_a_record_that_does_not_tell_its_recipe_is_left_aside(tmp_path):
     (tmp_path / "a.json").write_text('{"accuracy": 90.0}')
     assert read_record(tmp_path / "a.json") is None
-    assert Store((), (tmp_path,)).runs == {}
+    assert RunStore((), (tmp_path,)).runs == {}
 
 
 @pytest.mark.parametrize(
@@ -129,37 +135,35 @@ def test_a_record_that_does_not_tell_its_recipe_is_left_aside(tmp_path):
         (lambda text: "3", "it cannot be read"),
         (lambda text: '{"recipe": 3}', "it cannot be read"),
         (lambda text: text.replace('"digits"', '"digit"'), "unknown data set 'digit': did you mean 'digits'"),
-        (lambda text: text.replace('"seed": 0', '"seed": 1', 1), "it tells of seed 1, and its recipe of 0"),
+        (lambda text: text.replace('"seed": 0', '"seed": 1', 1), "it has the seed 1, and its recipe has 0"),
         (
             lambda text: text.replace('"method": "dpf"', '"method": "set"'),
-            "it tells of method set, and its recipe of dpf",
+            "it has the method set, and its recipe has dpf",
         ),
-        (lambda text: text.replace('"accuracy"', '"accurate"'), "it does not tell accuracy"),
-        (lambda text: text.replace('"macs_left"', '"mac"').replace('"params"', '"p"'), "not tell params, macs_left"),
-        (lambda text: json.dumps(json.loads(text) | {"stages": []}), "it does not tell stages"),
+        (lambda text: text.replace('"accuracy"', '"accurate"'), "it does not have accuracy"),
+        (lambda text: text.replace('"macs_left"', '"mac"').replace('"params"', '"p"'), "not have params, macs_left"),
+        (lambda text: json.dumps(json.loads(text) | {"stages": []}), "it does not have stages"),
     ],
 )
 def test_what_is_no_record_is_left_aside(place, tmp_path, change, says):
-    file = keep(Store((place,), ()).source(SHORT), tmp_path)
+    file = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path)
     file.write_text(change(file.read_text()))
-    with (
-        pytest.warns(UserWarning, match=f"the record '{file.name}' is left aside: .*{says}") if says else nullcontext()
-    ):
-        assert Store((), (tmp_path,)).runs == {}
+    with pytest.warns(UserWarning, match=f"the record '{file.name}' is ignored: .*{says}") if says else nullcontext():
+        assert RunStore((), (tmp_path,)).runs == {}
 
 
 @pytest.mark.parametrize("text", ["", '{"fingerp', "[]", "{}", '{"fingerprint": "a"}'])
 def test_a_damaged_summary_is_none(place, tmp_path, text):
     shutil.copytree(place / "short", tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text(text)
-    store = Store((tmp_path,), ())
-    assert store.find(SHORT) is None
-    assert store.folder(SHORT) == tmp_path / "run"
+    store = RunStore((tmp_path,), ())
+    assert store.find_result(SHORT) is None
+    assert store.find_folder(SHORT) == tmp_path / "run"
 
 
 def test_of_damaged_metrics_nobody_can_tell_the_cost(place, tmp_path):
     shutil.copytree(place / "short", tmp_path / "run")
-    run = Store((tmp_path,), ()).find(SHORT)
+    run = RunStore((tmp_path,), ()).find_result(SHORT)
     assert run.cost() is not None
     for name in ("metrics.jsonl", "model.safetensors", "masks.safetensors"):
         whole = (tmp_path / "run" / name).read_bytes()
@@ -172,21 +176,21 @@ def test_a_begun_run_has_a_folder_and_no_result(place, tmp_path):
     recipe = dataclasses.replace(SHORT, seed=5)
     with pytest.raises(Interrupted):
         train(recipe, tmp_path / "begun", stop=After(2))
-    store = Store((tmp_path,), ())
-    assert store.find(recipe) is None
-    assert store.folder(recipe) == tmp_path / "begun"
-    assert store.folder(recipe, complete=True) is None
+    store = RunStore((tmp_path,), ())
+    assert store.find_result(recipe) is None
+    assert store.find_folder(recipe) == tmp_path / "begun"
+    assert store.find_folder(recipe, complete=True) is None
     (tmp_path / "begun" / "recipe.toml").write_text("no recipe")
-    assert Store((tmp_path,), ()).folder(recipe) is None
+    assert RunStore((tmp_path,), ()).find_folder(recipe) is None
 
 
 def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
     shutil.copytree(place / "short", tmp_path / "a-begun")
     (tmp_path / "a-begun" / "summary.json").unlink()
     for order in ((tmp_path, place), (place, tmp_path)):
-        assert Store(order, ()).folder(SHORT) == place / "short"
-    keep(Store((place,), ()).source(SHORT), tmp_path / "records")  # a record is complete too
-    assert Store((tmp_path,), (tmp_path / "records",)).find(SHORT).folder is None
+        assert RunStore(order, ()).find_folder(SHORT) == place / "short"
+    write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path / "records")  # a record is complete too
+    assert RunStore((tmp_path,), (tmp_path / "records",)).find_result(SHORT).folder is None
 
 
 def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pomona.errors import PomonaError
 from pomona.lab.recipes.recipe import Recipe
-from pomona.lab.sweeps import sweep, tune
+from pomona.lab.sweeps import grid_search, sweep
 
 BASE = {
     "name": "small",
@@ -38,8 +38,8 @@ class Curve:
 
 
 def search(monkeypatch, tmp_path, curve, key="lr", grid=None, **options):
-    monkeypatch.setattr(sweep, "run", curve)
-    return tune.tune(BASE, key, grid, tmp_path, **options)
+    monkeypatch.setattr(sweep, "train_runs", curve)
+    return grid_search.tune(BASE, key, grid, tmp_path, **options)
 
 
 def peak(at):
@@ -47,9 +47,9 @@ def peak(at):
 
 
 def test_the_grid_of_the_authors():
-    assert tune.plan(BASE, "lr") == ("optimizer.lr", [0.05, 0.1, 0.15, 0.2])
-    assert tune.steps(16) == [4, 8, 12, 16]
-    assert tune.steps(1) == [1, 2]
+    assert grid_search.resolve_search(BASE, "lr") == ("optimizer.lr", [0.05, 0.1, 0.15, 0.2])
+    assert grid_search.default_grid(16) == [4, 8, 12, 16]
+    assert grid_search.default_grid(1) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_the_best_ends_up_inside(at, low, step, count):
     values = [point["value"] for point in result["points"]]
     assert min(values) > 0
     assert set(grid) <= set(values)
-    assert result["inside"] or len(values) > count + tune.LIMIT - 1
+    assert result["inside"] or len(values) > count + grid_search.MAX_EXTENSIONS - 1
     assert abs(result["best"] - at) == min(abs(value - at) for value in values)
 
 
 def test_what_always_rises_is_given_up(monkeypatch, tmp_path):
     result = search(monkeypatch, tmp_path, Curve(lambda recipe: recipe.optimizer.lr))
     assert not result["inside"]
-    assert len(result["points"]) == 4 + tune.LIMIT
+    assert len(result["points"]) == 4 + grid_search.MAX_EXTENSIONS
 
 
 def test_of_equals_one_inside_is_taken(monkeypatch, tmp_path):
@@ -120,7 +120,7 @@ def test_a_run_that_fails_is_the_worst(monkeypatch, tmp_path):
     result = search(monkeypatch, tmp_path, rising)
     assert (result["best"], result["inside"]) == (0.1, True)
     assert [point["error"] for point in result["points"]] == [None, None, "the loss is nan", "the loss is nan"]
-    with pytest.raises(PomonaError, match="no run came to an end at any optimizer.lr: the loss is nan"):
+    with pytest.raises(PomonaError, match="every run failed, at all values of optimizer.lr: the loss is nan"):
         search(monkeypatch, tmp_path, Curve(lambda recipe: 0.0, fail=lambda recipe: True))
 
 
@@ -136,13 +136,13 @@ def test_of_perplexities_the_lowest_is_best(monkeypatch, tmp_path):
 
 def test_what_is_told_on_the_way_counts_all_runs(monkeypatch, tmp_path):
     told: list[tuple] = []
-    search(monkeypatch, tmp_path, Curve(peak(0.21)), seeds=[0, 1], report=lambda *t: told.append(t[:2]))
+    search(monkeypatch, tmp_path, Curve(peak(0.21)), seeds=[0, 1], on_result=lambda *t: told.append(t[:2]))
     assert told == [*((k, 8) for k in range(1, 9)), (9, 10), (10, 10)]
 
 
 def test_a_recipe_with_axes_is_tuned_without_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "run", Curve(peak(0.11)))
-    result = tune.tune(BASE | {"sweep": {"seed": [0, 1]}}, "lr", None, tmp_path)
+    monkeypatch.setattr(sweep, "train_runs", Curve(peak(0.11)))
+    result = grid_search.tune(BASE | {"sweep": {"seed": [0, 1]}}, "lr", None, tmp_path)
     assert (result["best"], result["seeds"]) == (0.1, [0])
 
 
@@ -175,28 +175,28 @@ def test_any_number_can_be_tuned(monkeypatch, tmp_path):
         ("clip", None, "train.clip is 0.0 in the recipe: give a grid, as in --tune train.clip=0.1,0.2"),
         ("lr", [0.1], "a grid of optimizer.lr takes two numbers or more, got 0.1"),
         ("lr", ["a", "b"], "a grid of optimizer.lr takes two numbers or more, got a, b"),
-        ("finetune.optimizer.lr", [0.1, 0.2], "finetune.optimizer.lr decides nothing in this recipe: set finetune"),
+        ("finetune.optimizer.lr", [0.1, 0.2], "finetune.optimizer.lr has no effect in this recipe: set finetune"),
         ("lr", [0, 0.1], "lr must be above 0 and finite, got 0"),
         ("lr", [0.1, float("nan")], "lr must be above 0 and finite, got nan"),
-        ("data.validation", [0.1, 0.2], "data.validation is what judges"),
+        ("data.validation", [0.1, 0.2], "data.validation cannot be tuned, since values are compared on that part"),
         ("seeds", [1, 2], "unknown setting 'seeds'"),
-        ("log_every", [1, 2], "train.log_every decides nothing in this recipe: choose another"),
+        ("log_every", [1, 2], "train.log_every has no effect in this recipe: choose another"),
     ],
 )
 def test_what_cannot_be_tuned(tmp_path, key, grid, says):
     with pytest.raises(PomonaError, match=says):
-        tune.plan(BASE, key, grid)
+        grid_search.resolve_search(BASE, key, grid)
     with pytest.raises(PomonaError, match=says):
-        tune.tune(BASE, key, grid, tmp_path / "out")
+        grid_search.tune(BASE, key, grid, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_search_goes_on_from_what_is_there(tmp_path):
     torch.set_num_threads(1)
     told: list[tuple] = []
-    first = tune.tune(BASE, "lr", [0.1, 0.2, 0.3], tmp_path, jobs=1, report=lambda *t: told.append(t))
+    first = grid_search.tune(BASE, "lr", [0.1, 0.2, 0.3], tmp_path, jobs=1, on_result=lambda *t: told.append(t))
     assert len(told) == len(first["points"])
-    again = tune.tune(BASE, "lr", [0.1, 0.2, 0.3], tmp_path, jobs=1, report=lambda *t: told.append(t))
+    again = grid_search.tune(BASE, "lr", [0.1, 0.2, 0.3], tmp_path, jobs=1, on_result=lambda *t: told.append(t))
     assert again == first
     assert len(told) == len(first["points"])
     assert first["points"][0]["measure"] == "valid_accuracy"

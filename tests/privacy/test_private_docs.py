@@ -13,7 +13,7 @@ import pytest
 import pomona
 from pomona import privacy
 from pomona.lab.runs import private
-from pomona.lab.sweeps.result_table import layout
+from pomona.lab.tables.rendering import layout_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
     result = private.table(tmp_path / "record.json")
-    heads, rows = layout(result)
+    heads, rows = layout_table(result)
     assert heads == ["", "", "ε = 1", "ε = 2"]
     assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
     cells = result["cells"]
@@ -68,7 +68,7 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
 def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
     runs = [run("gip", 8.0, 0, 60.0, lost=0.8), run("gip", 1.0, 0, 40.0, lost=0.9), run("dpsgd", 1.0, 0, 41.0, lost=0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    _, rows = layout(private.table(tmp_path / "record.json"))
+    _, rows = layout_table(private.table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 
