@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from pomona.lab.kernels.benchmark import BALANCED, Bench, bench, prune, using
+from pomona.lab.kernels.benchmark import BALANCED, Benchmark, benchmark_matrices, benchmark_threads, prune_balanced
 from pomona.patterns import Balanced
 from pomona.sparse import Compression, compress
 from pomona.sparse.compress import FUSED, fuse
@@ -91,14 +91,14 @@ def networks(quick: bool) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """The three networks of the paper, pruned as there, and the shape of one sample."""
     if quick:
         small = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3))
-        vgg: tuple[nn.Module, tuple[int, ...]] = (prune(small, 0.9, 32), (3, 32, 32))
+        vgg: tuple[nn.Module, tuple[int, ...]] = (prune_balanced(small, 0.9, 32), (3, 32, 32))
     else:
         vgg = (pruned_vgg16(32), (3, 224, 224))
     hidden, width = (150, 128) if quick else (1500, 1024)
     return {
         "VGG-16": vgg,
-        "LSTM 2×1500": (prune(Step(hidden, 2, False), 0.8, 25), (1, hidden)),
-        "BiLSTM 1024": (prune(Step(width, 1, True), 0.875, 32), (1, width)),
+        "LSTM 2×1500": (prune_balanced(Step(hidden, 2, False), 0.8, 25), (1, hidden)),
+        "BiLSTM 1024": (prune_balanced(Step(width, 1, True), 0.875, 32), (1, width)),
     }
 
 
@@ -122,7 +122,7 @@ def workload(
     place, kind = torch.device(device), torch.float16 if device == "cuda" else torch.float32
     model = model.to(place, kind).eval()
     x = torch.randn(1, *shape, device=place, dtype=kind)
-    with using(1, place):
+    with benchmark_threads(1, place):
         small, full = compress(model, x, patience=patience), compress(model, x, keep="all", patience=0)
         sides = {"dense": model, "plain": plain(model), "all packed": full, "compressed": small}
         sides |= fused(model, small.compression)
@@ -151,7 +151,7 @@ def gain(times: dict[str, float], over: tuple[str, ...] = ("dense", "plain")) ->
     return min(theirs) / min(times[way] for way, kind in ways.items() if kind == "compressed") if theirs else None
 
 
-def verdicts(result: Bench, device: str) -> list[dict[str, Any]]:
+def verdicts(result: Benchmark, device: str) -> list[dict[str, Any]]:
     """Every target that this run can answer, with what was reached: on a CPU warm, on a GPU cold."""
     state = "warm" if device == "cpu" else "cold"
     answers = []
@@ -169,7 +169,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
     batches = (1, 8, 64) if device == "cpu" else (1, 8, 16, 64)
     patience = 0.2 if quick else 3.0 if device == "cpu" else 0.3  # seconds; sides on a GPU take microseconds
     console = Console(width=140)
-    result = bench([(n, n) for n in sizes], batches, device=device, patience=patience)
+    result = benchmark_matrices([(n, n) for n in sizes], batches, device=device, patience=patience)
     console.print(result)
     for answer in (answers := verdicts(result, device)):
         met = "met" if answer["reached"] >= answer["target"] else "MISSED"

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import pomona as pm
-from pomona.lab.recipes.bundled import find
+from pomona.lab.recipes.bundled import find_recipe
 from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.sweeps.concurrent_runs import train_concurrently
 from pomona.lab.sweeps.job import Job
@@ -79,7 +79,7 @@ class Timed(Job):
 def lab(method: str, loop: str, count: int, epochs: int) -> dict[str, Any]:
     """Seconds an epoch and run while all runs are at work, and until two epochs of each were over."""
     settings = [f"train.epochs={epochs}", f"train.loop={loop}", "train.eval_every=1000", "train.checkpoint_every=0"]
-    recipe = Recipe.load(find("dpf-resnet20" if method == "dpf" else "dense-resnet20"), settings)
+    recipe = Recipe.load(find_recipe("dpf-resnet20" if method == "dpf" else "dense-resnet20"), settings)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [Timed(dataclasses.replace(recipe, seed=k), Path(folder, str(k))) for k in range(count)]
         start = time.perf_counter()

@@ -32,6 +32,8 @@ from typing import Any
 
 import record
 
+from pomona.lab.recipes.overrides import read_recipe
+from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import private
 
 ROOT = Path(__file__).parents[1]
@@ -49,22 +51,20 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipes(
-    options: argparse.Namespace, budgets: Mapping[str, Any] | None
-) -> Iterator[tuple[str, private.PrivateRecipe]]:
+def recipes(options: argparse.Namespace, budgets: Mapping[str, Any] | None) -> Iterator[tuple[str, PrivateRecipe]]:
     """Every run. All arms lack the rows that are public to one, so that they train on the same."""
     micro = 256 if options.device == "cpu" else 4096  # on a GPU all of a sample at once
     here = ["train.checkpoint_every=0", f"train.device={options.device}", f"private.micro={micro}"]
     changes = [*here, *options.settings]
     for epsilon, arm, seed in itertools.product(options.epsilons, options.arms, options.seeds):
         choice = ARMS[arm]
-        given = private.read(RECIPE, [f"data.validation={PUBLIC}", *changes])
+        given = read_recipe(RECIPE, [f"data.validation={PUBLIC}", *changes])
         section = {key: value for key, value in given["private"].items() if key not in ("method", "share")}
         given["private"] = section | choice | {"epsilon": epsilon}
         given |= {"seed": seed, "name": f"{arm.replace(' ', '-')}-{epsilon:g}-seed{seed}"}
         if budgets is not None:
             given["private"]["budget"] = budgets[key_of(epsilon, choice.get("share", 0.0))]
-        yield arm, private.PrivateRecipe.load(given)
+        yield arm, PrivateRecipe.load(given)
 
 
 def key_of(epsilon: float, share: float) -> str:
@@ -77,12 +77,14 @@ def solve(options: argparse.Namespace) -> None:
     for _, recipe in recipes(options, None):
         key = key_of(recipe.private.epsilon, recipe.private.share)
         if key not in budgets:
-            budgets[key] = private.plan(recipe, data_dir=options.data_dir)["recipe"]["private"]["budget"]
+            budgets[key] = private.describe_private_run(recipe, data_dir=options.data_dir)["recipe"]["private"][
+                "budget"
+            ]
             print(f"{key}: σ = {budgets[key]['sigma']:.4f}, index draw ε = {budgets[key]['index']:.3g}", flush=True)
     options.budgets.write_text(json.dumps(budgets, indent=1) + "\n")
 
 
-def one(arm: str, recipe: private.PrivateRecipe, data_dir: str | None) -> dict[str, Any]:
+def one(arm: str, recipe: PrivateRecipe, data_dir: str | None) -> dict[str, Any]:
     """A run in a folder that is not kept."""
     folder = Path(tempfile.mkdtemp(prefix="private-"))
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import pages
 from pages import DOCS, MISSING, ROOT
 
-from pomona.lab.runs import private
+from pomona.lab.tables import private_table as private
 from pomona.privacy import splits
 from pomona.theory import gip
 
@@ -78,7 +78,7 @@ def shares() -> str:
 
 
 def accuracies() -> str:
-    cells = private.table(ROOT / private.RECORD)["cells"]
+    cells = private.private_table(ROOT / private.RECORD)["cells"]
     epsilons = sorted({cell["setting"]["epsilon"] for cell in cells})
     rows = []
     for arm, name in NAMES.items():

@@ -13,4 +13,4 @@ def write(path: Path | None, **results: Any) -> None:
     """Write a record, where one is asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**env.facts(), **results}, indent=1) + "\n")
+        path.write_text(json.dumps({**env.describe_environment(), **results}, indent=1) + "\n")

@@ -55,7 +55,7 @@ def store() -> RunStore:
 
 def compare(name: str, runs: RunStore) -> dict[str, Any]:
     """A paper's table beside what runs reached."""
-    return load_table(shelf.tables()[name]).compare(runs)
+    return load_table(shelf.bundled_tables()[name]).compare(runs)
 
 
 def begun(result: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def line(run: StoredRun) -> str:
 def page() -> str:
     """The whole page."""
     kept = store()
-    names = sorted(shelf.tables().keys() - {QUEUE}, key=lambda name: ("figure" in name, name))  # tables first
+    names = sorted(shelf.bundled_tables().keys() - {QUEUE}, key=lambda name: ("figure" in name, name))  # tables first
     results = [compare(name, kept) for name in names]
     sections, told, rest = [], set(), []
     for result in results:

@@ -15,7 +15,7 @@ import pytest
 import pomona
 from pomona import lab
 from pomona.cli import main
-from pomona.lab.recipes.bundled import recipes
+from pomona.lab.recipes.bundled import bundled_recipes
 from pomona.methods import METHODS
 
 SMALL = """
@@ -124,7 +124,7 @@ def test_recipe_that_is_no_toml(call):
     Path("small.toml").write_text("data = digits")
     code, _, err = call("train", "small.toml")
     assert code == 2
-    assert "is no valid TOML" in err
+    assert "is not valid TOML" in err
 
 
 def test_damaged_data_file(call, here):
@@ -332,11 +332,11 @@ def test_version_and_help(call):
 
 
 def test_shipped_recipes_load_by_name_as_the_paper_has_them():
-    shipped = {name: lab.Recipe.load(path) for name, path in recipes().items()}
+    shipped = {name: lab.Recipe.load(path) for name, path in bundled_recipes().items()}
     assert set(shipped) >= {"dpf-resnet20", "dpf-wrn28_2", "dense-resnet20", "digits-dpf"}
     assert all(recipe.name == name for name, recipe in shipped.items())
     resnet, wide = shipped["dpf-resnet20"], shipped["dpf-wrn28_2"]
-    rates = [recipe.rate.over(recipe.optimizer.lr, recipe.train.epochs, 1) for recipe in (resnet, wide)]
+    rates = [recipe.rate.rate_function(recipe.optimizer.lr, recipe.train.epochs, 1) for recipe in (resnet, wide)]
     # Section 5 and appendix A.1: ResNet ×0.1 at 150 and 225 of 300 epochs, WideResNet ×0.2 at 60, 120, 160 of 200.
     assert [rates[0](e) for e in (0, 149, 150, 224, 225, 299)] == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
     assert [rates[1](e) for e in (0, 59, 60, 119, 120, 160)] == pytest.approx([0.1, 0.1, 0.02, 0.02, 0.004, 0.0008])
@@ -489,7 +489,7 @@ def test_shrink_writes_a_smaller_network(call):
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["retrain", "nowhere"], "is no run"),
-        (["shrink", "nowhere"], "is no finished run"),
+        (["shrink", "nowhere"], "is not a finished run"),
     ],
 )
 def test_what_these_refuse(call, here, arguments, expected):

@@ -50,8 +50,8 @@ def bench(
         raise unknown("device", device, DEVICES)
     require(device != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     what = what or list(DEFAULT_SHAPES)
-    shapes = [shape for shape in map(lab.read_shape, what) if shape is not None]
-    names = [name for name in what if lab.read_shape(name) is None]
+    shapes = [shape for shape in map(lab.parse_matrix_shape, what) if shape is not None]
+    names = [name for name in what if lab.parse_matrix_shape(name) is None]
     options: dict[str, Any] = {
         "sparsity": sparsity,
         "block": block,
@@ -60,9 +60,9 @@ def bench(
         "threads": threads,
         "patience": seconds,
     }
-    results: list[Any] = [lab.bench(shapes, batches, **options)] if shapes else []
+    results: list[Any] = [lab.benchmark_matrices(shapes, batches, **options)] if shapes else []
     for name in names:
-        results += [lab.bench_model(name, batch=size, **options) for size in batches]
+        results += [lab.benchmark_model(name, batch=size, **options) for size in batches]
     if as_json:
         print_json([result.facts() for result in results])
         return

@@ -192,7 +192,7 @@ def certify(
     A run keeps the network it ends with. What pruning took from it is known only beside the network that still has
     it: that of another run (--against: RUN is the pruned one), or RUN's own before a cut (--sparsity).
     """
-    from pomona.lab.runs.shrink import finished_model
+    from pomona.lab.runs.shrink import load_finished_model
     from pomona.theory import certificate
 
     ways = [against is not None, sparsity is not None, epsilon is not None]
@@ -201,7 +201,7 @@ def certify(
         "say what RUN is compared with: --against RUN, or --sparsity S to prune it, or --epsilon E to find how much.",
     )
     region: certificate.Region = certificate.Cube(low, high) if cube else certificate.Ball(radius)
-    model, shape = finished_model(run)
+    model, shape = load_finished_model(run)
     size = tuple(shape)
     if epsilon is not None:
         sparsity = certificate.largest(model, size, epsilon, region=region, pattern=pattern, allocation=allocation)
@@ -214,7 +214,7 @@ def certify(
         assert sparsity is not None
         dense, pruned = model, certificate.cut(model, sparsity, pattern=pattern, allocation=allocation)
     else:
-        dense, pruned = finished_model(against)[0], model
+        dense, pruned = load_finished_model(against)[0], model
     try:
         found = certificate.certify(dense, pruned, size, region=region, steps=steps)
     except RuntimeError as error:
@@ -264,10 +264,10 @@ def fraction(
     By Theorem 1, for networks that are drawn like this one (chains of linear layers, their inner weights), and by the
     certificate, for this one and all its layers that are pruned.
     """
-    from pomona.lab.runs.shrink import finished_model
+    from pomona.lab.runs.shrink import load_finished_model
     from pomona.theory import bounds, certificate
 
-    model, shape = finished_model(run)
+    model, shape = load_finished_model(run)
     found: dict[str, Any] = {"epsilon": epsilon, "delta": delta}
     try:
         found["theorem"] = bounds.fraction_per_round(model, epsilon, delta, radius=radius)

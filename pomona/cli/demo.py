@@ -31,10 +31,10 @@ def demo(
     """
     from pomona.lab import Interrupted
     from pomona.lab import demo as lab
-    from pomona.lab.runs.progress import Series
+    from pomona.lab.runs.progress import SeriesProgress
 
     grid = lab.QUICK if quick else lab.FULL
-    progress = None if as_json else Series(Console(stderr=True), len(grid.recipes(seed)))
+    progress = None if as_json else SeriesProgress(Console(stderr=True), len(grid.recipes(seed)))
     try:
         result = lab.run_demo(out, grid, seed=seed, progress=progress)
     except Interrupted as stopped:

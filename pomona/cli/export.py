@@ -55,14 +55,14 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if file_format == "ticket":
-        made = lab.ticket(run, out)
+        made = lab.export_ticket(run, out)
         if as_json:
             print_json(made)
         else:
             size = f"{made['bytes']:,}, 1/{made['ratio']:.1f} of the float32 state"
             print_table(facts_table({**made, "bytes": size, "sparsity": f"{made['sparsity']:.2%}"}))
         return
-    report, file = lab.balanced(
+    report, file = lab.export_balanced(
         run,
         out,
         dtype=getattr(torch, dtype) if dtype else None,

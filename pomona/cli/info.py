@@ -60,10 +60,10 @@ def data(
     """
     from pomona.data import catalog, sources
     from pomona.data import download as fetch
-    from pomona.lab.runs.progress import transfer
+    from pomona.lab.runs.progress import download_progress
 
     if download is not None:
-        with transfer(Console(stderr=True, quiet=as_json)) as progress:
+        with download_progress(Console(stderr=True, quiet=as_json)) as progress:
             path = fetch(download, data_dir, progress=progress)
         print_status(f"'{download}' is in {path}.")
     entries = [e for e in catalog(data_dir) if download in (None, e.name)]
@@ -89,7 +89,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     from pomona.lab.runs import environment
     from pomona.sparse import cpu as native
 
-    versions, machine = environment.versions(), environment.machine()
+    versions, machine = environment.package_versions(), environment.describe_machine()
     found: dict[str, Any] = {
         "versions": versions,
         "machine": machine | {"memory_gib": memory_gib()},

@@ -43,27 +43,28 @@ def private(
     The noise scale is solved for before the run, which needs dp-accounting (the extra `privacy`). --dry-run prints a
     recipe that holds the solved budget; a machine without dp-accounting can train from it.
     """
+    from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
 
     path, place = find_recipe(recipe, out, resume)
-    resolved = lab.PrivateRecipe.load(path, recipe_overrides(settings, name))
+    resolved = PrivateRecipe.load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.recipe.name
     if shares:
-        found = lab.splits(resolved, data_dir=data_dir)
+        found = lab.compare_budget_shares(resolved, data_dir=data_dir)
         print_json(found) if as_json else print_table(shares_table(found))
         return
     if dry_run:
-        lab.check_folder(resolved, folder, resume)
-        plan = lab.plan(resolved, data_dir=data_dir)
+        lab.validate_private_folder(resolved, folder, resume)
+        plan = lab.describe_private_run(resolved, data_dir=data_dir)
         if as_json:
             print_json({"folder": str(folder), **plan})
         else:
-            print(lab.PrivateRecipe.load(plan["recipe"]).to_toml())
+            print(PrivateRecipe.load(plan["recipe"]).to_toml())
             promise = privacy_facts(plan["private"], plan["params"])
             print_table(facts_table({"folder": folder, "steps": f"{plan['steps']:,}", **promise}))
         return
-    progress = None if as_json else reporter(Console(stderr=True))
+    progress = None if as_json else make_reporter(Console(stderr=True))
     with resume_hint("private", folder, data_dir):
         summary = lab.train(resolved, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
     if as_json:

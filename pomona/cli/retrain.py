@@ -44,9 +44,9 @@ def retrain(
     Tests whether the mask is a lottery ticket: the mask is fixed, and the learning-rate schedule starts over.
     """
     from pomona.lab.runs import retrain as lab
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
 
-    recipe, folder = lab.plan(run, start, budget, out=out, seed=seed)
+    recipe, folder = lab.prepare_retraining(run, start, budget, out=out, seed=seed)
     if dry_run:
         print_preview(recipe, folder, resume, data_dir, as_json)
         return
@@ -59,7 +59,7 @@ def retrain(
             seed=seed,
             resume=resume,
             data_dir=data_dir,
-            progress=None if as_json else reporter(Console(stderr=True)),
+            progress=None if as_json else make_reporter(Console(stderr=True)),
             note=print_note,
         )
     if as_json:

@@ -27,7 +27,7 @@ def shrink(
     """
     from pomona.lab.runs import shrink as lab
 
-    shrunk, file = lab.shrink(run, out)
+    shrunk, file = lab.shrink_run(run, out)
     if as_json:
         print_json({**shrunk.facts(), "file": str(file)})
     else:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def find_recipe(given: str, out: Path | None, resume: bool) -> tuple[Path, Path | None]:
     """Return the recipe's file and the run's folder, as far as it is known; `given` is a recipe or a run to resume."""
-    from pomona.lab.recipes.bundled import find
+    from pomona.lab.recipes import bundled
 
     folder = Path(given)
     if not folder.is_dir():
-        return find(given), out
+        return bundled.find_recipe(given), out
     require(resume, f"'{given}' is a folder: give a recipe, or resume the run in this folder with --resume.")
     require((folder / "recipe.toml").is_file(), f"there is no run to resume in '{given}': it has no recipe.toml.")
     return folder / "recipe.toml", out or folder
@@ -49,12 +49,12 @@ def print_preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | N
 
 def preview_run(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
     """Return what a run would do, after all its validations."""
-    from pomona.lab import plan
-    from pomona.lab.runs.run import check_folder
+    from pomona.lab import describe_run
+    from pomona.lab.runs.run import validate_folder
 
-    done = check_folder(recipe, folder, resume)
+    done = validate_folder(recipe, folder, resume)
     would = "nothing: the run is complete" if done else "go on" if resume else "train"
-    return {"would": would, "folder": str(folder), **plan(recipe, data_dir=data_dir)}
+    return {"would": would, "folder": str(folder), **describe_run(recipe, data_dir=data_dir)}
 
 
 def preview_facts(preview: Mapping[str, Any]) -> dict[str, str]:
@@ -92,6 +92,6 @@ def stop_message(stopped: BaseException, command: str, folder: Path, data_dir: P
     again = shlex.join(["pomona", command, "--resume", str(folder), *place])
     if isinstance(stopped, Interrupted):
         return f"stopped after step {stopped.step} of {stopped.total}; to continue: {again}"
-    if checkpoint.found(folder):  # a second Ctrl-C, or one outside the training loop
+    if checkpoint.exists(folder):  # a second Ctrl-C, or one outside the training loop
         return f"stopped immediately; to continue from the last checkpoint: {again}"
     return "stopped before the first checkpoint: there is nothing to resume."

@@ -103,21 +103,21 @@ def sweep(
     comparison is also written to FOLDER/sweep.json. After Ctrl-C, --only-missing continues.
     """
     from pomona.lab.recipes import bundled
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
     from pomona.lab.sweeps.axes import parse_axis
     from pomona.lab.sweeps.sweep import SweepInterrupted
 
-    path = bundled.find(recipe)
+    path = bundled.find_recipe(recipe)
     show_progress = not as_json and sys.stderr.isatty() and jobs == 1
     training: dict[str, Any] = {
         "jobs": jobs,
         "concurrent": packed if concurrent is None else concurrent,
         "data_dir": data_dir,
-        "progress": (lambda: reporter(Console(stderr=True))) if show_progress else None,
+        "progress": (lambda: make_reporter(Console(stderr=True))) if show_progress else None,
         "note": print_note,
     }
     axes = dict(map(parse_axis, over or []))
-    kind = "table" if bundled.is_table(path) else "recipe" if tune is None else "tuning"
+    kind = "table" if bundled.is_table_file(path) else "recipe" if tune is None else "tuning"
     request = SweepRequest(path, settings or [], out, only_missing, record or keep, dry_run, as_json, training)
     refuse_options(kind, over, only, tune, request.record)
     with silent_except_first_process():
@@ -154,10 +154,10 @@ def refuse_options(
 @contextlib.contextmanager
 def silent_except_first_process() -> Iterator[None]:
     """Discard all output, under torchrun, of every process but the first."""
-    from pomona.lab.runs.distributed import here
+    from pomona.lab.runs.distributed import distributed_context
 
     with contextlib.ExitStack() as stack:
-        if not here().first:
+        if not distributed_context().is_first:
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(null))
             stack.enter_context(contextlib.redirect_stderr(null))
@@ -247,10 +247,10 @@ def print_search(result: Mapping[str, Any]) -> None:
 
 def print_result(done: int, total: int, run: SweepRun, result: Mapping[str, Any]) -> None:
     """Print one line on the result of a run."""
-    from pomona.lab.runs.progress import numbers
+    from pomona.lab.runs.progress import format_measurements
 
     failed = "error" in result
-    texts = [f"failed: {result['error']}"] if failed else [*numbers(result), f"{result['seconds']:.1f} s"]
+    texts = [f"failed: {result['error']}"] if failed else [*format_measurements(result), f"{result['seconds']:.1f} s"]
     print_status(" · ".join([f"{done} of {total}", run.recipe.name, *texts]))
 
 

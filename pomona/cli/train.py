@@ -37,7 +37,7 @@ def train(
     Ctrl-C writes a checkpoint and stops; `pomona train --resume FOLDER` continues.
     """
     from pomona import lab
-    from pomona.lab.runs.progress import reporter
+    from pomona.lab.runs.progress import make_reporter
 
     path, place = find_recipe(recipe, out, resume)
     resolved = lab.Recipe.load(path, recipe_overrides(settings, name))
@@ -51,7 +51,7 @@ def train(
             folder,
             resume=resume,
             data_dir=data_dir,
-            progress=None if as_json else reporter(Console(stderr=True)),
+            progress=None if as_json else make_reporter(Console(stderr=True)),
             note=print_note,
         )
     if os.environ.get("RANK", "0") != "0":  # under torchrun only the first process prints

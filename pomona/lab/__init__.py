@@ -5,8 +5,8 @@ summary = train(recipe, "runs/digits")
 """
 
 from .recipes.recipe import Recipe
-from .runs.environment import facts
+from .runs.environment import describe_environment
 from .runs.evaluate import accuracy, reestimate_batchnorm
-from .runs.run import Interrupted, plan, train
+from .runs.run import Interrupted, describe_run, train
 
-__all__ = ["Interrupted", "Recipe", "accuracy", "facts", "plan", "reestimate_batchnorm", "train"]
+__all__ = ["Interrupted", "Recipe", "accuracy", "describe_environment", "describe_run", "reestimate_batchnorm", "train"]

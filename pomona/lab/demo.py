@@ -19,9 +19,10 @@ from rich.table import Table
 
 from pomona.errors import require
 
-from .recipes.recipe import DENSE, Recipe
+from .recipes.options import DENSE
+from .recipes.recipe import Recipe
 from .runs import checkpoint, environment
-from .runs.progress import Series
+from .runs.progress import SeriesProgress
 from .runs.run import train
 from .sweeps.result_table import TIE, costs, format_mean, mean_and_deviation
 from .tables.chart import Point, sparsity_chart
@@ -72,7 +73,7 @@ QUICK = DemoGrid(sparsities=(0.8, 0.95), epochs=4, seeds=1)
 
 
 def run_demo(
-    out: Path | str, grid: DemoGrid = FULL, *, seed: int = 0, progress: Series | None = None
+    out: Path | str, grid: DemoGrid = FULL, *, seed: int = 0, progress: SeriesProgress | None = None
 ) -> dict[str, Any]:
     """Train all runs of a grid in folders below `out`, and write the cells to `demo.json` and a chart to `demo.svg`.
 
@@ -92,10 +93,10 @@ def run_demo(
     result = {
         "cells": make_cells(recipes, summaries),
         "seconds": time.perf_counter() - started,
-        **environment.facts(),
+        **environment.describe_environment(),
     }
-    checkpoint.replace(out / "demo.svg", draw_chart(result["cells"]).encode())
-    checkpoint.replace(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    checkpoint.replace_file(out / "demo.svg", draw_chart(result["cells"]).encode())
+    checkpoint.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
     return result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import After, lasting, rows
+from run_helpers import StopAfter, read_metrics, without_timings
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,7 +18,7 @@ from pomona.lab.runs import checkpoint
 from pomona.lab.runs import run as runs
 from pomona.lab.runs.evaluate import reestimate_batchnorm
 from pomona.lab.runs.run import Run
-from pomona.lab.runs.weight_average import Mean
+from pomona.lab.runs.weight_average import WeightAverage
 
 DPF = "dpf(sparsity=0.9, every=4, settle=0.5, schedule='cubic(until=0.25)')"
 RECORDS = Path(__file__).parents[2] / "results" / "runs"
@@ -53,11 +53,11 @@ def watched(monkeypatch) -> type[Watcher]:
 
 def test_by_hand() -> None:
     layer = nn.Linear(2, 1)
-    mean = Mean(layer)
+    mean = WeightAverage(layer)
     for weight in ([1.0, 2.0], [2.0, 4.0], [6.0, 0.0]):
         layer.weight.data.copy_(torch.tensor([weight]))
         mean.add()
-    copied = Mean(layer)
+    copied = WeightAverage(layer)
     copied.load_state_dict(mean.state_dict())
     copied.install()
     assert layer.weight.tolist() == [[3.0, 2.0]]
@@ -98,7 +98,7 @@ def test_training_itself_is_untouched(watched, tmp_path) -> None:
     ends = [json.loads((tmp_path / run / "summary.json").read_bytes()) for run in ("on", "off")]
     assert (ends[0]["accuracy_last"], ends[0]["test_loss_last"]) == (ends[1]["accuracy"], ends[1]["test_loss"])
     assert ends[0]["test_loss"] != ends[1]["test_loss"]
-    both = [[lasting(row) for row in rows(tmp_path / run, "epoch")][:-1] for run in ("on", "off")]
+    both = [[without_timings(row) for row in read_metrics(tmp_path / run, "epoch")][:-1] for run in ("on", "off")]
     assert both[0] == both[1]
     assert checkpoint.load(tmp_path / "off")["mean"] == {"count": 0, "values": {}}
 
@@ -123,7 +123,7 @@ def test_resumed_to_the_last_bit(tmp_path, at) -> None:
     whole = train(recipe(), tmp_path / "whole")
     assert whole["step"] == 12  # four epochs of three steps
     with pytest.raises(Interrupted):
-        train(recipe(), tmp_path / "parts", stop=After(at))
+        train(recipe(), tmp_path / "parts", stop=StopAfter(at))
     parts = train(recipe(), tmp_path / "parts", resume=True)
     assert parts["accuracy"] == whole["accuracy"]
     one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
@@ -147,7 +147,7 @@ def test_killed_between_the_last_step_and_the_mean(tmp_path, monkeypatch) -> Non
 
 def test_a_checkpoint_from_before_there_were_means(tmp_path) -> None:
     with pytest.raises(Interrupted):
-        train(recipe(average=0.0), tmp_path / "run", stop=After(5))
+        train(recipe(average=0.0), tmp_path / "run", stop=StopAfter(5))
     state = checkpoint.load(tmp_path / "run")
     del state["mean"], state["recipe"]["train"]["average"]
     checkpoint.save(tmp_path / "run", state)
@@ -171,7 +171,7 @@ def test_a_lottery_is_resumed_to_the_last_bit(tmp_path, at) -> None:
     made = recipe("lottery(sparsity=0.8, retrainings=1, rewind=2)", epochs=2, finetune=1, average=1.0)
     train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "parts", stop=After(at))
+        train(made, tmp_path / "parts", stop=StopAfter(at))
     train(made, tmp_path / "parts", resume=True)
     one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -203,7 +203,7 @@ def test_the_names_of_earlier_runs_stand() -> None:
         ({"average": 1.5}, r"share of the epochs in \[0, 1\], got 1.5"),
         ({"average": -0.1}, "got -0.1"),
         ({"average": "half"}, "train.average takes float, got 'half'"),
-        ({"method": "edge_popup"}, "edge_popup chooses among random ones"),
+        ({"method": "edge_popup"}, "edge_popup selects among random ones"),
     ],
 )
 def test_refused(change, message) -> None:

@@ -10,7 +10,14 @@ from torch import nn
 
 import pomona as pm
 from pomona.lab.kernels import convolution as lab
-from pomona.lab.kernels.convolution import Quick, QuickNorm, convolution, fits, quick, takes
+from pomona.lab.kernels.convolution import (
+    FastBatchNorm2d,
+    FastConv2d,
+    convolution,
+    fast_convolutions,
+    is_supported_convolution,
+    is_supported_norm,
+)
 
 DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-5) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-6)
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
@@ -148,10 +155,10 @@ def test_a_network_is_the_same_within_rounding(shortcut):
     found = []
     for quickly in (False, True):
         model.zero_grad()
-        with quick(model, quickly), torch.autocast("cuda", torch.bfloat16):
-            assert sum(isinstance(m, Quick) for m in model.modules()) == quickly * (19 if shortcut == "A" else 21)
+        with fast_convolutions(model, quickly), torch.autocast("cuda", torch.bfloat16):
+            assert sum(isinstance(m, FastConv2d) for m in model.modules()) == quickly * (19 if shortcut == "A" else 21)
             logits = model(x)
-        assert not any(isinstance(m, Quick) for m in model.modules())
+        assert not any(isinstance(m, FastConv2d) for m in model.modules())
         logits.float().square().mean().backward()
         found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     (plain, plain_grad), (ours, ours_grad) = found
@@ -168,7 +175,7 @@ def stand_in(monkeypatch):
         def forward(x, weight, stride):
             y = F.conv2d(x, weight.to(x.dtype), stride=stride, padding=weight.shape[2] // 2)
             y = y.contiguous(memory_format=torch.channels_last)
-            _, sums = lab.room(x, weight, stride)
+            _, sums = lab.allocate_outputs(x, weight, stride)
             sums.zero_()[:, 0] = torch.stack([y.float().sum((0, 2, 3)), y.float().square().sum((0, 2, 3))])
             return y, sums
 
@@ -192,8 +199,10 @@ def stand_in(monkeypatch):
             batches += 1
             return first, (spread + eps).rsqrt()
 
-    monkeypatch.setattr(lab, "kernels", lambda: Kernels)
-    monkeypatch.setattr(lab, "fits", lambda m: type(m) is nn.Conv2d and m.out_channels in lab.CHANNELS)
+    monkeypatch.setattr(lab, "triton_kernels", lambda: Kernels)
+    monkeypatch.setattr(
+        lab, "is_supported_convolution", lambda m: type(m) is nn.Conv2d and m.out_channels in lab.SUPPORTED_CHANNELS
+    )
 
 
 def small(affine=True):
@@ -225,8 +234,8 @@ def test_norms_are_what_they_were(call, affine):
     found = []
     for quickly in (False, True):
         model = small(affine)
-        with quick(model, quickly):
-            assert sum(isinstance(m, QuickNorm) for m in model) == 3 * quickly
+        with fast_convolutions(model, quickly):
+            assert sum(isinstance(m, FastBatchNorm2d) for m in model) == 3 * quickly
             for _ in range(2):
                 model.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16):
@@ -255,8 +264,8 @@ class Given(nn.Module):
 def test_a_norm_that_is_given_its_sums(affine, monkeypatch):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(lab, "Quick", Given)
-    monkeypatch.setattr(lab, "fits", lambda m: type(m) is nn.Identity)
+    monkeypatch.setattr(lab, "FastConv2d", Given)
+    monkeypatch.setattr(lab, "is_supported_convolution", lambda m: type(m) is nn.Identity)
     x, g = torch.randn(6, 5, 3, 4) * 3 + 2, torch.randn(6, 5, 3, 4)
     found = []
     for quickly in (False, True):
@@ -265,7 +274,7 @@ def test_a_norm_that_is_given_its_sums(affine, monkeypatch):
             nn.init.normal_(p, generator=torch.Generator().manual_seed(3))
         model = nn.Sequential(nn.Identity(), norm)
         leaf = x.clone().requires_grad_()
-        with quick(model, quickly):
+        with fast_convolutions(model, quickly):
             for _ in range(2):
                 model.zero_grad()
                 leaf.grad = None
@@ -285,7 +294,7 @@ def test_sums_are_taken_where_they_belong(monkeypatch):
     )
     model = small()
     x = torch.randn(4, 3, 6, 6)
-    with quick(model):
+    with fast_convolutions(model):
         compiled(model, x)
         assert counts == [16, 32]  # and not by the norm behind the ReLU
         assert model[0].letter == []
@@ -300,10 +309,10 @@ def test_sums_are_taken_where_they_belong(monkeypatch):
 @pytest.mark.parametrize(("most", "outputs"), [(18432, [16, 32, 16]), (18431, [16]), (6911, [])])
 def test_much_work_is_left_to_others(monkeypatch, most, outputs):
     calls = []
-    monkeypatch.setattr(lab, "WORK", most)
+    monkeypatch.setattr(lab, "MAX_WORK", most)
     monkeypatch.setattr(lab, "convolution", lambda x, w, stride: calls.append(len(w)) or convolution(x, w, stride))
     model = small()
-    with quick(model), torch.autocast("cpu", torch.bfloat16):
+    with fast_convolutions(model), torch.autocast("cpu", torch.bfloat16):
         y = model(torch.randn(4, 3, 6, 6))  # 3 · 16 · 144, 16 · 32 · 36 and 32 · 16 · 36
     assert calls == outputs
     assert y.shape == (4, 16, 3, 3)
@@ -316,17 +325,17 @@ def test_one_compilation_serves_two_models():
     count = torch._dynamo.testing.CompileCounter()
     forward = torch.compile(lambda model, x: model(x), backend=count, fullgraph=True, dynamic=False)
     for model in (small(), small()):
-        with quick(model):
+        with fast_convolutions(model):
             forward(model, x)
     assert count.frame_count == 1
 
 
 def test_which_norms_take_sums():
-    assert takes(nn.BatchNorm2d(16))
-    assert takes(nn.BatchNorm2d(16, affine=False))
-    assert not takes(nn.BatchNorm2d(16, momentum=None))
-    assert not takes(nn.BatchNorm2d(16, track_running_stats=False))
-    assert not takes(nn.SyncBatchNorm(16))
+    assert is_supported_norm(nn.BatchNorm2d(16))
+    assert is_supported_norm(nn.BatchNorm2d(16, affine=False))
+    assert not is_supported_norm(nn.BatchNorm2d(16, momentum=None))
+    assert not is_supported_norm(nn.BatchNorm2d(16, track_running_stats=False))
+    assert not is_supported_norm(nn.SyncBatchNorm(16))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -340,8 +349,8 @@ def test_the_shapes_are_known_without_a_kernel(shape):
 
 def test_what_is_not_on_a_gpu_is_left_alone():
     model = pm.models.build("resnet20", num_classes=10)
-    assert not any(fits(module) for module in model.modules())
-    with quick(model):
+    assert not any(is_supported_convolution(module) for module in model.modules())
+    with fast_convolutions(model):
         assert {type(m) for m in model.modules() if isinstance(m, nn.Conv2d)} == {nn.Conv2d}
 
 
@@ -366,4 +375,4 @@ def test_what_is_not_on_a_gpu_is_left_alone():
 )
 def test_which_convolutions_are_known(known, options):
     plain = {"in_channels": 16, "out_channels": 32, "kernel_size": 3, "padding": 1, "bias": False}
-    assert fits(nn.Conv2d(**(plain | options)).cuda()) is known
+    assert is_supported_convolution(nn.Conv2d(**(plain | options)).cuda()) is known

@@ -13,7 +13,7 @@ from torch import nn
 from pomona import lab
 from pomona.cli import main
 from pomona.lab.kernels import benchmark as bench
-from pomona.lab.runs.shrink import finished_model
+from pomona.lab.runs.shrink import load_finished_model
 from pomona.sparse import load
 from pomona.sparse import timing as clock
 from pomona.sparse.layers import Packed
@@ -25,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_sides_of_a_small_matrix() -> None:
-    found = bench.bench([(64, 96)], [1, 3], device="cpu", states=["warm"], patience=0.01)
+    found = bench.benchmark_matrices([(64, 96)], [1, 3], device="cpu", states=["warm"], patience=0.01)
     assert [r.side for r in found.rows if r.batch == 3] == ["dense", "CSR", "block-sparse 8×8", "balanced", "2:4"]
     sides = {(r.side, r.batch): r for r in found.rows}
     assert sides["2:4", 1].seconds is None
@@ -41,34 +41,34 @@ def test_all_sides_of_a_small_matrix() -> None:
 
 
 def test_a_matrix_that_no_tile_divides_is_still_measured() -> None:
-    found = bench.bench([(30, 50)], device="cpu", states=["cold"], patience=0.01)
+    found = bench.benchmark_matrices([(30, 50)], device="cpu", states=["cold"], patience=0.01)
     assert [r.note for r in found.rows if r.side == "block-sparse"] == ["tiles of 8×8 do not divide it"]
 
 
 def test_a_wrong_side_is_told() -> None:
     weight = torch.eye(4)
-    wrong = bench.Side("wrong", lambda x: x @ weight * 1.001, weight, 0)
+    wrong = bench.Implementation("wrong", lambda x: x @ weight * 1.001, weight, 0)
     with pytest.raises(AssertionError, match="wrong is wrong: it differs from float64 by 1.0e-03"):
-        bench.deviation(wrong, torch.randn(2, 4))
+        bench.measure_error(wrong, torch.randn(2, 4))
 
 
 def test_of_several_ways_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.eye(4)
     sides = [
-        bench.Side("dense", lambda x: x @ weight, weight, 64),
-        bench.Side("CSR", lambda x: x @ weight, weight, 1),
-        bench.Side("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
-        bench.Side("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
+        bench.Implementation("dense", lambda x: x @ weight, weight, 64),
+        bench.Implementation("CSR", lambda x: x @ weight, weight, 1),
+        bench.Implementation("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
+        bench.Implementation("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
     ]
     monkeypatch.setattr(bench, "race", lambda runs, *_, **options: [6.0, 3.0, 2.0][: len(runs)])
     head = {"rows": 4, "columns": 4, "batch": 3, "state": "warm"}
-    dense, csr = bench.compete(sides, {}, torch.randn(3, 4), head, None, 1.0, 0.0)
+    dense, csr = bench.time_implementations(sides, {}, torch.randn(3, 4), head, None, 1.0, 0.0)
     assert (dense.side, csr.side, csr.seconds, csr.speedup, csr.nbytes) == ("dense", "CSR", 2.0, 3.0, 2)
 
 
 def test_models_are_pruned_where_they_are_by_default() -> None:
     torch.manual_seed(0)
-    model = bench.prune(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(64, 10)), 0.9, 32)
+    model = bench.prune_balanced(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(64, 10)), 0.9, 32)
     assert int(model[0].weight.count_nonzero()) == 8 * 3  # 3 of 27, padded to 32
     assert int(model[2].weight.count_nonzero()) == 640  # the classifier
 
@@ -99,7 +99,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "8x8", "--batch", "0"], "--batch takes numbers of 1 or more, got '0'"),
         (["bench", "8x8", "--dtype", "float"], "unknown dtype 'float'"),
         (["bench", "8x8", "--device", "gpu"], "unknown device 'gpu'"),
-        (["export", "nowhere"], "'nowhere' is no finished run"),
+        (["export", "nowhere"], "'nowhere' is not a finished run"),
         (["export", "nowhere", "--format", "csr"], "unknown format 'csr'"),
         (["export", "nowhere", "--dtype", "int8"], "unknown dtype 'int8'"),
     ],
@@ -137,7 +137,7 @@ def test_a_run_is_exported_and_comes_back(tmp_path: Path, capsys: pytest.Capture
     assert told["file"] == str(run / "balanced.safetensors")
     model = load(told["file"])
     assert any(isinstance(m, Packed) for m in model.modules())
-    dense, shape = finished_model(run)
+    dense, shape = load_finished_model(run)
     x = torch.randn(3, *shape)
     with torch.no_grad():
         assert torch.allclose(model(x), dense(x), atol=1e-5)

@@ -133,7 +133,7 @@ def test_both_damaged_is_an_error(tmp_path):
 
 
 def test_none_at_all_is_an_error(tmp_path):
-    assert not checkpoint.found(tmp_path)
+    assert not checkpoint.exists(tmp_path)
     with pytest.raises(PomonaError, match="there is no checkpoint"):
         checkpoint.load(tmp_path)
 
@@ -149,7 +149,7 @@ def test_a_newer_version_is_refused(tmp_path):
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
 def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
     two(tmp_path)
-    write = checkpoint.write
+    write = checkpoint.write_file
 
     def full(path, data):
         if path.name == file:
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, data)
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full.*free some space"):
         checkpoint.save(tmp_path, {"step": 3, "x": torch.ones(500)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "checkpoint.previous"]
@@ -166,15 +166,15 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
-    checkpoint.replace(path, b"old")
+    checkpoint.replace_file(path, b"old")
 
     def full(path, data):
         path.write_bytes(data[:1])
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full"):
-        checkpoint.replace(path, b"new")
+        checkpoint.replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_bytes() == b"old"
 
@@ -202,8 +202,8 @@ def test_a_kill_between_any_two_operations_leaves_a_loadable_state(tmp_path, mon
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", killing(checkpoint.write))
-        patch.setattr(checkpoint, "_sync", killing(checkpoint._sync))
+        patch.setattr(checkpoint, "write_file", killing(checkpoint.write_file))
+        patch.setattr(checkpoint, "sync_folder", killing(checkpoint.sync_folder))
         patch.setattr(shutil, "rmtree", killing(shutil.rmtree))
         patch.setattr(type(tmp_path), "rename", killing(type(tmp_path).rename))
         if at < 7:  # two writes, two syncs, one removal, two renames
@@ -224,6 +224,6 @@ def test_a_kill_during_the_first_save_leaves_none(tmp_path):
     part = tmp_path / "checkpoint.part"
     part.mkdir()
     (part / "tensors.safetensors").write_bytes(b"half")
-    assert not checkpoint.found(tmp_path)
+    assert not checkpoint.exists(tmp_path)
     checkpoint.save(tmp_path, {"step": 1})
     assert checkpoint.load(tmp_path) == {"step": 1}

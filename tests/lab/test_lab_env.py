@@ -15,7 +15,7 @@ from pomona.version import __version__
 
 
 def test_facts_are_plain_values():
-    facts = env.facts()
+    facts = env.describe_environment()
     assert json.loads(json.dumps(facts)) == facts
     assert set(facts) == {"versions", "machine", "commit", "command"}
     assert facts["versions"]["pomona"] == __version__
@@ -26,17 +26,17 @@ def test_facts_are_plain_values():
 
 
 def test_a_package_that_is_missing_has_no_version():
-    assert env._version("no-such-package-anywhere") is None
+    assert env._package_version("no-such-package-anywhere") is None
 
 
 def test_the_command_leaves_out_where_the_program_lies(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/pomona", "train", "a b.toml"])
-    assert env.command() == "pomona train 'a b.toml'"
+    assert env.command_line() == "pomona train 'a b.toml'"
 
 
 def test_the_commit_is_this_repositorys_or_none(monkeypatch, tmp_path):
-    env.commit.cache_clear()
-    found = env.commit()
+    env.current_commit.cache_clear()
+    found = env.current_commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{12,}\+?", found)
     # A copy installed inside somebody else's repository is not of that repository's commit.
     for command in (
@@ -44,26 +44,28 @@ def test_the_commit_is_this_repositorys_or_none(monkeypatch, tmp_path):
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
     ):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    site = tmp_path / "site" / "pomona" / "lab"
+    site = tmp_path / "site" / "pomona" / "lab" / "runs"
     site.mkdir(parents=True)
-    monkeypatch.setattr(env, "__file__", str(site / "env.py"))
-    env.commit.cache_clear()
-    assert env.commit() is None
+    monkeypatch.setattr(env, "__file__", str(site / "environment.py"))
+    env.current_commit.cache_clear()
+    assert env.current_commit() is None
     # In its own repository it is.
-    own = tmp_path / "pomona" / "lab"
+    own = tmp_path / "pomona" / "lab" / "runs"
     own.mkdir(parents=True)
-    monkeypatch.setattr(env, "__file__", str(own / "env.py"))
-    env.commit.cache_clear()
-    assert re.fullmatch(r"[0-9a-f]{12}", str(env.commit()))
-    env.commit.cache_clear()
+    monkeypatch.setattr(env, "__file__", str(own / "environment.py"))
+    env.current_commit.cache_clear()
+    assert re.fullmatch(r"[0-9a-f]{12}", str(env.current_commit()))
+    env.current_commit.cache_clear()
 
 
 def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    env.commit.cache_clear()
-    assert env.commit() is None
-    env.commit.cache_clear()
+    env.current_commit.cache_clear()
+    assert env.current_commit() is None
+    env.current_commit.cache_clear()
 
 
 def test_no_path_of_this_machine_is_told():
-    assert str(Path.home()) not in json.dumps(env.facts()["machine"]) + json.dumps(env.facts()["versions"])
+    assert str(Path.home()) not in json.dumps(env.describe_environment()["machine"]) + json.dumps(
+        env.describe_environment()["versions"]
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pomona.lab.runs.evaluate import accuracy, batchnorms, evaluating, measure, reestimate_batchnorm
+from pomona.lab.runs.evaluate import accuracy, batchnorm_layers, evaluation_mode, measure, reestimate_batchnorm
 
 
 class Fixed(nn.Module):
@@ -47,7 +47,7 @@ def test_nothing_to_measure_is_an_error():
 def test_modes_come_back_one_by_one():
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2))
     model[1].eval()  # frozen by its user
-    with evaluating(model):
+    with evaluation_mode(model):
         assert not any(m.training for m in model.modules())
     assert model.training
     assert model[0].training
@@ -90,5 +90,5 @@ def test_reestimation_leaves_model_modes_and_random_state():
 
 def test_layers_without_running_statistics_are_left_alone():
     model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.GroupNorm(1, 2))
-    assert batchnorms(model) == []
+    assert batchnorm_layers(model) == []
     reestimate_batchnorm(model, [(torch.randn(3, 2), torch.zeros(3))], 1)

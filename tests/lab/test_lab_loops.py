@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from laboratory import After, rows
+from run_helpers import StopAfter, read_metrics
 from safetensors.torch import load_file
 
 from pomona.errors import PomonaError
 from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.runs import loops
-from pomona.lab.runs.distributed import Team
+from pomona.lab.runs.distributed import DistributedContext
 from pomona.lab.runs.run import Interrupted, load_data, train
 from pomona.lab.sweeps import concurrent_runs
 from pomona.lab.sweeps.job import Job
@@ -43,7 +43,7 @@ def recipe(method: str = "dense", loop: str = "captured", model: str = "digits_c
 
 
 def losses(folder) -> torch.Tensor:
-    return torch.tensor([row["loss"] for row in rows(folder, "epoch")])
+    return torch.tensor([row["loss"] for row in read_metrics(folder, "epoch")])
 
 
 @pytest.mark.parametrize("loop", ["captured", "compiled"])
@@ -66,18 +66,23 @@ def test_packing_is_refused_without_a_gpu(tmp_path):
 def test_an_eager_loop_is_not_packed():
     one = recipe(loop="eager")
     run = SimpleNamespace(
-        recipe=one, options=one.train, device=torch.device("cuda"), team=Team(), model=torch.nn.Linear(1, 1), steps=1
+        recipe=one,
+        options=one.train,
+        device=torch.device("cuda"),
+        processes=DistributedContext(),
+        model=torch.nn.Linear(1, 1),
+        steps=1,
     )
-    assert loops.choose(run) == "eager"
+    assert loops.choose_loop(run) == "eager"
     packed_run = contextvars.copy_context()
-    packed_run.run(loops.PACKED.set, True)
+    packed_run.run(loops.CONCURRENT_RUN.set, True)
     with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot be packed"):
-        packed_run.run(loops.choose, run)
+        packed_run.run(loops.choose_loop, run)
 
 
 def test_packed_runs_read_one_copy_of_the_data():
     context, cpu = contextvars.copy_context(), torch.device("cpu")
-    context.run(loops.PACKED.set, True)
+    context.run(loops.CONCURRENT_RUN.set, True)
     first, again = (context.run(load_data, recipe(), None, cpu) for _ in range(2))
     other = dataclasses.replace(recipe(), data=dataclasses.replace(recipe().data, validation=100))
     assert first is again
@@ -90,7 +95,7 @@ def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
     told: queue.SimpleQueue = queue.SimpleQueue()
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     waiting.put(0)
-    monkeypatch.setattr(concurrent_runs, "pick", lambda name: torch.device("meta"))  # has no streams
+    monkeypatch.setattr(concurrent_runs, "select_device", lambda name: torch.device("meta"))  # has no streams
     thread = threading.Thread(
         target=concurrent_runs.serve_jobs, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
     )
@@ -110,7 +115,7 @@ def test_captured_trains_as_eager_does(tmp_path, method):
     torch.testing.assert_close(captured, eager, rtol=0.15, atol=0.03)
     assert ends["captured"]["sparsity"] == ends["eager"]["sparsity"]
     assert abs(ends["captured"]["accuracy"] - ends["eager"]["accuracy"]) < 4  # of 450 images
-    updates = [[row["step"] for row in rows(tmp_path / loop, "update")] for loop in ("eager", "captured")]
+    updates = [[row["step"] for row in read_metrics(tmp_path / loop, "update")] for loop in ("eager", "captured")]
     assert updates[0] == updates[1]
 
 
@@ -128,7 +133,7 @@ def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
     one = recipe(method, model="lenet300", checkpoint_steps=5)  # cuDNN's convolutions add up in any order
     train(one, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(one, tmp_path / "cut", stop=After(steps))
+        train(one, tmp_path / "cut", stop=StopAfter(steps))
     train(one, tmp_path / "cut", resume=True)
     assert torch.equal(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
     ends = [load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole")]
@@ -138,7 +143,7 @@ def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
 @gpu
 def test_the_loops_share_their_checkpoints(tmp_path):
     with pytest.raises(Interrupted):
-        train(recipe("dpf(sparsity=0.9, every=4)", "captured"), tmp_path / "run", stop=After(30))
+        train(recipe("dpf(sparsity=0.9, every=4)", "captured"), tmp_path / "run", stop=StopAfter(30))
     ended = train(recipe("dpf(sparsity=0.9, every=4)", "eager"), tmp_path / "run", resume=True)
     assert ended["epoch"] == 4
 

@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pomona.errors import PomonaError
-from pomona.lab.recipes.optimizers import OPTIMIZERS, RATES, SGD, AdamW, Constant, Cosine, Step
+from pomona.lab.recipes.learning_rates import LEARNING_RATES, ConstantRate, CosineDecay, StepDecay
+from pomona.lab.recipes.optimizers import OPTIMIZERS, SGD, AdamW
 
 
 def test_step_decay_at_shares_of_training():
-    rate = Step(milestones=(0.5, 0.75), gamma=0.1).over(0.2, total_steps=300 * 4, steps_per_epoch=4)
+    rate = StepDecay(milestones=(0.5, 0.75), gamma=0.1).rate_function(0.2, total_steps=300 * 4, steps_per_epoch=4)
     assert [rate(s) for s in (0, 599)] == [0.2, 0.2]
     assert rate(600) == rate(899) == pytest.approx(0.02)
     assert rate(900) == rate(1199) == pytest.approx(0.002)
 
 
 def test_step_decay_at_whole_epochs_is_the_wide_resnet_schedule():
-    rate = Step(milestones=(60, 120, 160), gamma=0.2).over(0.1, 200 * 391, 391)
+    rate = StepDecay(milestones=(60, 120, 160), gamma=0.2).rate_function(0.1, 200 * 391, 391)
     wanted = {0: 0.1, 59: 0.1, 60: 0.02, 119: 0.02, 120: 0.004, 160: 0.0008, 199: 0.0008}
     for epoch, lr in wanted.items():
         assert rate(epoch * 391) == pytest.approx(lr)
@@ -32,7 +33,7 @@ def test_step_decay_is_torchs_multistep():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.2)
     theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5], 0.1)
-    ours = Step(milestones=(5, 3), gamma=0.1, per="epoch").over(0.2, 8 * 7, 7)
+    ours = StepDecay(milestones=(5, 3), gamma=0.1, per="epoch").rate_function(0.2, 8 * 7, 7)
     for epoch in range(8):
         assert ours(epoch * 7) == ours(epoch * 7 + 6) == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()
@@ -40,7 +41,7 @@ def test_step_decay_is_torchs_multistep():
 
 
 def test_warmup_of_dpf_on_imagenet_rises_from_a_quarter():
-    rate = Step(milestones=(30, 60, 80), warmup=5, warmup_start=0.25).over(0.4, 90 * 10, 10)
+    rate = StepDecay(milestones=(30, 60, 80), warmup=5, warmup_start=0.25).rate_function(0.4, 90 * 10, 10)
     assert rate(0) == pytest.approx(0.1 + 0.3 / 50)
     assert rate(24) == pytest.approx(0.25)
     assert rate(49) == rate(50) == rate(299) == pytest.approx(0.4)
@@ -49,34 +50,36 @@ def test_warmup_of_dpf_on_imagenet_rises_from_a_quarter():
 
 
 def test_warmup_per_epoch_has_no_epoch_at_zero():
-    rate = Cosine(per="epoch", warmup=5).over(1.0, 105 * 3, 3)
+    rate = CosineDecay(per="epoch", warmup=5).rate_function(1.0, 105 * 3, 3)
     assert [rate(3 * e) for e in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
 def test_cosine_by_hand():
-    rate = Cosine().over(0.1, 100, 10)
+    rate = CosineDecay().rate_function(0.1, 100, 10)
     assert rate(0) == 0.1
     assert rate(50) == pytest.approx(0.05)
     assert rate(25) == pytest.approx(0.1 * (1 + math.sqrt(0.5)) / 2)
-    by_epoch = Cosine(per="epoch").over(0.1, 100, 10)
+    by_epoch = CosineDecay(per="epoch").rate_function(0.1, 100, 10)
     assert by_epoch(59) == by_epoch(50) == pytest.approx(0.05)
 
 
 def test_cosine_rests_at_its_final_rate():
     # IteRand on ImageNet: 5 epochs of warm-up, 95 of cosine, 5 at 1e-5.
-    rate = Cosine(per="epoch", warmup=5, rest=5, final=1e-4).over(0.1, 105 * 2, 2)
+    rate = CosineDecay(per="epoch", warmup=5, rest=5, final=1e-4).rate_function(0.1, 105 * 2, 2)
     assert rate(2 * 5) == pytest.approx(0.1)
     assert [rate(2 * e) for e in (100, 102, 104)] == pytest.approx([1e-5] * 3)
     assert rate(2 * 99) > 1e-5
 
 
 @given(
-    st.sampled_from([Constant(warmup=2), Step(warmup=1.5), Cosine(warmup=1, rest=1), Cosine(per="epoch")]),
+    st.sampled_from(
+        [ConstantRate(warmup=2), StepDecay(warmup=1.5), CosineDecay(warmup=1, rest=1), CosineDecay(per="epoch")]
+    ),
     st.integers(1, 9),
     st.integers(1, 20),
 )
 def test_a_rate_stays_within_lr(schedule, epochs, per_epoch):
-    rate = schedule.over(0.3, epochs * per_epoch, per_epoch)
+    rate = schedule.rate_function(0.3, epochs * per_epoch, per_epoch)
     values = [rate(step) for step in range(epochs * per_epoch)]
     assert all(0 <= value <= 0.3 + 1e-12 for value in values)
     warm = math.ceil(schedule.warmup * per_epoch)
@@ -120,12 +123,12 @@ def test_adamw_decays_the_weights_themselves():
         (lambda: SGD(momentum=0.0), "set nesterov = false"),
         (lambda: OPTIMIZERS.make("sdg"), "did you mean 'sgd'"),
         (lambda: OPTIMIZERS.make("adam(momentum=0.9)"), "option of optimizer 'adam'"),
-        (lambda: RATES.make({"name": "step", "milestones": [1.5]}), "a milestone is"),
-        (lambda: RATES.make({"name": "step", "milestones": 3}), "takes a list"),
-        (lambda: RATES.make({"name": "cosin"}), "did you mean 'cosine'"),
-        (lambda: Cosine(per="batch"), "'step' or 'epoch'"),
-        (lambda: Step(gamma=0.0), "gamma must be"),
-        (lambda: Step(warmup=-1), "warmup must be"),
+        (lambda: LEARNING_RATES.make({"name": "step", "milestones": [1.5]}), "a milestone is"),
+        (lambda: LEARNING_RATES.make({"name": "step", "milestones": 3}), "takes a list"),
+        (lambda: LEARNING_RATES.make({"name": "cosin"}), "did you mean 'cosine'"),
+        (lambda: CosineDecay(per="batch"), "'step' or 'epoch'"),
+        (lambda: StepDecay(gamma=0.0), "gamma must be"),
+        (lambda: StepDecay(warmup=-1), "warmup must be"),
     ],
 )
 def test_bad_settings_are_refused(make, says):

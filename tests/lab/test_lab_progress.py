@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from pomona.lab.runs import progress
-from pomona.lab.runs.progress import Bar, Lines, Series, clock, numbers, reporter
+from pomona.lab.runs.progress import (
+    ProgressBar,
+    ProgressLines,
+    SeriesProgress,
+    format_duration,
+    format_measurements,
+    make_reporter,
+)
 
 ROW = {"epoch": 2, "loss": 0.25, "accuracy": 97.125, "sparsity": 0.8, "seconds": 10.0, "images_per_second": 512.0}
 
@@ -26,12 +33,12 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_bar_on_a_terminal_lines_elsewhere():
-    assert isinstance(reporter(console(terminal=True)), Bar)
-    assert isinstance(reporter(console()), Lines)
+    assert isinstance(make_reporter(console(terminal=True)), ProgressBar)
+    assert isinstance(make_reporter(console()), ProgressLines)
 
 
 def test_bar_tells_epoch_loss_accuracy_sparsity_speed_and_time_left(now):
-    bar = Bar(console(terminal=True))
+    bar = ProgressBar(console(terminal=True))
     bar.start(10, 20, "run")
     for _ in range(40):
         now[0] += 0.25
@@ -43,7 +50,7 @@ def test_bar_tells_epoch_loss_accuracy_sparsity_speed_and_time_left(now):
 
 
 def test_steps_before_a_resume_count_as_done_but_not_as_speed(now):
-    bar = Bar(console(terminal=True))
+    bar = ProgressBar(console(terminal=True))
     bar.start(10, 20, "run")
     for _ in range(100):  # at once
         bar.step()
@@ -57,7 +64,7 @@ def test_steps_before_a_resume_count_as_done_but_not_as_speed(now):
 
 def test_lines_are_one_an_epoch():
     out = console()
-    lines = Lines(out)
+    lines = ProgressLines(out)
     lines.start(10, 20, "[run]")
     lines.step(0.5)
     lines.epoch(ROW)
@@ -69,7 +76,7 @@ def test_lines_are_one_an_epoch():
 
 def test_series_is_one_line_a_run_without_a_terminal():
     out = console()
-    series = Series(out, 2)
+    series = SeriesProgress(out, 2)
     for name in ("first", "second"):
         series.start(10, 20, name)
         series.step(0.5)
@@ -81,7 +88,7 @@ def test_series_is_one_line_a_run_without_a_terminal():
 
 
 def test_series_is_one_bar_over_all_runs_on_a_terminal(now):
-    series = Series(console(terminal=True), 2)
+    series = SeriesProgress(console(terminal=True), 2)
     for name in ("first", "second"):
         series.start(10, 20, name)
         for _ in range(200):
@@ -97,7 +104,7 @@ def test_series_is_one_bar_over_all_runs_on_a_terminal(now):
 
 def test_bar_draws_both_lines_within_eighty_columns(now):
     out = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    bar = Bar(out)
+    bar = ProgressBar(out)
     bar.start(300, 391, "dpf-resnet20")
     bar.epoch(ROW)
     for _ in range(2):
@@ -110,19 +117,19 @@ def test_bar_draws_both_lines_within_eighty_columns(now):
 
 
 def test_transfer_is_told_on_a_terminal_only():
-    with progress.transfer(console()) as tell:
+    with progress.download_progress(console()) as tell:
         assert tell is None
     out = console(terminal=True)
-    with progress.transfer(out) as tell:
+    with progress.download_progress(out) as tell:
         tell("cifar.tar.gz", 500_000, 1_000_000)
     assert "cifar.tar.gz" in out.file.getvalue()
     assert "0.5/1.0 MB" in out.file.getvalue()
 
 
 def test_numbers_that_are_not_there_are_left_out():
-    assert numbers({"loss": 1.0, "sparsity": 0.0, "perplexity": 12.34}) == ["loss 1.000", "perplexity 12.3"]
+    assert format_measurements({"loss": 1.0, "sparsity": 0.0, "perplexity": 12.34}) == ["loss 1.000", "perplexity 12.3"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(7.4, "0:07"), (59.6, "1:00"), (750, "12:30"), (11100, "3:05:00")])
 def test_clock(seconds, text):
-    assert clock(seconds) == text
+    assert format_duration(seconds) == text

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pomona import models
 from pomona.errors import PomonaError
-from pomona.lab.recipes import recipe as recipes
-from pomona.lab.recipes.recipe import Recipe, TrainOptions
+from pomona.lab.recipes import sections, toml_writer
+from pomona.lab.recipes.options import TrainOptions
+from pomona.lab.recipes.recipe import Recipe
 from pomona.methods import METHODS
 
 BASE = {"data": "digits", "model": "mlp"}
@@ -84,8 +85,8 @@ def test_what_is_written_is_what_is_read(given):
 @given(st.text())
 def test_any_text_can_be_written(text):
     text = text.encode("utf-8", "ignore").decode()
-    assert tomllib.loads(f"x = {recipes._value(text)}") == {"x": text}
-    assert tomllib.loads(f"{recipes._key(text)} = 1") == {text: 1}
+    assert tomllib.loads(f"x = {toml_writer.format_value(text)}") == {"x": text}
+    assert tomllib.loads(f"{toml_writer.format_key(text)} = 1") == {text: 1}
 
 
 def test_a_file_is_called_after_itself(tmp_path):
@@ -173,7 +174,7 @@ def test_augmentation_is_a_choice():
         ({"train": {"precision": "fp16"}}, "unknown precision 'fp16'"),
         ({"train": {"device": "gpu"}}, "unknown device 'gpu'"),
         ({"train": {"label_smoothing": 1.0}}, "label_smoothing must be in"),
-        ({"train": 3}, "train is a table"),
+        ({"train": 3}, "train is a section of options"),
         ({"seed": -1}, "seed must be in"),
         ({"seed": "x"}, "seed takes int"),
         ({"name": 3}, "name takes str"),
@@ -231,10 +232,10 @@ def test_unreadable_files_are_named(tmp_path):
         Recipe.load(tmp_path / "none.toml")
     bad = tmp_path / "bad.toml"
     bad.write_text("seed = = 3")
-    with pytest.raises(PomonaError, match=r"bad.toml' is no valid TOML: .*line 1"):
+    with pytest.raises(PomonaError, match=r"bad.toml' is not valid TOML: .*line 1"):
         Recipe.load(bad)
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(PomonaError, match="is no valid TOML"):
+    with pytest.raises(PomonaError, match="is not valid TOML"):
         Recipe.load(bad)
 
 
@@ -254,6 +255,6 @@ class Ops(TorchDispatchMode):
 def test_a_recipe_draws_no_weights_to_check_its_model(name):
     """That takes seconds in a table of hundreds, most of them to load torch's compiler."""
     with Ops() as ops:
-        recipes._try_model.__wrapped__(name, "{}")
+        sections.validate_model.__wrapped__(name, "{}")
     assert "empty" in ops.seen
     assert not {op for op in ops.seen if op in ("normal_", "uniform_", "bernoulli_", "random_")}

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
-from pomona.lab.recipes.optimizers import Cosine, Step
+from pomona.lab.recipes.learning_rates import CosineDecay, StepDecay
 from pomona.lab.runs import masks
-from pomona.lab.runs.retrain import cost, macs, plan, retrain, stretched
+from pomona.lab.runs.retrain import mac_shares, milestones_as_shares, prepare_retraining, retrain, training_cost
 
 
 def recipe(method, epochs=2, model="mlp(hidden=[16])", finetune=0, **sections) -> Recipe:
@@ -110,15 +110,15 @@ def test_a_retraining_is_a_run_that_can_be_resumed(tmp_path, pruned):
 
 
 def test_the_cost_of_one_shot_pruning_by_hand(pruned):
-    assert list(macs(pruned).values()) == pytest.approx([1024 / 1184, 160 / 1184])
-    assert cost(pruned) == pytest.approx(1 + HALF)  # an epoch dense, an epoch with half
+    assert list(mac_shares(pruned).values()) == pytest.approx([1024 / 1184, 160 / 1184])
+    assert training_cost(pruned) == pytest.approx(1 + HALF)  # an epoch dense, an epoch with half
 
 
 def test_as_many_epochs_as_cost_the_same(pruned):
-    made, folder = plan(pruned, budget="flops")
+    made, folder = prepare_retraining(pruned, budget="flops")
     assert made.train.epochs == round((1 + HALF) / HALF) == 3
     assert folder.name == "run-retrain-init-flops"
-    assert plan(pruned)[0].train.epochs == 2
+    assert prepare_retraining(pruned)[0].train.epochs == 2
     assert not folder.exists()
 
 
@@ -139,7 +139,7 @@ def test_the_cost_of_stages(tmp_path, method, finetune, epochs):
     )
     if epochs is None:
         epochs = 2 + summary["macs_left"] / summary["macs"]
-    assert cost(tmp_path / "run") == pytest.approx(epochs)
+    assert training_cost(tmp_path / "run") == pytest.approx(epochs)
 
 
 def test_the_cost_follows_the_mask(tmp_path):
@@ -150,14 +150,14 @@ def test_the_cost_follows_the_mask(tmp_path):
     for step in range(12):
         now = updates.get(step, now)
         spent += (1024 * (1 - now) + 160) / 1184
-    assert cost(tmp_path / "run") == pytest.approx(spent / 3)
-    assert 4 > cost(tmp_path / "run") > 4 * (1024 * 0.2 + 160) / 1184
+    assert training_cost(tmp_path / "run") == pytest.approx(spent / 3)
+    assert 4 > training_cost(tmp_path / "run") > 4 * (1024 * 0.2 + 160) / 1184
 
 
 def test_milestones_keep_their_places():
-    assert stretched(Step(milestones=(150, 225)), 300) == Step(milestones=(0.5, 0.75))
-    assert stretched(Step(milestones=(0.3, 0.6)), 300) == Step(milestones=(0.3, 0.6))
-    assert stretched(Cosine(), 300) == Cosine()
+    assert milestones_as_shares(StepDecay(milestones=(150, 225)), 300) == StepDecay(milestones=(0.5, 0.75))
+    assert milestones_as_shares(StepDecay(milestones=(0.3, 0.6)), 300) == StepDecay(milestones=(0.3, 0.6))
+    assert milestones_as_shares(CosineDecay(), 300) == CosineDecay()
 
 
 # ---- what is refused

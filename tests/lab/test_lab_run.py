@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import After, lasting, rows, together
+from run_helpers import StopAfter, read_metrics, run_in_two_processes, untimed_metrics, without_timings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pomona import models
 from pomona.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, plan, train
+from pomona.lab import Interrupted, Recipe, describe_run, train
 from pomona.lab.runs import checkpoint
 from pomona.lab.runs import run as runs
-from pomona.lab.runs.distributed import Team, pick
+from pomona.lab.runs.distributed import DistributedContext, select_device
 from pomona.lab.runs.evaluate import accuracy
-from pomona.lab.runs.folder import claimed
+from pomona.lab.runs.folder import locked_folder
 from pomona.lab.runs.run import Run
 from pomona.methods import METHODS
 
@@ -89,7 +89,7 @@ def test_a_run_leaves_its_folder(whole):
 
 def test_the_summary_is_the_last_epoch(whole):
     folder, made, summary = whole
-    last = rows(folder, "epoch")[-1]
+    last = read_metrics(folder, "epoch")[-1]
     assert summary["accuracy"] == last["accuracy"]
     assert (summary["epoch"], summary["step"]) == (3, 18)
     assert summary["fingerprint"] == made.fingerprint()
@@ -114,7 +114,7 @@ def test_the_model_is_plain_and_gives_the_accuracy_written(whole):
 
 def test_metrics_have_a_line_an_epoch_and_a_line_an_update(whole):
     folder, _, _ = whole
-    epochs, updates = rows(folder, "epoch"), rows(folder, "update")
+    epochs, updates = read_metrics(folder, "epoch"), read_metrics(folder, "update")
     assert [(row["epoch"], row["step"]) for row in epochs] == [(1, 6), (2, 12), (3, 18)]
     assert [row["step"] for row in updates] == [0, 4, 8, 12, 16]
     assert all(0 <= row["delta"] <= 1 for row in updates)
@@ -128,16 +128,16 @@ def test_metrics_have_a_line_an_epoch_and_a_line_an_update(whole):
 def test_accuracy_is_given_twice_where_statistics_are_stale(whole):
     folder, _, _ = whole
     # Updates every 4 steps until step 16.2: all three evaluations come within 4 steps of one.
-    assert all("accuracy_reestimated" in row for row in rows(folder, "epoch"))
+    assert all("accuracy_reestimated" in row for row in read_metrics(folder, "epoch"))
 
 
 def test_settled_masks_and_models_without_batch_norm_need_no_second_accuracy(tmp_path):
     train(recipe("dpf(every=2, settle=0.5, schedule='constant()')", epochs=2), tmp_path / "a")
-    first, last = rows(tmp_path / "a", "epoch")
+    first, last = read_metrics(tmp_path / "a", "epoch")
     assert "accuracy_reestimated" in first
     assert "accuracy_reestimated" not in last
     train(recipe("dpf(every=1, settle=0.0)", epochs=1, model="mlp(hidden=[16])"), tmp_path / "b")
-    assert "accuracy_reestimated" not in rows(tmp_path / "b", "epoch")[0]
+    assert "accuracy_reestimated" not in read_metrics(tmp_path / "b", "epoch")[0]
 
 
 def test_progress_is_told(tmp_path):
@@ -197,7 +197,7 @@ def test_options_reach_the_loop(tmp_path, optimizer):
 
 def test_evaluations_come_every_so_often_and_at_the_end(tmp_path):
     train(recipe("dense", epochs=3, eval_every=2), tmp_path / "run")
-    assert ["accuracy" in row for row in rows(tmp_path / "run", "epoch")] == [False, True, True]
+    assert ["accuracy" in row for row in read_metrics(tmp_path / "run", "epoch")] == [False, True, True]
 
 
 def test_what_a_person_should_know_is_noted(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_a_language_model_reports_perplexity_and_its_dropout_resumes(tmp_path):
     assert "accuracy" not in summary
     assert 1 < summary["perplexity"] < 40
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "stopped", stop=After(3), **options)
+        train(made, tmp_path / "stopped", stop=StopAfter(3), **options)
     train(made, tmp_path / "stopped", resume=True, **options)
     assert same_weights(tmp_path / "whole", tmp_path / "stopped")
 
@@ -256,10 +256,10 @@ def test_stopped_and_resumed_is_never_stopped(tmp_path, method):
     for steps in (1, 5, 3):  # within an epoch, at the end of one …
         resume = (tmp_path / "run").exists()
         with pytest.raises(Interrupted, match=r"stopped after step \d+ of 12, .*--resume"):
-            train(made, tmp_path / "run", resume=resume, stop=After(steps), **options)
+            train(made, tmp_path / "run", resume=resume, stop=StopAfter(steps), **options)
     train(made, tmp_path / "run", resume=True, **options)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
-    assert [*map(lasting, rows(tmp_path / "run"))] == [*map(lasting, rows(tmp_path / "whole"))]
+    assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
 
 
 KILLED = """
@@ -299,7 +299,7 @@ def test_killed_at_a_random_step_and_resumed_is_never_killed(tmp_path, whole):
     assert 0 < at < step, "the kill came after a checkpoint, and lost some steps"
     summary = train(made, folder, resume=True)
     assert same_weights(whole[0], folder), f"killed at step {step}, resumed from {at}"
-    assert [*map(lasting, rows(folder))] == [*map(lasting, rows(whole[0]))]
+    assert untimed_metrics(folder) == untimed_metrics(whole[0])
     assert summary["accuracy"] == whole[2]["accuracy"]
 
 
@@ -311,7 +311,7 @@ def test_a_kill_before_the_first_checkpoint_starts_over(tmp_path, whole):
     (folder / "checkpoint.part").mkdir()
     train(whole[1], folder, resume=True)
     assert same_weights(whole[0], folder)
-    assert len(rows(folder)) == len(rows(whole[0]))
+    assert len(read_metrics(folder)) == len(read_metrics(whole[0]))
 
 
 def test_a_kill_after_the_last_step_only_finishes(tmp_path, whole):
@@ -321,7 +321,7 @@ def test_a_kill_after_the_last_step_only_finishes(tmp_path, whole):
     (folder / "model.safetensors").unlink()
     summary = train(whole[1], folder, resume=True)
     assert same_weights(whole[0], folder)
-    assert lasting(rows(folder)[-1]) == lasting(rows(whole[0])[-1])
+    assert without_timings(read_metrics(folder)[-1]) == without_timings(read_metrics(whole[0])[-1])
     assert summary["accuracy"] == whole[2]["accuracy"]
 
 
@@ -335,7 +335,7 @@ def test_a_truncated_checkpoint_falls_back_and_says_so(tmp_path, whole):
     folder = tmp_path / "run"
     made = recipe(checkpoint_steps=2)
     with pytest.raises(Interrupted):
-        train(made, folder, stop=After(8))
+        train(made, folder, stop=StopAfter(8))
     tensors = folder / "checkpoint" / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     notes: list[str] = []
@@ -343,7 +343,7 @@ def test_a_truncated_checkpoint_falls_back_and_says_so(tmp_path, whole):
     assert len(notes) == 1
     assert "going on from 'checkpoint.previous'" in notes[0]
     assert same_weights(whole[0], folder)
-    assert [*map(lasting, rows(folder))] == [*map(lasting, rows(whole[0]))]
+    assert untimed_metrics(folder) == untimed_metrics(whole[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -404,7 +404,7 @@ def test_another_recipe_is_refused(whole):
 
 def stopped(folder: Path, made: Recipe) -> None:
     with pytest.raises(Interrupted):
-        train(made, folder, stop=After(2))
+        train(made, folder, stop=StopAfter(2))
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_tensor(tmp_path):
@@ -421,16 +421,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_tensor(tmp_path):
 
 def test_a_checkpoint_with_other_tensors_is_refused():
     with pytest.raises(PomonaError, match="'b' is missing there and 2×3 here"):
-        runs.compare_models({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(2, 3)}, Path("run"))
+        runs.require_same_tensors({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(2, 3)}, Path("run"))
     with pytest.raises(PomonaError, match="'b' is a number there and missing here"):
-        runs.compare_models({"b": torch.tensor(1)}, {}, Path("run"))
+        runs.require_same_tensors({"b": torch.tensor(1)}, {}, Path("run"))
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path, whole):
     made, folder = whole[1], tmp_path / "run"
     stopped(folder, made)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    with claimed(folder), pytest.raises(PomonaError, match="another process trains in '.*run': wait for it"):
+    with locked_folder(folder), pytest.raises(PomonaError, match="another process trains in '.*run': wait for it"):
         train(made, folder, resume=True)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     train(made, folder, resume=True)
@@ -510,13 +510,13 @@ def test_a_bad_recipe_writes_nothing(tmp_path, monkeypatch, made, says):
 
 def test_a_plan_tells_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = plan(recipe("dpf", epochs=2, model="mlp(hidden=[32])"))
+    told = describe_run(recipe("dpf", epochs=2, model="mlp(hidden=[32])"))
     assert (told["steps_per_epoch"], told["steps"], told["device"]) == (6, 12, "cpu")
     assert told["params"] == 64 * 32 + 32 + 32 * 10 + 10
     assert [*told["pruned"].values()] == [64 * 32]
     assert told["model"]["in_features"] == 64
     with pytest.raises(PomonaError, match="nothing to prune"):
-        plan(recipe(model="mlp(hidden=[])"))
+        describe_run(recipe(model="mlp(hidden=[])"))
     assert not list(tmp_path.iterdir())
 
 
@@ -530,10 +530,10 @@ def test_a_missing_gpu_is_refused(tmp_path, monkeypatch):
 def test_devices_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert pick("auto", local=1) == torch.device("cuda", 1)
-    assert pick("cpu") == torch.device("cpu")
+    assert select_device("auto", local_rank=1) == torch.device("cuda", 1)
+    assert select_device("cpu") == torch.device("cpu")
     with pytest.raises(PomonaError, match="there are 2 GPUs"):
-        pick("cuda:2")
+        select_device("cuda:2")
 
 
 def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
@@ -541,12 +541,12 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
     with pytest.raises(PomonaError, match=r"the loss is (nan|inf) at step \d+ of 18: lower optimizer.lr"):
         train(Recipe.load(recipe("dense").to_dict(), ["optimizer.lr=1e30"]), folder)
     # What was saved before is still finite.
-    if checkpoint.found(folder):
+    if checkpoint.exists(folder):
         assert all(torch.isfinite(t).all() for t in checkpoint.load(folder)["model"].values())
 
 
 def test_late_readings_still_name_the_step(tmp_path):
-    run = Run(recipe("dense"), tmp_path / "run", Team(), torch.device("cpu"))
+    run = Run(recipe("dense"), tmp_path / "run", DistributedContext(), torch.device("cpu"))
     run.begin(0)
     run.step, run.loop.taken = 10, [torch.tensor(v) for v in (1.0, 2.0, float("nan"), 3.0)]
     with pytest.raises(PomonaError, match="at step 9 of 18"):
@@ -558,7 +558,7 @@ def test_late_readings_still_name_the_step(tmp_path):
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(tmp_path, monkeypatch, whole):
-    folder, write = tmp_path / "run", checkpoint.write
+    folder, write = tmp_path / "run", checkpoint.write_file
     calls = 0
 
     def full(path, data):
@@ -570,7 +570,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(tmp_pat
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", full)
+        patch.setattr(checkpoint, "write_file", full)
         with pytest.raises(PomonaError, match="the disk is full.*--resume"):
             train(whole[1], folder)
     assert not list(folder.glob("*.part"))
@@ -595,10 +595,10 @@ def test_two_processes_train_what_one_does(tmp_path):
     method = DPF.replace("every=4", "every=4, compressor='soft', allocation='global(floor=0.05)'")
     made = recipe(method, epochs=2, model="mlp(hidden=[32])", drop_last=True, average=1.0)
     train(made, tmp_path / "one")
-    together(f"train(Recipe.load({made.to_dict()!r}), {str(tmp_path / 'two')!r})")
+    run_in_two_processes(f"train(Recipe.load({made.to_dict()!r}), {str(tmp_path / 'two')!r})")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
         assert torch.equal(two[name] == 0, tensor == 0)
-    ours, theirs = (rows(tmp_path / name, "epoch") for name in ("one", "two"))
+    ours, theirs = (read_metrics(tmp_path / name, "epoch") for name in ("one", "two"))
     assert [r["loss"] for r in theirs] == pytest.approx([r["loss"] for r in ours], rel=1e-4)

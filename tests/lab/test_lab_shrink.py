@@ -28,9 +28,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
-    shrunk, file = shrink.shrink(run)
+    shrunk, file = shrink.shrink_run(run)
     assert shrunk.params.after < shrunk.params.before
-    model, shape = shrink.finished_model(run)
+    model, shape = shrink.load_finished_model(run)
     program = torch.export.load(file).module()
     for size in (1, 5):
         x = torch.randn(size, *shape)
@@ -39,13 +39,13 @@ def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PomonaError, match="is no finished run: it has no model.safetensors"):
-        shrink.shrink(tmp_path)
+    with pytest.raises(PomonaError, match="is not a finished run: it has no model.safetensors"):
+        shrink.shrink_run(tmp_path)
 
 
 def test_a_run_without_whole_filters_is_refused_and_nothing_written(tmp_path: Path) -> None:
     method = {"name": "oneshot", "sparsity": 0.5, "at": 0.5}
     lab.train(lab.Recipe.load({**RECIPE, "method": method}), tmp_path / "run")
     with pytest.raises(PomonaError, match="no whole channel is zero"):
-        shrink.shrink(tmp_path / "run")
-    assert not (tmp_path / "run" / shrink.SHRUNK).exists()
+        shrink.shrink_run(tmp_path / "run")
+    assert not (tmp_path / "run" / shrink.SHRUNK_FILE).exists()

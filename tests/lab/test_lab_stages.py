@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laboratory import After, lasting, rows
+from run_helpers import StopAfter, read_metrics, untimed_metrics, without_timings
 from safetensors.torch import load_file
 
 import pomona as pm
 from pomona import models
 from pomona.errors import PomonaError
-from pomona.lab import Interrupted, Recipe, plan, train
+from pomona.lab import Interrupted, Recipe, describe_run, train
 from pomona.lab.runs import checkpoint, masks
 from pomona.lab.runs import run as runs
 from pomona.lab.runs.evaluate import cross_entropy
@@ -58,13 +58,13 @@ def test_a_fine_tuned_run_tells_what_it_was_before(tuned):
     assert before["accuracy"] != after["accuracy"] == summary["accuracy"]
     assert before["accuracy_reestimated"] > 0  # the cut came with the last step
     assert summary["accuracy"] > before["accuracy"]
-    epochs = rows(folder, "epoch")
+    epochs = read_metrics(folder, "epoch")
     assert [row["stage"] for row in epochs] == ["train"] * 3 + ["finetune"] * 2
     assert [row["accuracy"] for row in epochs if row["step"] in (9, 15)] == [before["accuracy"], after["accuracy"]]
 
 
 def test_the_second_stage_has_its_own_optimizer_and_rate(tuned):
-    rates = [row["lr"] for row in rows(tuned[0], "epoch")]
+    rates = [row["lr"] for row in read_metrics(tuned[0], "epoch")]
     assert rates == pytest.approx([0.1, 0.01, 0.001, 0.02, 0.02])  # decay after 4.5 and 6.75 of 9 steps
 
 
@@ -95,31 +95,31 @@ def test_the_masks_are_those_of_the_first_stage(tuned):
 def test_stopped_anywhere_and_resumed_is_never_stopped(tmp_path, method, finetune):
     made = recipe(method, epochs=2, finetune={"epochs": finetune}, clip=1.0)
     train(made, tmp_path / "whole", note=quiet)
-    steps = rows(tmp_path / "whole", "epoch")[-1]["step"]
+    steps = read_metrics(tmp_path / "whole", "epoch")[-1]["step"]
     folder, stops = tmp_path / "run", 0
     while not (folder / "summary.json").exists():  # within stages, and at their ends
         with suppress(Interrupted):
             stops += 1
-            train(made, folder, resume=folder.exists(), stop=After(1 + stops % 3), note=quiet)
+            train(made, folder, resume=folder.exists(), stop=StopAfter(1 + stops % 3), note=quiet)
     assert stops > steps / 3
     a, b = (tmp_path / name / "model.safetensors" for name in ("whole", "run"))
     assert a.read_bytes() == b.read_bytes()
-    assert [*map(lasting, rows(folder))] == [*map(lasting, rows(tmp_path / "whole"))]
+    assert untimed_metrics(folder) == untimed_metrics(tmp_path / "whole")
     ours, theirs = (json.loads((tmp_path / n / "summary.json").read_text())["stages"] for n in ("run", "whole"))
-    assert [*map(lasting, ours)] == [*map(lasting, theirs)]
+    assert [*map(without_timings, ours)] == [*map(without_timings, theirs)]
 
 
 def test_killed_right_behind_a_border_goes_back_to_it(tmp_path):
     made = recipe(epochs=1, finetune={"epochs": 1})
     train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "run", stop=After(3))  # the last step of the first stage
+        train(made, tmp_path / "run", stop=StopAfter(3))  # the last step of the first stage
     kept = checkpoint.load(tmp_path / "run")
     assert (kept["stage"], kept["step"], kept["results"]) == (0, 3, [])
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:  # that the killed process still wrote
         file.write('{"kind": "epoch", "stage": "finetune"')
     train(made, tmp_path / "run", resume=True)
-    assert [*map(lasting, rows(tmp_path / "run"))] == [*map(lasting, rows(tmp_path / "whole"))]
+    assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
 
 
 def test_weights_that_were_kept_at_zero_are_still_trained(tmp_path):
@@ -133,7 +133,7 @@ def test_weights_that_were_kept_at_zero_are_still_trained(tmp_path):
 
 
 def test_a_plan_counts_all_stages():
-    told = plan(recipe("lottery(sparsity=0.75, retrainings=2)", epochs=2, finetune={"epochs": 1}))
+    told = describe_run(recipe("lottery(sparsity=0.75, retrainings=2)", epochs=2, finetune={"epochs": 1}))
     assert told["stages"] == {"round 0": 2, "round 1": 2, "round 2": 2, "finetune": 1}
     assert told["steps"] == 7 * told["steps_per_epoch"] == 21
 
@@ -156,10 +156,10 @@ def test_what_is_not_said_of_the_second_stage_is_as_in_the_first():
         ("finetune.epoch=1", "unknown option of finetune 'epoch': did you mean 'epochs'"),
         ("finetune.optimizer.lr=0", "lr must be above 0"),
         ("finetune.optimizer=sdg", "did you mean 'sgd'"),
-        ("finetune=5", "finetune is a table of options, got 5"),
+        ("finetune=5", "finetune is a section of options, got 5"),
         ("finetun.epochs=1", "did you mean 'finetune'"),
         ("origin.weights=old", "unknown origin.weights 'old'"),
-        ("origin.run=nowhere", "origin.run names 'nowhere', which is no finished run"),
+        ("origin.run=nowhere", "origin.run names 'nowhere', which is not a finished run"),
         ("train.track=1", "train.track takes bool"),
     ],
 )
@@ -202,7 +202,7 @@ def test_rounds_are_those_of_the_library(tmp_path):
     assert [s["sparsity"] for s in summary["stages"]] == pytest.approx([d["sparsity"] for d in done])
     assert [s["sparsity"] for s in summary["stages"]] == pytest.approx([0, 0.5, 0.75], abs=1e-3)
     assert summary["accuracy"] == summary["stages"][-1]["accuracy"]
-    assert not rows(tmp_path / "run", "update")  # masks change between the rounds
+    assert not read_metrics(tmp_path / "run", "update")  # masks change between the rounds
 
 
 def test_a_rewind_past_the_end_is_refused_before_anything_is_written(tmp_path):
@@ -219,7 +219,7 @@ def test_a_rewind_past_the_end_is_refused_before_anything_is_written(tmp_path):
 def test_snip_loses_no_step(tmp_path):
     made = recipe("snip(sparsity=0.8)", model="mlp(hidden=[12])")
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "run", stop=After(1))
+        train(made, tmp_path / "run", stop=StopAfter(1))
     state = checkpoint.load(tmp_path / "run")
     torch.manual_seed(0)
     data = runs.load_data(made, None, torch.device("cpu"))
@@ -238,7 +238,7 @@ def test_snip_loses_no_step(tmp_path):
     train(made, tmp_path / "run", resume=True)
     found = masks.load(tmp_path / "run")
     assert all(torch.equal(found[name], mask) for name, mask in kept.items())
-    assert [row["step"] for row in rows(tmp_path / "run", "update")] == [0]
+    assert [row["step"] for row in read_metrics(tmp_path / "run", "update")] == [0]
 
 
 # ---- dynamics
@@ -247,9 +247,9 @@ def test_snip_loses_no_step(tmp_path):
 def test_updates_are_in_the_metrics_and_settled_in_the_summary(tmp_path):
     made = recipe("dpf(sparsity=0.8, every=1, settle=0.25)", epochs=4, track=True)
     with pytest.raises(Interrupted):  # what was tracked survives a stop
-        train(made, tmp_path / "run", stop=After(5))
+        train(made, tmp_path / "run", stop=StopAfter(5))
     summary = train(made, tmp_path / "run", resume=True)
-    updates = rows(tmp_path / "run", "update")
+    updates = read_metrics(tmp_path / "run", "update")
     assert [row["step"] for row in updates] == list(range(10))
     assert all(row["stage"] == "train" and 0 <= row["iou"] <= 1 for row in updates)
     layers = summary["stages"][0]["layers"]
@@ -300,7 +300,7 @@ def test_masks_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(PomonaError, match="holds no masks"):
         masks.load(tmp_path)
     masks.save(tmp_path, {"a": torch.ones(40, 40, dtype=torch.bool)})
-    path = tmp_path / masks.FILE
+    path = tmp_path / masks.MASKS_FILE
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(PomonaError, match="masks.safetensors' is damaged"):
         masks.load(tmp_path)
@@ -312,7 +312,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     assert made.origin.fingerprint == json.loads((tmp_path / "dense" / "summary.json").read_text())["fingerprint"]
     assert Recipe.load(made.to_dict()) == made
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "run", stop=After(1))
+        train(made, tmp_path / "run", stop=StopAfter(1))
     weights = load_file(tmp_path / "dense" / "model.safetensors")
     kept = pm.OneShot(sparsity=0.5)
     model = models.build("digits_cnn", rho=0.25)
@@ -339,6 +339,6 @@ def test_an_origin_that_is_gone_or_another_is_refused(tmp_path):
     with pytest.raises(PomonaError, match="the weights of the run '.*dense' cannot be read: train it again"):
         train(later, tmp_path / "run")
     (tmp_path / "dense" / "summary.json").write_text("")
-    with pytest.raises(PomonaError, match="is no finished run: it has no summary.json, or a damaged one"):
+    with pytest.raises(PomonaError, match="is not a finished run: it has no summary.json, or a damaged one"):
         recipe("dense", origin=origin)
     assert not (tmp_path / "run").exists()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import Presser, together
 from rich.console import Console
+from run_helpers import InterruptAtStep, run_in_two_processes
 
 from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
@@ -264,7 +264,7 @@ def test_an_unforeseen_error_is_recorded_by_its_kind(tmp_path, monkeypatch):
 
 def test_ctrl_c_stops_a_sweep_and_only_missing_goes_on(tmp_path, done):
     base = BASE | {"train": {**BASE["train"], "checkpoint_every": 0}}
-    presser = Presser(5)  # the second step of the second cell
+    presser = InterruptAtStep(5)  # the second step of the second cell
     with pytest.raises(
         SweepInterrupted, match="stopped with 1 of 4 runs complete in .*repeat the command with --only-missing"
     ):
@@ -335,7 +335,7 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
 
 def test_a_team_trains_one_cell_after_another(tmp_path):
     recipe = Recipe.load(BASE, ["train.drop_last=true", "train.batch_size=400"])
-    together(f"sweep({recipe.to_dict()!r}, {{'seed': [0, 1, 2]}}, {str(tmp_path / 'out')!r})")
+    run_in_two_processes(f"sweep({recipe.to_dict()!r}, {{'seed': [0, 1, 2]}}, {str(tmp_path / 'out')!r})")
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert (found["cells"][0]["runs"], found["failed"]) == (3, [])
     assert {json.loads(f.read_text())["world"] for f in (tmp_path / "out").glob("*/summary.json")} == {2}

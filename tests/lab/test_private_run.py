@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from laboratory import After, lasting, rows
+from run_helpers import StopAfter, read_metrics, without_timings
 from safetensors.torch import load_file
 
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted
-from pomona.lab.recipes.bundled import files
+from pomona.lab.recipes.bundled import bundled_files
+from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import private
 from pomona.privacy import Budget, accounting
 
@@ -37,10 +38,10 @@ def settled(share: float = 0.0, epsilon: float = 8.0, **change) -> dict:
     return Budget(epsilon, 1e-5, 1347, 400, STEPS, share, SIGMA, 0.0273 if share else 0.0, curve).to_dict() | change
 
 
-def recipe(method: str = "gip", **options) -> private.PrivateRecipe:
+def recipe(method: str = "gip", **options) -> PrivateRecipe:
     share = 0.01 if method == "gip" else 0.0
     section = {"method": method, "epsilon": 8.0, "keep": 0.5, "budget": settled(share), **options}
-    return private.PrivateRecipe.load({**SETTINGS, "private": section})
+    return PrivateRecipe.load({**SETTINGS, "private": section})
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd", "random"])
@@ -53,14 +54,14 @@ def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
     assert summary["private"]["delta"] == 1e-5
     if method == "gip":
         assert summary["private"]["lost"]["end"] == pytest.approx(summary["private"]["random_loses"]["end"], abs=0.01)
-    epochs = rows(tmp_path / "run", "epoch")
+    epochs = read_metrics(tmp_path / "run", "epoch")
     assert [row["epsilon"] for row in epochs] == [4.0, 8.0, 8.0]
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["fingerprint"] == recipe(method).fingerprint()
 
 
 def test_the_folder_holds_no_training_loss(tmp_path):
     private.train(recipe(), tmp_path / "run")
-    for row in rows(tmp_path / "run"):
+    for row in read_metrics(tmp_path / "run"):
         assert "loss" not in row
     summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
     assert "loss" not in summary
@@ -72,14 +73,14 @@ def test_the_folder_holds_no_training_loss(tmp_path):
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     whole = private.train(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
-        private.train(recipe(average=0.9), tmp_path / "parts", stop=After(5))
+        private.train(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
     parts = private.train(recipe(average=0.9), tmp_path / "parts", resume=True)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole["accuracy"] == parts["accuracy"]
     assert parts["epsilon"] == 8.0
-    pairs = zip(rows(tmp_path / "whole"), rows(tmp_path / "parts"), strict=True)
-    assert all(lasting(a) == lasting(b) for a, b in pairs)
+    pairs = zip(read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts"), strict=True)
+    assert all(without_timings(a) == without_timings(b) for a, b in pairs)
 
 
 def test_a_complete_run_is_not_trained_again(tmp_path):
@@ -91,21 +92,21 @@ def test_a_complete_run_is_not_trained_again(tmp_path):
 
 def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(), tmp_path / "run", stop=After(2))
+        private.train(recipe(), tmp_path / "run", stop=StopAfter(2))
     more = recipe(epsilon=9.0, budget=settled(0.01, 9.0))
     with pytest.raises(PomonaError, match="another budget or method .*epsilon: 9.0, not 8.0"):
         private.train(more, tmp_path / "run", resume=True)
     longer = {**SETTINGS, "train": {**SETTINGS["train"], "epochs": 4}}
     section = recipe().private.to_dict() | {"budget": None}
     with pytest.raises(PomonaError, match="other settings"):
-        private.train(private.PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
+        private.train(PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
     monkeypatch.setattr(accounting, "find_spec", lambda name: None)
     monkeypatch.setattr(accounting, "library", lambda: pytest.fail("the accountant was asked"))
     private.train(recipe(), tmp_path / "run")
-    written = private.PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
+    written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
     assert written.fingerprint() == recipe().fingerprint()
 
@@ -132,20 +133,16 @@ def test_public_rows_are_held_out_of_the_training(tmp_path):
     section = {"method": "public", "epsilon": 8.0, "keep": 0.5}
     held = {**SETTINGS, "data": {"name": "digits", "validation": 100}}
     solved = settled() | {"rows": 1247}
-    summary = private.train(
-        private.PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a"
-    )
+    summary = private.train(PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a")
     assert summary["private"]["lost"]["end"] is None
     with pytest.raises(PomonaError, match="set data.validation"):
-        private.train(
-            private.PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b"
-        )
+        private.train(PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b")
 
 
 def test_views_are_augmented_copies(tmp_path):
     shaped = {**SETTINGS, "data": {"name": "digits", "augment": "standard(pad=1)"}}
     section = {"method": "dpsgd", "epsilon": 8.0, "views": 3, "budget": settled()}
-    made = private.PrivateRecipe.load({**shaped, "private": section})
+    made = PrivateRecipe.load({**shaped, "private": section})
     seen = []
 
     def watch(self, inputs, targets):
@@ -162,7 +159,7 @@ def test_views_are_augmented_copies(tmp_path):
 
 def test_secure_runs_keep_no_generator(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(secure=True), tmp_path / "run", stop=After(2))
+        private.train(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
     assert state["private"]["source"] == {}
     private.train(recipe(secure=True), tmp_path / "run", resume=True)
@@ -186,13 +183,13 @@ def test_secure_runs_keep_no_generator(tmp_path):
 def test_bad_recipes_are_refused(change, message):
     given = {**SETTINGS, "private": {"epsilon": 8.0}} | change
     with pytest.raises(PomonaError, match=message):
-        private.PrivateRecipe.load(given)
+        PrivateRecipe.load(given)
 
 
 def test_models_and_data_that_cannot_be_private_are_refused(tmp_path):
     mixing = {**SETTINGS, "model": "digits_cnn", "private": {"epsilon": 8.0}}
     with pytest.raises(PomonaError, match="BatchNorm2d, which mixes .* private_cnn"):
-        private.train(private.PrivateRecipe.load(mixing), tmp_path / "run")
+        private.train(PrivateRecipe.load(mixing), tmp_path / "run")
     for options, message in (({"epsilon": 0.0}, "ε must be above 0"), ({"delta": 0.1}, "δ must lie")):
         with pytest.raises(PomonaError, match=message):
             private.train(recipe(**options, budget=None), tmp_path / "run")
@@ -223,8 +220,8 @@ def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
 def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
     pytest.importorskip("dp_accounting")
     asked = {"epsilon": 8.0, "delta": 1e-5, "rows": 100, "batch_size": 100, "steps": 1}
-    splits = private.predict([100], [10], clip=1.0, shares=(0.5,), **asked)
-    monkeypatch.setattr(private, "predict", lambda *sizes, **asked: splits)
+    splits = private.predict_splits([100], [10], clip=1.0, shares=(0.5,), **asked)
+    monkeypatch.setattr(private, "predict_splits", lambda *sizes, **asked: splits)
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(recipe().to_toml())
     assert main(["private", "tiny.toml", "--shares", "--json"]) == 0
@@ -239,7 +236,7 @@ def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
 
 
 def test_shipped_private_recipes_load():
-    found = {name: private.PrivateRecipe.load(file) for name, file in files().items() if name.startswith("private-")}
+    found = {name: PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")}
     assert set(found) >= {"private-digits", "private-cifar10", "private-wrn16_4", "private-imdb"}
     authors = found["private-wrn16_4"]
     assert (authors.private.epsilon, authors.private.keep, authors.private.share) == (1.0, 0.1, 0.01)

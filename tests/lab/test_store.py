@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from laboratory import After
+from run_helpers import StopAfter
 
 from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
@@ -77,7 +77,7 @@ def test_records_outlive_their_folders(place, tmp_path):
         found = again.find_result(recipe)
         assert found.folder is None
         assert found.recipe == recipe
-        assert found.cost() == retrain.cost(store.find_folder(recipe))
+        assert found.cost() == retrain.training_cost(store.find_folder(recipe))
         assert found.summary["accuracy"] == store.find_result(recipe).summary["accuracy"]
         kept = {"seed", "command", "accuracy", "sparsity", "seconds", "machine", "versions", "commit"}
         assert kept <= found.summary.keys()
@@ -97,7 +97,7 @@ def test_of_a_team_one_process_writes(place, tmp_path, monkeypatch):
 
 
 def test_a_record_tells_no_place(place, tmp_path):
-    recipe, folder = retrain.plan(place / "short", out=tmp_path / "again")
+    recipe, folder = retrain.prepare_retraining(place / "short", out=tmp_path / "again")
     train(recipe, folder)
     store = RunStore((tmp_path,), ())
     file = write_record(store.find_covering_run(recipe), tmp_path / "records")
@@ -175,7 +175,7 @@ def test_of_damaged_metrics_nobody_can_tell_the_cost(place, tmp_path):
 def test_a_begun_run_has_a_folder_and_no_result(place, tmp_path):
     recipe = dataclasses.replace(SHORT, seed=5)
     with pytest.raises(Interrupted):
-        train(recipe, tmp_path / "begun", stop=After(2))
+        train(recipe, tmp_path / "begun", stop=StopAfter(2))
     store = RunStore((tmp_path,), ())
     assert store.find_result(recipe) is None
     assert store.find_folder(recipe) == tmp_path / "begun"
@@ -195,7 +195,7 @@ def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
 
 def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):
     with pytest.raises(Interrupted):
-        train(SHORT, tmp_path, stop=After(2))
+        train(SHORT, tmp_path, stop=StopAfter(2))
     other = Recipe.load(BASE, ["train.eval_every=2", "train.log_every=1", "train.checkpoint_steps=1"])
     assert other.fingerprint() == SHORT.fingerprint()
     assert train(other, tmp_path, resume=True)["accuracy"] == train(SHORT, tmp_path / "whole")["accuracy"]

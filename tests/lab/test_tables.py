@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laboratory import After, Presser
 from rich.console import Console
+from run_helpers import InterruptAtStep, StopAfter
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.recipes import bundled as shelf
-from pomona.lab.runs.folder import claimed
+from pomona.lab.runs.folder import locked_folder
 from pomona.lab.sweeps.run_store import RunStore
 from pomona.lab.sweeps.sweep import SweepInterrupted
 from pomona.lab.tables import catalog, rendering
@@ -105,13 +105,13 @@ def done(tmp_path_factory):
 
 def test_all_tables_and_figures_of_dpf_are_shipped():
     numbers = [*(f"table{k}" for k in range(1, 6)), *(f"figure{k}" for k in (3, 5, 6, 8, 9, 10, 11, 12))]
-    assert {f"dpf-{name}" for name in numbers} <= shelf.tables().keys()
-    assert not shelf.tables().keys() & shelf.recipes().keys()
+    assert {f"dpf-{name}" for name in numbers} <= shelf.bundled_tables().keys()
+    assert not shelf.bundled_tables().keys() & shelf.bundled_recipes().keys()
 
 
-@pytest.mark.parametrize("name", shelf.tables())
+@pytest.mark.parametrize("name", shelf.bundled_tables())
 def test_every_shipped_table_of_runs_is_well_formed(name):
-    found = load_table(shelf.tables()[name])
+    found = load_table(shelf.bundled_tables()[name])
     assert found.name == name
     assert found.title
     assert found.paper
@@ -437,7 +437,7 @@ def test_a_run_goes_on_where_it_was_begun(here):
     found = load(here).select(["label=narrow", "column=DPF", "sparsity=0.5", "seed=0"])
     (run,) = found.runs()
     with pytest.raises(Interrupted):
-        train(run.recipe, here / "runs" / "elsewhere", stop=After(2))
+        train(run.recipe, here / "runs" / "elsewhere", stop=StopAfter(2))
     told: list[tuple] = []
     fill_table(found, only_missing=True, jobs=1, on_result=lambda *t: told.append(t))
     assert [t[2].folder for t in told] == [Path("runs/elsewhere")]
@@ -461,7 +461,7 @@ def test_a_damaged_mask_stops_only_what_begins_with_it(done, here):
 def test_a_run_that_another_sitting_is_at_is_left_to_it(here):
     found = load(here).select(["label=narrow", "column=DPF", "seed=0"])
     first, second = (run.to_sweep_run(RunStore((), ()), TABLE_RUNS) for run in found.runs())
-    with claimed(first.folder):
+    with locked_folder(first.folder):
         result = fill_table(found, jobs=1)
     assert [one["name"] for one in result["failed"]] == [first.recipe.name]
     assert "another process trains in" in result["failed"][0]["error"]
@@ -475,14 +475,14 @@ def test_a_run_that_another_sitting_is_at_is_left_to_it(here):
         train(first.recipe, first.folder)
 
     with contextlib.ExitStack() as lock:
-        lock.enter_context(claimed(first.folder))
+        lock.enter_context(locked_folder(first.folder))
         result = fill_table(found, jobs=1, on_result=lambda *t: other() if t[2].folder == second.folder else None)
     assert (result["missing"], result["failed"]) == (0, [])
 
 
 def test_a_sitting_may_be_cut_off(done, here):
     found = load(here).select(["label=narrow", "column=DPF"])
-    presser = Presser(5)  # in the second of four runs of three steps
+    presser = InterruptAtStep(5)  # in the second of four runs of three steps
     with pytest.raises(SweepInterrupted, match="stopped with 1 of 4 runs complete in 'runs/tables'"):
         fill_table(found, jobs=1, progress=lambda: presser)
     store = RunStore()
@@ -497,7 +497,7 @@ def test_a_sitting_may_be_cut_off(done, here):
 
 def test_a_table_like_another_takes_some_of_its_rows_and_columns(tmp_path, monkeypatch):
     (tmp_path / "small.toml").write_text(SMALL)
-    monkeypatch.setattr(shelf, "files", lambda: {"small": tmp_path / "small.toml"})
+    monkeypatch.setattr(shelf, "bundled_files", lambda: {"small": tmp_path / "small.toml"})
     text = 'title = "less"\nlike = "small"\ncolumns = ["DPF"]\n[[part]]\nlabel = "narrow"\n'
     (tmp_path / "less.toml").write_text(text + 'rows = { "method.sparsity" = [0.8] }\n')
     (only,) = load_table(tmp_path / "less.toml").cells

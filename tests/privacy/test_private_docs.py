@@ -12,7 +12,7 @@ import pytest
 
 import pomona
 from pomona import privacy
-from pomona.lab.runs import private
+from pomona.lab.tables import private_table as private
 from pomona.lab.tables.rendering import layout_table
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9)
 def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    result = private.table(tmp_path / "record.json")
+    result = private.private_table(tmp_path / "record.json")
     heads, rows = layout_table(result)
     assert heads == ["", "", "ε = 1", "ε = 2"]
     assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
@@ -62,21 +62,21 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     assert cells[0]["std"] is None
     assert cells[0]["sparsity"] == pytest.approx(0.9)
     assert cells[0]["setting"]["lost"]["end"] == 0.9
-    assert private.table(tmp_path / "none.json")["cells"] == []
+    assert private.private_table(tmp_path / "none.json")["cells"] == []
 
 
 def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
     runs = [run("gip", 8.0, 0, 60.0, lost=0.8), run("gip", 1.0, 0, 40.0, lost=0.9), run("dpsgd", 1.0, 0, 41.0, lost=0)]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    _, rows = layout_table(private.table(tmp_path / "record.json"))
+    _, rows = layout_table(private.private_table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 
 @pytest.mark.parametrize("record", ["[", "[]", "{}", '{"runs": [{"seed": 0}]}'])
 def test_a_damaged_record_is_told(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
-    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
-        private.table(tmp_path / "record.json")
+    with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it again"):
+        private.private_table(tmp_path / "record.json")
 
 
 def test_the_page_answers_from_the_record(tmp_path, monkeypatch):
@@ -105,6 +105,6 @@ def test_the_experiment_has_a_true_budget_for_every_run(monkeypatch):
     every = [recipe for _, recipe in private_cifar.recipes(asked, budgets)]
     assert len({recipe.fingerprint() for recipe in every}) == 72
     for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
-        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
+        recipe.private.with_budget(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
     assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
     assert all(r.recipe.data.validation == 2000 for r in every)

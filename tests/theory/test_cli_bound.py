@@ -212,7 +212,7 @@ def test_a_round_of_iterative_pruning(call: Call, run: Path) -> None:
         (("gip", "--d", "10", "--m", "1"), "one of --epsilon and --theta"),
         (("convergence", "--L", "1", "--G", "1", "--T", "9", "--delta", "0", "--norm", "1"), "give --mu"),
         (("certify", "nowhere"), "say what RUN is compared with"),
-        (("certify", "nowhere", "--sparsity", "0.5"), "is no finished run"),
+        (("certify", "nowhere", "--sparsity", "0.5"), "is not a finished run"),
         (("estimate", "C.9", "--alpha", "0.2"), "unknown extension 'C.9'"),
         (("magnitud",), "did you mean 'magnitude'"),
     ],

@@ -30,13 +30,13 @@ from ...sparse import cpu as native
 from ...sparse.timing import FLUSH, empty, race
 
 DENSE, BALANCED = "dense", "balanced"
-STATES = ("warm", "cold")  # each side right after itself, or after the caches were emptied
-TILES = {"cpu": 8, "cuda": 32}  # blocks of the block-sparse peer
-ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # largest error over largest value
+CACHE_STATES = ("warm", "cold")  # each side right after itself, or after the caches were emptied
+TILE_SIZES = {"cpu": 8, "cuda": 32}  # blocks of the block-sparse peer
+ROUNDING_LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # largest error over largest value
 
 
 @dataclass(frozen=True)
-class Side:
+class Implementation:
     """One way to multiply: what it runs, the weight it means, what it reads, and how it wants its input laid out.
 
     Of several with one name the fastest counts.
@@ -50,7 +50,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The time of one side for one shape and batch."""
 
     rows: int
@@ -67,10 +67,10 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Benchmark:
     """All rows, and what they were measured on."""
 
-    rows: tuple[Measured, ...]
+    rows: tuple[Measurement, ...]
     device: str
     dtype: str
     threads: int
@@ -120,7 +120,7 @@ class Bench:
 
 
 @torch.inference_mode()
-def bench(
+def benchmark_matrices(
     shapes: Sequence[tuple[int, int]],
     batches: Sequence[int] = (1,),
     *,
@@ -129,57 +129,57 @@ def bench(
     dtype: torch.dtype | None = None,
     device: str = "auto",
     threads: int = 1,
-    states: Sequence[str] = STATES,
+    states: Sequence[str] = CACHE_STATES,
     patience: float = 2.0,
     seed: int = 0,
-) -> Bench:
+) -> Benchmark:
     """Time every side for every shape and batch."""
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype = dtype or (torch.float16 if place.type == "cuda" else torch.float32)
-    require(dtype in ROUNDING, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
+    require(dtype in ROUNDING_LIMITS, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
     states = states if place.type == "cpu" else [s for s in states if s == "cold"] or ["cold"]
     draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(seed), device=place)
     kept = block - Balanced(block=block).pruned(sparsity, block)
-    found: list[Measured] = []
-    with using(threads, place):
+    found: list[Measurement] = []
+    with benchmark_threads(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
-        bandwidth = reading(place)
+        bandwidth = measure_bandwidth(place)
         for rows, columns in shapes:
             dense = draw(rows, columns) / columns**0.5
-            sides, missing = line_up(dense.to(dtype), block, 1 - kept / block)
+            sides, missing = make_implementations(dense.to(dtype), block, 1 - kept / block)
             for batch, state in product(batches, states):
                 x = draw(batch, columns).to(dtype)
                 before = partial(empty, flush) if state == "cold" else None
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
-                found += compete(sides, missing, x, head, before, bandwidth, patience)
-    return Bench(tuple(found), hardware(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
+                found += time_implementations(sides, missing, x, head, before, bandwidth, patience)
+    return Benchmark(tuple(found), describe_device(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
 
 
-def compete(
-    sides: Sequence[Side],
+def time_implementations(
+    sides: Sequence[Implementation],
     missing: dict[str, str],
     x: Tensor,
     head: dict[str, Any],
     before: Callable[[], Any] | None,
     bandwidth: float,
     patience: float,
-) -> Iterator[Measured]:
+) -> Iterator[Measurement]:
     """Check and time all sides on one input."""
     able, failed = [], dict(missing)
     for side in sides:
         try:
-            able.append((side, deviation(side, x)))
+            able.append((side, measure_error(side, x)))
         except (RuntimeError, NotImplementedError, ValueError) as error:  # a peer that this shape or device has not
             failed[side.name] = str(error).splitlines()[0][:60]
     times = race([partial(s.run, s.arrange(x)) for s, _ in able], x.device, before=before, patience=patience)
-    found: dict[str, list[tuple[float, Side, float]]] = {}
+    found: dict[str, list[tuple[float, Implementation, float]]] = {}
     for (side, deviates), seconds in zip(able, times, strict=True):
         found.setdefault(side.name, []).append((seconds, side, deviates))
     base = found[DENSE][0][0]
     for ways in found.values():
         seconds, side, deviates = min(ways, key=itemgetter(0))
         nbytes = side.nbytes + x.nbytes + x.shape[0] * head["rows"] * x.element_size()
-        yield Measured(
+        yield Measurement(
             **head,
             side=side.name,
             seconds=seconds,
@@ -189,30 +189,30 @@ def compete(
             error=deviates,
         )
     for name, why in ((name, why) for name, why in failed.items() if name not in found):
-        yield Measured(**head, side=name, seconds=None, speedup=None, limit=None, nbytes=None, error=None, note=why)
+        yield Measurement(**head, side=name, seconds=None, speedup=None, limit=None, nbytes=None, error=None, note=why)
 
 
-def deviation(side: Side, x: Tensor) -> float:
+def measure_error(side: Implementation, x: Tensor) -> float:
     """How far an output is from the product in float64, which rounding must explain."""
     exact = x.double() @ side.weight.double().T
     error = float((side.run(side.arrange(x)).double() - exact).abs().max() / exact.abs().max())
-    if not error <= ROUNDING[x.dtype]:
+    if not error <= ROUNDING_LIMITS[x.dtype]:
         raise AssertionError(f"{side.name} is wrong: it differs from float64 by {error:.1e} of the largest value")
     return error
 
 
-def line_up(weight: Tensor, block: int, sparsity: float) -> tuple[list[Side], dict[str, str]]:
+def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
     """Every side for one matrix, and which are missing, and why."""
     mask = Balanced(block=block, pad=True).masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     packed = BalancedTensor.from_dense(pruned, block)
     sides = [
-        Side(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
-        *compressed_rows(pruned),
-        Side(BALANCED, packed.linear, pruned, packed.nbytes),
+        Implementation(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
+        *csr_implementations(pruned),
+        Implementation(BALANCED, packed.linear, pruned, packed.nbytes),
     ]
     missing: dict[str, str] = {}
-    for name, make in (("block-sparse", block_sparse), ("2:4", two_of_four)):
+    for name, make in (("block-sparse", block_sparse_implementation), ("2:4", two_of_four_implementation)):
         try:
             sides.insert(-1, make(name, weight, sparsity))
         except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -220,7 +220,7 @@ def line_up(weight: Tensor, block: int, sparsity: float) -> tuple[list[Side], di
     return sides, missing
 
 
-def compressed_rows(pruned: Tensor) -> list[Side]:
+def csr_implementations(pruned: Tensor) -> list[Implementation]:
     """CSR (MKL, cuSPARSE), with indices of 32 bits: for lone vectors, and for several in a row or side by side."""
     csr = pruned.to_sparse_csr()
     csr = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
@@ -230,24 +230,26 @@ def compressed_rows(pruned: Tensor) -> list[Side]:
         return (csr @ x[0]).unsqueeze(0) if len(x) == 1 else (csr @ x.T).T
 
     return [
-        Side("CSR", run, pruned, nbytes),
-        Side("CSR", lambda turned: (csr @ turned).T, pruned, nbytes, lambda x: x.T.contiguous()),
+        Implementation("CSR", run, pruned, nbytes),
+        Implementation("CSR", lambda turned: (csr @ turned).T, pruned, nbytes, lambda x: x.T.contiguous()),
     ]
 
 
-def block_sparse(name: str, weight: Tensor, sparsity: float) -> Side:
+def block_sparse_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
     """Whole tiles kept or pruned (BSR), as many weights in all."""
-    size = TILES[weight.device.type]
+    size = TILE_SIZES[weight.device.type]
     if any(side % size for side in weight.shape):
         raise ValueError(f"tiles of {size}×{size} do not divide it")
     mask = Block((size, size)).masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     bsr = pruned.to_sparse_bsr((size, size))
     nbytes = bsr.values().nbytes + bsr.col_indices().nbytes + bsr.crow_indices().nbytes
-    return Side(f"{name} {size}×{size}", lambda x: linear(x, bsr) if x.is_cuda else (bsr @ x.T).T, pruned, nbytes)
+    return Implementation(
+        f"{name} {size}×{size}", lambda x: linear(x, bsr) if x.is_cuda else (bsr @ x.T).T, pruned, nbytes
+    )
 
 
-def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
+def two_of_four_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
     """The GPU's own 2:4, whose sparsity is 50 % whatever was asked for."""
     if weight.device.type != "cuda":
         raise ValueError("only a GPU has it")
@@ -255,10 +257,10 @@ def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
 
     pruned = torch.where(Balanced(block=4).masks([weight.abs()], 0.5)[0], weight, 0)
     packed = to_sparse_semi_structured(pruned)
-    return Side(name, lambda x: linear(x, packed), pruned, weight.nbytes * 9 // 16)
+    return Implementation(name, lambda x: linear(x, packed), pruned, weight.nbytes * 9 // 16)
 
 
-def reading(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Bytes a second when memory is read from one end to the other; on a GPU more of it, as that takes it so little."""
     memory = torch.zeros(FLUSH * (4 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
     numbers = memory.view(torch.float32 if memory.is_cuda else torch.int64)
@@ -266,7 +268,7 @@ def reading(device: torch.device) -> float:
 
 
 @contextmanager
-def using(threads: int, device: torch.device) -> Iterator[None]:
+def benchmark_threads(threads: int, device: torch.device) -> Iterator[None]:
     """So many threads on the CPU, and torch's notes on its sparse tensors left out."""
     before = torch.get_num_threads()
     try:
@@ -278,20 +280,20 @@ def using(threads: int, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def hardware(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """A device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     from ..runs import environment as env
 
     level = native.levels()[0] if native.library() is not None else "PyTorch only"
-    return f"{env.machine()['cpu']}, {level}"
+    return f"{env.describe_machine()['cpu']}, {level}"
 
 
 # ---- whole models
 
 
-def prune(model: nn.Module, sparsity: float, block: int) -> nn.Module:
+def prune_balanced(model: nn.Module, sparsity: float, block: int) -> nn.Module:
     """Cut the smallest weights of every block, once, in every layer that is pruned by default."""
     pattern = Balanced(block=block, pad=True)
     for target in prunable(model).targets:
@@ -300,7 +302,7 @@ def prune(model: nn.Module, sparsity: float, block: int) -> nn.Module:
     return model.eval()
 
 
-def bench_model(
+def benchmark_model(
     model: nn.Module | str,
     shape: Sequence[int] | None = None,
     *,
@@ -316,17 +318,17 @@ def bench_model(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if isinstance(model, str):
         shape = shape or models.info(model).input_shape
-        model = prune(models.build(model), sparsity, block)
+        model = prune_balanced(models.build(model), sparsity, block)
     require(shape is not None, "the shape of one sample is needed, such as (3, 224, 224).")
     model = model.to(place, dtype).eval()
     tokens = any(isinstance(m, nn.Embedding) for m in model.modules())
     kind = torch.long if tokens else dtype or torch.float32
     sample = torch.zeros(batch, *shape, dtype=kind) if tokens else torch.randn(batch, *shape, dtype=kind)  # type: ignore
-    with using(threads, place):
+    with benchmark_threads(threads, place):
         return compress(model, sample.to(place), patience=patience).compression  # type: ignore[return-value]
 
 
-def read_shape(text: str) -> tuple[int, int] | None:
+def parse_matrix_shape(text: str) -> tuple[int, int] | None:
     """ "4096x1024" as rows and columns; None where it is no such thing."""
     found = re.fullmatch(r"(\d+)[x×](\d+)", text)
     if found is None:

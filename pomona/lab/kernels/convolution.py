@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHANNELS = (16, 32, 64)  # beyond, cuDNN's tiles are full
-WORK = 2**27  # inputs × outputs × pixels: beyond, cuDNN is quicker all the same
+SUPPORTED_CHANNELS = (16, 32, 64)  # beyond, cuDNN's tiles are full
+MAX_WORK = 2**27  # inputs × outputs × pixels: beyond, cuDNN is quicker all the same
 
 
 @contextmanager
-def quick(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+def fast_convolutions(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Within it, the model's convolutions of few channels run on the Triton kernels."""
-    modules = list(model.modules()) if enabled and kernels() is not None else []
-    kinds: dict[nn.Module, type[nn.Module]] = {m: Quick for m in modules if fits(m)}
-    kinds |= {m: QuickNorm for m in modules if takes(m)}
+    modules = list(model.modules()) if enabled and triton_kernels() is not None else []
+    kinds: dict[nn.Module, type[nn.Module]] = {m: FastConv2d for m in modules if is_supported_convolution(m)}
+    kinds |= {m: FastBatchNorm2d for m in modules if is_supported_norm(m)}
     before = {module: type(module) for module in kinds}
     letter: list[Tensor] = []
     for module, kind in kinds.items():
@@ -40,13 +40,13 @@ def quick(model: nn.Module, enabled: bool = True) -> Iterator[None]:
             del module.__dict__["letter"]
 
 
-class Quick(nn.Conv2d):
+class FastConv2d(nn.Conv2d):
     """What a convolution is for a while; its parameters stay where they are."""
 
     letter: list[Tensor]  # to the next norm: the output, and the sums over it
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() // self.stride[0] ** 2 * self.out_channels > WORK:
+        if x.numel() // self.stride[0] ** 2 * self.out_channels > MAX_WORK:
             return super().forward(x)
         x = x.to(torch.bfloat16, memory_format=torch.channels_last)
         y, sums = convolution(x, self.weight, self.stride[0])
@@ -54,7 +54,7 @@ class Quick(nn.Conv2d):
         return y
 
 
-class QuickNorm(nn.BatchNorm2d):
+class FastBatchNorm2d(nn.BatchNorm2d):
     """What a batch norm is meanwhile. Not compiled it is quick enough: cuDNN's is a single kernel."""
 
     letter: list[Tensor]
@@ -67,10 +67,10 @@ class QuickNorm(nn.BatchNorm2d):
             return super().forward(x)
         state = self.running_mean, self.running_var, self.num_batches_tracked
         mean, scale = statistics(written[1], count, *state, self.momentum, self.eps)
-        return Normalise.apply(x, self.weight, self.bias, mean, scale)
+        return NormalizeWithStatistics.apply(x, self.weight, self.bias, mean, scale)
 
 
-class Normalise(torch.autograd.Function):
+class NormalizeWithStatistics(torch.autograd.Function):
     """A batch norm whose statistics are known."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class Normalise(torch.autograd.Function):
         return *torch.ops.aten.native_batch_norm_backward(g, x, weight, *known, [True, affine, affine]), None, None
 
 
-def fits(module: nn.Module) -> bool:
+def is_supported_convolution(module: nn.Module) -> bool:
     """Whether the kernels know a module. One with fewer inputs takes the images, which need no gradient."""
     return (
         type(module) is nn.Conv2d
@@ -101,17 +101,17 @@ def fits(module: nn.Module) -> bool:
         and module.padding == (module.kernel_size[0] // 2,) * 2
         and module.padding_mode == "zeros"
         and module.stride in ((1, 1), (2, 2))
-        and module.out_channels in CHANNELS
-        and (module.in_channels in CHANNELS or module.in_channels < min(CHANNELS))
+        and module.out_channels in SUPPORTED_CHANNELS
+        and (module.in_channels in SUPPORTED_CHANNELS or module.in_channels < min(SUPPORTED_CHANNELS))
     )
 
 
-def takes(module: nn.Module) -> bool:
+def is_supported_norm(module: nn.Module) -> bool:
     """Whether a module is a norm that can take a convolution's sums."""
     return type(module) is nn.BatchNorm2d and module.track_running_stats and module.momentum is not None
 
 
-def tiles(weight: Tensor, stride: int) -> tuple[int, int]:
+def tile_config(weight: Tensor, stride: int) -> tuple[int, int]:
     """How many neighbouring pixels are taken together, and how many such patches a program takes."""
     outputs, inputs, size, _ = weight.shape
     most = max(inputs, outputs)
@@ -124,19 +124,19 @@ def convolution(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]
 
     And for each channel the sums of some of its outputs, and of their squares.
     """
-    return kernels().forward(x, weight, stride)
+    return triton_kernels().forward(x, weight, stride)
 
 
 @torch.library.custom_op("pomona::convolution_input_gradient", mutates_args=())
 def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of its input."""
-    return kernels().input_gradient(g, x, weight, stride)
+    return triton_kernels().input_gradient(g, x, weight, stride)
 
 
 @torch.library.custom_op("pomona::convolution_weight_gradient", mutates_args=())
 def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of its weight."""
-    return kernels().weight_gradient(g, x, weight, stride)
+    return triton_kernels().weight_gradient(g, x, weight, stride)
 
 
 @torch.library.custom_op("pomona::statistics", mutates_args=("running_mean", "running_var", "batches"))
@@ -150,14 +150,14 @@ def statistics(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1/σ of the channels that were summed up; what a batch norm remembers is moved on."""
-    return kernels().statistics(sums, count, running_mean, running_var, batches, momentum, eps)
+    return triton_kernels().statistics(sums, count, running_mean, running_var, batches, momentum, eps)
 
 
 @convolution.register_fake
-def room(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+def allocate_outputs(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     """Where the output of a convolution goes, and the sums over it."""
     height, width = (-(-length // stride) for length in x.shape[2:])
-    columns, block = tiles(weight, stride)
+    columns, block = tile_config(weight, stride)
     rows = -(-x.shape[0] * height * -(-width // columns) // block) * columns
     y = x.new_empty(x.shape[0], height, width, weight.shape[0]).permute(0, 3, 1, 2)
     return y, weight.new_empty(2, rows, weight.shape[0])
@@ -178,7 +178,7 @@ def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return sums.new_empty(sums.shape[2]), sums.new_empty(sums.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.stride = inputs
     ctx.save_for_backward(x, weight)
     ctx.mark_non_differentiable(output[1])
@@ -195,11 +195,11 @@ def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | N
     )
 
 
-convolution.register_autograd(_backward, setup_context=_keep)
+convolution.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 @cache
-def kernels() -> Any:
+def triton_kernels() -> Any:
     """The Triton kernels, or None where Triton is missing."""
     try:
         from . import convolution_triton

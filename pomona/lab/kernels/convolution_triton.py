@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .convolution import room, tiles
+from .convolution import allocate_outputs, tile_config
 
 # For a weight's gradient at most so many programs, three for every two multiprocessors of a large GPU, and at least so
 # many blocks of patches for each. Alone it would be quicker with more of them, among packed runs it is not.
-PROGRAMS = 192
-BLOCKS = 16
+MAX_GRADIENT_PROGRAMS = 192
+MIN_PATCH_BLOCKS = 16
 
 
-class Plan(NamedTuple):
+class Windows(NamedTuple):
     """How the windows of a product lie to its patches."""
 
     rows: int  # of a patch, in pixels
@@ -41,13 +41,13 @@ class Plan(NamedTuple):
     wide: int  # a window's columns
 
     @classmethod
-    def forward(cls, size: int, stride: int, rows: int, columns: int) -> Plan:
+    def forward(cls, size: int, stride: int, rows: int, columns: int) -> Windows:
         """Pixel i sees column i · stride + tap."""
         high, wide = ((count - 1) * stride + size for count in (rows, columns))
         return cls(rows, columns, rows * stride, columns * stride, size // 2, 0, 1, -stride, high, wide)
 
     @classmethod
-    def backward(cls, size: int, stride: int, rows: int, columns: int) -> Plan:
+    def backward(cls, size: int, stride: int, rows: int, columns: int) -> Windows:
         """Pixel i · stride + tap is seen by column i; a patch is as large as the stride, or a multiple of it."""
         before = size // 2 // stride
         high, wide = (before + (count - 1 + size // 2) // stride + 1 for count in (rows, columns))
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def read(
+def read_windows(
     x, image, row, column, exists,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INPUTS: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def product_kernel(
     for r in tl.static_range(HIGH):
         for c in tl.static_range(0, WIDE, JOINT):
             row, column = down * DOWN - BEFORE + r, across * ACROSS - BEFORE + c
-            tile = read(x, image, row, column, p < patches, TALL, BROAD, INPUTS, JOINT, PIECE)
+            tile = read_windows(x, image, row, column, p < patches, TALL, BROAD, INPUTS, JOINT, PIECE)
             tap_r = (TAP + r * BY_WINDOW + below * BY_PIXEL)[None, :]
             tap_c = TAP + (c + j // INPUTS)[:, None] * BY_WINDOW + (beside * BY_PIXEL)[None, :]
             seen = (tap_r >= 0) & (tap_r < SIZE) & (tap_c >= 0) & (tap_c < SIZE) & (j < JOINT * INPUTS)[:, None]
@@ -135,7 +135,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def both(
+def read_input_and_gradient(
     x, g, p, end, r, c,
     TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
@@ -145,8 +145,10 @@ def both(
     in_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     image, down, across = p // (in_row * HEIGHT), p // in_row % HEIGHT, p % in_row
     row, column = down * STRIDE - SIZE // 2 + r, across * (COLUMNS * STRIDE) - SIZE // 2 + c
-    tile = read(x, image, row, column, p < end, TALL, BROAD, INPUTS, JOINT, PIECE)
-    return tile, read(g, image, down, across * COLUMNS, p < end, HEIGHT, WIDTH, OUTPUTS, COLUMNS, COLUMNS * OUTPUTS)
+    tile = read_windows(x, image, row, column, p < end, TALL, BROAD, INPUTS, JOINT, PIECE)
+    return tile, read_windows(
+        g, image, down, across * COLUMNS, p < end, HEIGHT, WIDTH, OUTPUTS, COLUMNS, COLUMNS * OUTPUTS
+    )
 
 
 @triton.jit
@@ -162,12 +164,12 @@ def weight_kernel(
     end = tl.minimum(start + share, patches)
     p = start + tl.arange(0, BLOCK)
     total = tl.zeros([PIECE, COLUMNS * OUTPUTS], tl.float32)
-    tile, gradient = both(
+    tile, gradient = read_input_and_gradient(
         x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
     )
     for _ in range(start, end, BLOCK):
         p += BLOCK  # the next are read while these are multiplied
-        further, gradients = both(
+        further, gradients = read_input_and_gradient(
             x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
         )
         total = tl.dot(tl.trans(tile), gradient, total)
@@ -197,25 +199,27 @@ def sum_kernel(
 
 def forward(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     """The convolution, and the sums over it, for which warps wait for each other: the fewer, the better."""
-    y, sums = room(x, weight, stride)
-    columns, block = tiles(weight, stride)
-    product(x, weight, y, sums, Plan.forward(weight.shape[2], stride, 1, columns), block, 4)
+    y, sums = allocate_outputs(x, weight, stride)
+    columns, block = tile_config(weight, stride)
+    launch_product(x, weight, y, sums, Windows.forward(weight.shape[2], stride, 1, columns), block, 4)
     return y, sums
 
 
 def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of the input."""
-    columns = 2 if stride == 2 else tiles(weight, stride)[0]
-    plan = Plan.backward(weight.shape[2], stride, stride, columns)
+    columns = 2 if stride == 2 else tile_config(weight, stride)[0]
+    plan = Windows.backward(weight.shape[2], stride, stride, columns)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    product(g, weight.transpose(0, 1), y, None, plan, 128, 4 if max(weight.shape[:2]) < 32 else 8)
+    launch_product(g, weight.transpose(0, 1), y, None, plan, 128, 4 if max(weight.shape[:2]) < 32 else 8)
     return y
 
 
-def product(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Plan, block: int, warps: int) -> None:
+def launch_product(
+    x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Windows, block: int, warps: int
+) -> None:
     """Run the product kernel, for so many patches a program."""
     (count, inputs, *image), (_, outputs, height, width), size = x.shape, y.shape, weight.shape[2]
-    joint, piece = pieces(plan.wide, inputs)
+    joint, piece = piece_size(plan.wide, inputs)
     part = min(outputs, 64 // (plan.rows * plan.columns))
     patches = count * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
     grid = triton.cdiv(patches, block), outputs // part
@@ -239,11 +243,13 @@ def statistics(
 def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: int | None = None) -> Tensor:
     """The gradient of the weight, in float32."""
     (outputs, inputs, size, _), (count, _, height, width) = weight.shape, g.shape
-    columns, block = tiles(weight, stride)[0], 64
+    columns, block = tile_config(weight, stride)[0], 64
     wide = (columns - 1) * stride + size
-    joint, piece = pieces(wide, inputs)
+    joint, piece = piece_size(wide, inputs)
     patches = count * height * triton.cdiv(width, columns)
-    shares = shares or min(PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, BLOCKS // stride * block))
+    shares = shares or min(
+        MAX_GRADIENT_PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, MIN_PATCH_BLOCKS // stride * block)
+    )
     share = triton.cdiv(triton.cdiv(patches, shares), block) * block
     shares = triton.cdiv(patches, share)
     parts = weight.new_empty(shares, columns, outputs, size, wide, inputs)
@@ -257,7 +263,7 @@ def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: i
     return y.permute(0, 3, 1, 2)
 
 
-def pieces(wide: int, inputs: int) -> tuple[int, int]:
+def piece_size(wide: int, inputs: int) -> tuple[int, int]:
     """How many columns of a window are read as one, and how long that is as a power of two."""
     joint = wide if inputs < 32 or (inputs < 64 and wide != 3) else 1
     return joint, triton.next_power_of_2(max(16, joint * inputs))

@@ -1,4 +1,4 @@
-"""The recipes and tables that come with pomona, by name. A table is a TOML file with [[part]]s."""
+"""The recipes and table definitions that ship with Pomona, by name. A table definition has sections [[part]]."""
 
 from __future__ import annotations
 
@@ -9,48 +9,56 @@ from pathlib import Path
 from pomona.errors import PomonaError, unknown
 
 
-def find(given: str) -> Path:
-    """A recipe or table by its path, or by its name among those that come with pomona."""
+def find_recipe(given: str) -> Path:
+    """Return the file of a recipe or table definition, given as a path or as the name of a bundled one."""
     path = Path(given)
-    shipped = files()
+    bundled = bundled_files()
     if path.is_file():
         return path
-    if path.name == given and path.stem in shipped and path.suffix in ("", ".toml"):
-        return shipped[path.stem]
+    if path.name == given and path.stem in bundled and path.suffix in ("", ".toml"):
+        return bundled[path.stem]
     if path.suffix == ".toml" or path.name != given:
-        raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {', '.join(recipes())}.")
-    raise unknown("recipe", given, shipped)
+        names = ", ".join(bundled_recipes())
+        raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {names}.")
+    raise unknown("recipe", given, bundled)
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes of runs and of sweeps."""
-    return {name: file for name, file in files().items() if not is_table(file) and not has(file, "[private]")}
+def bundled_recipes() -> dict[str, Path]:
+    """Return name → file of the bundled recipes of runs and sweeps, without those of private runs."""
+    files = bundled_files().items()
+    return {name: file for name, file in files if not is_table_file(file) and not has_section(file, "[private]")}
 
 
-def tables() -> dict[str, Path]:
-    """The tables of the papers."""
-    return {name: file for name, file in files().items() if is_table(file)}
+def bundled_tables() -> dict[str, Path]:
+    """Return name → file of the bundled table definitions, one for each table of a paper."""
+    return {name: file for name, file in bundled_files().items() if is_table_file(file)}
 
 
-def is_table(file: Path) -> bool:
-    """Whether a TOML file is a table and not a recipe."""
-    return has(file, "[[part]]")
+def is_table_file(file: Path) -> bool:
+    """Return whether a TOML file defines a table and not a recipe."""
+    return has_section(file, "[[part]]")
 
 
-def has(file: Path, section: str) -> bool:
-    """Whether a TOML file has a section."""
+def has_section(file: Path, section: str) -> bool:
+    """Return whether a TOML file has a section; False if it cannot be read, which reading it as a recipe reports."""
     try:
         return any(line.startswith(section) for line in file.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError):
-        return False  # whoever reads it as a recipe will say why
+        return False
 
 
-def files() -> dict[str, Path]:
-    """All that comes with pomona: beside the package in a checkout, under share/pomona when installed."""
-    beside = Path(__file__).resolve().parents[3]  # of a checkout, or what pip was given by --target
+def bundled_files() -> dict[str, Path]:
+    """Return name → file of every bundled TOML file, in natural order.
+
+    They lie beside the package in a checkout, and under share/pomona in an installation.
+    """
+    root = Path(__file__).resolve().parents[3]  # the root of a checkout, or the folder of `pip install --target`
     user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
-    shared = [Path(place) / "share" / "pomona" / "recipes" for place in (user, sysconfig.get_path("data"), beside)]
-    found = {file.stem: file for folder in (*shared, beside / "recipes") for file in folder.glob("*.toml")}
-    return dict(
-        sorted(found.items(), key=lambda item: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", item[0])])
-    )
+    shared = [Path(place) / "share" / "pomona" / "recipes" for place in (user, sysconfig.get_path("data"), root)]
+    found = {file.stem: file for folder in (*shared, root / "recipes") for file in folder.glob("*.toml")}
+    return dict(sorted(found.items(), key=lambda item: _natural_order(item[0])))
+
+
+def _natural_order(name: str) -> list[int | str]:
+    """Return a sort key that compares the numbers in a name by value, so that table2 comes before table10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

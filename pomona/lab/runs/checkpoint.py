@@ -28,7 +28,7 @@ CURRENT, PREVIOUS, PART = "checkpoint", "checkpoint.previous", "checkpoint.part"
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint that is not whole."""
 
 
@@ -37,8 +37,8 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
     folder = Path(folder)
     part = folder / PART
     if part.exists():  # left by a kill: whole, it is the newest; else it is worth nothing
-        if _whole(part):
-            _promote(folder)
+        if _is_complete(part):
+            _make_current(folder)
         else:
             shutil.rmtree(part)
     tensors: dict[str, torch.Tensor] = {}
@@ -47,25 +47,25 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
     head = {"version": VERSION, TENSORS: _digest(data), STATE: _digest(tree.encode())}
     try:
         part.mkdir(parents=True)
-        write(part / TENSORS, data)
-        write(part / STATE, f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'.encode())
-        _sync(part)
-        _promote(folder)
+        write_file(part / TENSORS, data)
+        write_file(part / STATE, f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'.encode())
+        sync_folder(part)
+        _make_current(folder)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise explain(error, folder / CURRENT) from error
+        raise describe_write_error(error, folder / CURRENT) from error
 
 
 def load(folder: Path | str, note: Callable[[str], None] | None = None) -> dict[Any, Any]:
     """The newest whole checkpoint of the folder; `note` is told when an older one had to be taken."""
     folder = Path(folder)
-    if not found(folder):
+    if not exists(folder):
         raise PomonaError(f"there is no checkpoint in '{folder}': start the run without resuming.")
     damage = []
     for name in (PART, CURRENT, PREVIOUS):
         try:
-            state = _read(folder / name)
-        except Damaged as error:
+            state = _read_state(folder / name)
+        except DamagedCheckpoint as error:
             if name != PART and (folder / name).exists():  # an unfinished part is no damage
                 damage.append(f"'{name}' is damaged ({error})")
             continue
@@ -77,13 +77,13 @@ def load(folder: Path | str, note: Callable[[str], None] | None = None) -> dict[
     )
 
 
-def found(folder: Path | str) -> bool:
+def exists(folder: Path | str) -> bool:
     """Whether the folder has a checkpoint, whole or not; one whose writing was cut short is none."""
     folder = Path(folder)
-    return (folder / CURRENT).exists() or (folder / PREVIOUS).exists() or _whole(folder / PART)
+    return (folder / CURRENT).exists() or (folder / PREVIOUS).exists() or _is_complete(folder / PART)
 
 
-def write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(data)
@@ -91,28 +91,28 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, under a full disk too."""
     part = path.with_name(path.name + ".part")
     try:
-        write(part, data)
+        write_file(part, data)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise explain(error, path) from error
+        raise describe_write_error(error, path) from error
 
 
-def _promote(folder: Path) -> None:
+def _make_current(folder: Path) -> None:
     """Make the whole part the current checkpoint. Killed between any two lines, one can be loaded."""
     current, previous = folder / CURRENT, folder / PREVIOUS
     if current.exists():
         shutil.rmtree(previous, ignore_errors=True)
         current.rename(previous)
     (folder / PART).rename(current)
-    _sync(folder)
+    sync_folder(folder)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename survives a power cut."""
     if os.name != "posix":
         return
@@ -123,7 +123,7 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _read(folder: Path) -> dict[Any, Any]:
+def _read_state(folder: Path) -> dict[Any, Any]:
     """The state in one checkpoint folder, checked against its own digests."""
     try:
         head = json.loads((folder / STATE).read_bytes())
@@ -134,22 +134,24 @@ def _read(folder: Path) -> dict[Any, Any]:
                 f"'{folder}' is of checkpoint version {version}, this is version {VERSION}: update pomona."
             )
         if _digest(data) != head[TENSORS]:
-            raise Damaged(f"{TENSORS} does not match its checksum")
+            raise DamagedCheckpoint(f"{TENSORS} does not match its checksum")
         if _digest(json.dumps(head["state"]).encode()) != head[STATE]:
-            raise Damaged(f"{STATE} does not match its checksum")
+            raise DamagedCheckpoint(f"{STATE} does not match its checksum")
         return _decode(head["state"], safetensors.torch.load(data))
     except OSError as error:
-        raise Damaged(f"{Path(error.filename).name if error.filename else 'a file'} cannot be read") from error
+        raise DamagedCheckpoint(
+            f"{Path(error.filename).name if error.filename else 'a file'} cannot be read"
+        ) from error
     except PomonaError:
         raise
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise Damaged(f"{STATE} cannot be understood") from error
+        raise DamagedCheckpoint(f"{STATE} cannot be understood") from error
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
-        _read(folder)
-    except (Damaged, PomonaError):
+        _read_state(folder)
+    except (DamagedCheckpoint, PomonaError):
         return False
     return True
 
@@ -159,15 +161,15 @@ def _digest(data: bytes) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Errors of the disk as what they mean to the user."""
     try:
         yield
     except OSError as error:
-        raise explain(error, path) from error
+        raise describe_write_error(error, path) from error
 
 
-def explain(error: OSError, path: Path) -> PomonaError:
+def describe_write_error(error: OSError, path: Path) -> PomonaError:
     """What went wrong when writing, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PomonaError(

@@ -30,7 +30,7 @@ def measure(model: nn.Module, batches: Iterable[Batch], precision: str = "float3
     loss: Tensor | float = 0.0
     right: Tensor | float = 0.0
     count = 0
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         for inputs, targets in batches:
             with autocast(inputs.device, precision):
                 logits = model(inputs)
@@ -58,7 +58,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode, and each back in its own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -69,7 +69,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
     """The batch-norm layers that keep running statistics."""
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
@@ -83,13 +83,13 @@ def reestimate_batchnorm(
     buffers and the random state stay as they are; dropout is off while the statistics are gathered.
     """
     fresh = copy.deepcopy(model).eval()
-    norms = batchnorms(fresh)
+    norms = batchnorm_layers(fresh)
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the cumulative mean
         norm.train()
-    with torch.no_grad(), torch.random.fork_rng(devices=_gpus(model)):
+    with torch.no_grad(), torch.random.fork_rng(devices=_gpu_devices(model)):
         for inputs, _ in itertools.islice(batches, count):
             with autocast(inputs.device, precision):
                 fresh(inputs)
@@ -98,5 +98,5 @@ def reestimate_batchnorm(
     return fresh.train(model.training)
 
 
-def _gpus(model: nn.Module) -> list[torch.device]:
+def _gpu_devices(model: nn.Module) -> list[torch.device]:
     return [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]

@@ -14,12 +14,12 @@ from ...errors import PomonaError, require
 from ...sparse import Compression, compress, save
 from ...sparse import ticket as tickets
 from . import checkpoint, masks
-from .shrink import finished_model
+from .shrink import load_finished_model
 
 FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # with the names of their files
 
 
-def balanced(
+def export_balanced(
     run: Path,
     out: Path | None = None,
     *,
@@ -28,22 +28,22 @@ def balanced(
     patience: float = 1.0,
 ) -> tuple[Compression, Path]:
     """What became of each layer, and the file, which `pm.load` turns into a network again."""
-    model, shape = finished_model(run)
+    model, shape = load_finished_model(run)
     small = compress(model, shape, dtype=dtype, keep=keep, patience=patience)
     report: Compression = small.compression  # type: ignore[assignment]
     require(
         any(layer.block is not None for layer in report.layers),
         f"'{run}' has no layer with balanced blocks: train with method.pattern = \"balanced(block=32)\".",
     )
-    return report, save(small, run / FORMATS["balanced"] if out is None else out, built(run))
+    return report, save(small, run / FORMATS["balanced"] if out is None else out, read_model_options(run))
 
 
-def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
+def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     """Write the ticket of a run of a score method, and tell how small it is.
 
     It is the seed, and what the seed cannot tell; `pomona.sparse.ticket.load(FILE).build()` is the network again.
     """
-    model = finished_model(run)[0]
+    model = load_finished_model(run)[0]
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
     method = None if pruner is None else METHODS.make(pruner["method"])
     if method is None or method.weights != "score":
@@ -52,9 +52,9 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
         )
     kept, fan_in = masks.load(run), {target.name: target.fan_in for target in method.targets(model)}
     drawn = {name: tickets.Drawn(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
-    data = tickets.dumps(model.state_dict(), drawn, method.stream, built(run))
+    data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run))
     file = run / FORMATS["ticket"] if out is None else out
-    checkpoint.replace(file, data)
+    checkpoint.replace_file(file, data)
     whole = sum(value.numel() * value.element_size() for value in model.state_dict().values())
     return {
         "file": str(file),
@@ -68,7 +68,7 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     }
 
 
-def built(run: Path) -> dict[str, Any]:
+def read_model_options(run: Path) -> dict[str, Any]:
     """Name and options of a run's model."""
     with safe_open(run / "model.safetensors", "pt") as stored:
         return dict(json.loads(stored.metadata()["pomona"]))

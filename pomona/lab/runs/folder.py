@@ -21,38 +21,43 @@ try:
 except ImportError:  # Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-RECIPE, METRICS, MODEL, SUMMARY = "recipe.toml", "metrics.jsonl", "model.safetensors", "summary.json"
+RECIPE_FILE, METRICS_FILE, MODEL_FILE, SUMMARY_FILE = (
+    "recipe.toml",
+    "metrics.jsonl",
+    "model.safetensors",
+    "summary.json",
+)
 
 
-def check_folder(recipe: Recipe, folder: Path, resume: bool) -> dict[str, Any] | None:
+def validate_folder(recipe: Recipe, folder: Path, resume: bool) -> dict[str, Any] | None:
     """Refuse a folder that is in use, or of another recipe; the summary if its run is complete."""
     if folder.exists() and not folder.is_dir():
         raise PomonaError(f"'{folder}' is a file: give a folder for the run.")
     if not resume:
-        refuse_used(folder)
+        refuse_used_folder(folder)
         return None
-    written = folder / RECIPE
+    written = folder / RECIPE_FILE
     require(written.is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
-    compare_recipes(recipe, Recipe.load(written), folder)
-    return summary(folder)
+    require_same_recipe(recipe, Recipe.load(written), folder)
+    return read_summary(folder)
 
 
-def refuse_used(folder: Path) -> None:
+def refuse_used_folder(folder: Path) -> None:
     """Refuse a folder in which something was begun; a kill may have left no more than a recipe that is not whole."""
-    used = folder.is_dir() and any(path.name != f"{RECIPE}.part" for path in folder.iterdir())
+    used = folder.is_dir() and any(path.name != f"{RECIPE_FILE}.part" for path in folder.iterdir())
     require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
 
 
-def summary(folder: Path) -> dict[str, Any] | None:
+def read_summary(folder: Path) -> dict[str, Any] | None:
     """What the run in a folder reached; None where it is not complete, or its summary is damaged."""
     with suppress(OSError, ValueError):
-        found = json.loads((folder / SUMMARY).read_bytes())
+        found = json.loads((folder / SUMMARY_FILE).read_bytes())
         if isinstance(found, dict) and "fingerprint" in found:
             return found
     return None
 
 
-def compare_recipes(mine: Recipe, theirs: Recipe, folder: Path) -> None:
+def require_same_recipe(mine: Recipe, theirs: Recipe, folder: Path) -> None:
     """Refuse to go on with a run under other settings, naming the first few."""
     differences = mine.differences(theirs)
     require(
@@ -62,10 +67,10 @@ def compare_recipes(mine: Recipe, theirs: Recipe, folder: Path) -> None:
     )
 
 
-def compare_models(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: Path) -> None:
+def require_same_tensors(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: Path) -> None:
     """Refuse a checkpoint of another model, naming the first tensor that differs."""
     for name in {**mine, **theirs}:
-        there, here = (_shape(side.get(name)) for side in (theirs, mine))
+        there, here = (_format_shape(side.get(name)) for side in (theirs, mine))
         require(
             there == here,
             f"the checkpoint in '{folder}' is of another model: '{name}' is {there} there and {here} here. "
@@ -73,17 +78,17 @@ def compare_models(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: P
         )
 
 
-def _shape(tensor: Tensor | None) -> str:
+def _format_shape(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{'×'.join(map(str, tensor.shape)) or 'a number'}"
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Have a folder, made where there is none, for this process alone.
 
     The lock is on the folder itself, so it leaves no file, and ends with the process however that ends.
     """
-    with checkpoint.writing(folder):
+    with checkpoint.write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
@@ -101,25 +106,25 @@ def claimed(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-class Metrics:
+class MetricsWriter:
     """The lines of a run's metrics, of which those after its checkpoint, at `size`, are dropped."""
 
     def __init__(self, folder: Path, size: int = 0) -> None:
-        self.path = folder / METRICS
-        with checkpoint.writing(self.path):
+        self.path = folder / METRICS_FILE
+        with checkpoint.write_errors(self.path):
             if self.path.exists() and self.path.stat().st_size > size:
                 os.truncate(self.path, size)
             self.file = self.path.open("ab")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a line."""
-        with checkpoint.writing(self.path):
+        with checkpoint.write_errors(self.path):
             self.file.write(json.dumps(row).encode() + b"\n")
             self.file.flush()
 
     def sync(self) -> int:
         """Have all lines safely on the disk; how long they are together."""
-        with checkpoint.writing(self.path):
+        with checkpoint.write_errors(self.path):
             os.fsync(self.file.fileno())
             return self.file.tell()
 
@@ -128,6 +133,6 @@ class Metrics:
             self.file.close()
 
 
-def as_json(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """A value as a file that people can read too."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

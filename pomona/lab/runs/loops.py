@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pomona.core.fused.flat_buffers import RECORDING, aside
 from pomona.errors import require
 
-from ..kernels.convolution import quick
+from ..kernels.convolution import fast_convolutions
 from .evaluate import autocast, cross_entropy
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 # Held by a run that calls its model in Python or touches what all runs share: generators, the compiler, a tracer,
 # which while it works catches the calls of every model there is.
-SETUP = threading.RLock()
-PACKED = ContextVar("PACKED", default=False)  # whether this thread's run is one of several on a GPU
-LONG = 5000  # steps from which on it pays to compile
-AHEAD = 16  # steps after which the host looks how far the device is
+SHARED_STATE_LOCK = threading.RLock()
+CONCURRENT_RUN = ContextVar("PACKED", default=False)  # whether this thread's run is one of several on a GPU
+COMPILE_FROM_STEPS = 5000  # steps from which on it pays to compile
+SYNC_INTERVAL = 16  # steps after which the host looks how far the device is
 
 
 class Loop(Protocol):
@@ -49,34 +49,34 @@ class Loop(Protocol):
         """Of the steps since this was last called."""
 
 
-def choose(run: Run) -> str:
+def choose_loop(run: Run) -> str:
     """The loop that the recipe asks for; "auto" is the quickest that can do it."""
-    kind, why = run.options.loop, unfit(run)
+    kind, why = run.options.loop, capture_obstacle(run)
     require(
-        why is None or not PACKED.get(),
+        why is None or not CONCURRENT_RUN.get(),
         f"'{run.recipe.name}' {why}, so it cannot be packed with others: run it without --packed.",
     )
     require(
-        kind != "eager" or not PACKED.get(),
+        kind != "eager" or not CONCURRENT_RUN.get(),
         f"'{run.recipe.name}' asks for train.loop = \"eager\", which cannot be packed with others: leave it out.",
     )
     if kind == "auto":
-        return "eager" if why else "compiled" if run.steps >= LONG and _compiles() else "captured"
+        return "eager" if why else "compiled" if run.steps >= COMPILE_FROM_STEPS and _has_triton() else "captured"
     require(kind == "eager" or why is None, f'train.loop = "{kind}" {why}: set it to "eager", or leave it out.')
     return kind
 
 
-def make(run: Run, kind: str) -> Loop:
+def make_loop(run: Run, kind: str) -> Loop:
     """The loop of that kind."""
-    return Eager(run) if kind == "eager" else Captured(run, kind == "compiled")
+    return EagerLoop(run) if kind == "eager" else CapturedLoop(run, kind == "compiled")
 
 
-def unfit(run: Run) -> str | None:
+def capture_obstacle(run: Run) -> str | None:
     """Why a step of this run cannot be captured, or None."""
     if run.device.type != "cuda":
         return f"needs a GPU, and this run is on '{run.device}'"
-    if run.team.world > 1:
-        return f"is for a single process, and {run.team.world} train here together"
+    if run.processes.world_size > 1:
+        return f"is for a single process, and {run.processes.world_size} train here together"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in run.model.modules()):
         return "would replay one and the same dropout"
     if any(isinstance(m, nn.RNNBase) for m in run.model.modules()):
@@ -84,7 +84,7 @@ def unfit(run: Run) -> str | None:
     return None
 
 
-class Eager:
+class EagerLoop:
     """One step after another, as PyTorch is written."""
 
     def __init__(self, run: Run) -> None:
@@ -98,7 +98,7 @@ class Eager:
         for k, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
             for group in run.optimizer.param_groups:
                 group["lr"] = run.rate(epoch * run.per_epoch + k - run.first)
-            self.taken.append(step(run, forward, inputs, targets))
+            self.taken.append(train_step(run, eager_forward, inputs, targets))
             yield
 
     def losses(self) -> Tensor | None:
@@ -106,7 +106,7 @@ class Eager:
         return torch.stack(taken) if taken else None
 
 
-class Captured:
+class CapturedLoop:
     """The step as a CUDA graph, and a second one where the last batch of an epoch is smaller."""
 
     interval = 0
@@ -130,18 +130,18 @@ class Captured:
         for k in range(start, run.per_epoch):
             size = self.size(k)
             if run.pruner is not None and run.pruner.wants_gradient():
-                with SETUP:
-                    self.step(forward, size)
+                with SHARED_STATE_LOCK:
+                    self.step(eager_forward, size)
             else:
                 if not self.graphs:
-                    with SETUP:
+                    with SHARED_STATE_LOCK:
                         self.capture()
                     self.counter.fill_(k)
                 self.graphs[size].replay()
                 if run.pruner is not None:
                     run.pruner.tick()
             self.now = k + 1
-            if k % AHEAD == 0:  # not too far ahead of the device: a full queue would block other runs
+            if k % SYNC_INTERVAL == 0:  # not too far ahead of the device: a full queue would block other runs
                 marks.append(torch.cuda.Event())
                 marks[-1].record()
                 if len(marks) > 2:
@@ -177,7 +177,7 @@ class Captured:
         rows, plan = self.order[at], None if self.plan is None else self.plan[at]
         inputs, targets = run.batches.gather(rows, plan)
         self.rate.copy_(self.rates.index_select(0, self.counter)[0])
-        loss = step(run, forward, inputs, targets)
+        loss = train_step(run, forward, inputs, targets)
         self.record.index_copy_(0, self.counter, loss.float()[None])
         self.counter += 1
 
@@ -188,29 +188,29 @@ class Captured:
         stream = aside(run.device)
         with (
             RECORDING,
-            quick(run.model, run.options.precision == "bf16"),
+            fast_convolutions(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
-            with rehearsal(run):
-                run.stage.optimizer.prepare(run.optimizer)
+            with preserved_state(run):
+                run.stage.optimizer.initialize_state(run.optimizer)
                 stream.wait_stream(torch.cuda.current_stream(run.device))
                 with torch.cuda.stream(stream):
                     for size, compiled in sizes.items():
                         for _ in range(2):
                             self.counter.zero_()
-                            self.step(compiled_forward if compiled else forward, size)
+                            self.step(compiled_forward if compiled else eager_forward, size)
                 torch.cuda.current_stream(run.device).wait_stream(stream)
             self.record.copy_(record)
             for group in run.optimizer.param_groups:
                 group["lr"] = self.rate
-            run.stage.optimizer.prepare(run.optimizer)
+            run.stage.optimizer.initialize_state(run.optimizer)
             for size, compiled in sizes.items():
                 run.optimizer.zero_grad()
                 self.graphs[size] = torch.cuda.CUDAGraph()
                 # All are recorded on one stream, for which cuBLAS has one workspace: each graph is to have its own.
                 torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graphs[size], stream=stream, capture_error_mode="thread_local"):
-                    self.step(compiled_forward if compiled else forward, size)
+                    self.step(compiled_forward if compiled else eager_forward, size)
             torch._C._cuda_clearCublasWorkspaces()
             run.optimizer.zero_grad()
 
@@ -218,7 +218,7 @@ class Captured:
 Forward = Callable[[nn.Module, Tensor, torch.device, str], Tensor]
 
 
-def forward(model: nn.Module, inputs: Tensor, device: torch.device, precision: str) -> Tensor:
+def eager_forward(model: nn.Module, inputs: Tensor, device: torch.device, precision: str) -> Tensor:
     """The logits."""
     with autocast(device, precision):
         return model(inputs)
@@ -227,12 +227,12 @@ def forward(model: nn.Module, inputs: Tensor, device: torch.device, precision: s
 def compiled_forward(*arguments: Any) -> Tensor:
     """The same, compiled; one compilation serves all runs of one architecture."""
     # Without the second option inductor guesses the layout of convolutions wrongly where few are left to it.
-    compiled = torch.compile(forward, dynamic=False, options={"force_layout_optimization": True})
+    compiled = torch.compile(eager_forward, dynamic=False, options={"force_layout_optimization": True})
     with torch._dynamo.config.patch(recompile_limit=64):  # so many architectures may one process train
         return compiled(*arguments)
 
 
-def step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
+def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
     """One step of training; the loss."""
     logits = forward(run.network, inputs, run.device, run.options.precision)
     loss = cross_entropy(logits, targets, label_smoothing=run.options.label_smoothing)
@@ -245,7 +245,7 @@ def step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def rehearsal(run: Run) -> Iterator[None]:
+def preserved_state(run: Run) -> Iterator[None]:
     """Steps taken within leave no trace in model, optimizer and pruner."""
     model, optimizer = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))  # the pruner's is in there
     try:
@@ -256,7 +256,7 @@ def rehearsal(run: Run) -> Iterator[None]:
         run.optimizer.load_state_dict(optimizer)
 
 
-def _compiles() -> bool:
+def _has_triton() -> bool:
     """Whether torch.compile can make kernels for a GPU here."""
     try:
         import triton  # noqa: F401

@@ -18,21 +18,21 @@ from pomona.errors import PomonaError
 
 from . import checkpoint
 
-FILE = "masks.safetensors"
+MASKS_FILE = "masks.safetensors"
 
 
 def save(folder: Path, masks: Masks) -> None:
     """Write masks as bits, eight entries a byte, with their shapes."""
     bits = {name: pack(mask).cpu() for name, mask in masks.items()}
     shapes = {name: list(mask.shape) for name, mask in masks.items()}
-    checkpoint.replace(folder / FILE, safetensors.torch.save(bits, {"shapes": json.dumps(shapes)}))
+    checkpoint.replace_file(folder / MASKS_FILE, safetensors.torch.save(bits, {"shapes": json.dumps(shapes)}))
 
 
 def load(folder: Path) -> Masks:
     """The masks of a finished run."""
-    path = folder / FILE
+    path = folder / MASKS_FILE
     if not path.is_file():
-        raise PomonaError(f"'{folder}' holds no masks ({FILE}): give a finished run of a method that prunes.")
+        raise PomonaError(f"'{folder}' holds no masks ({MASKS_FILE}): give a finished run of a method that prunes.")
     try:
         with safe_open(path, "pt") as file:
             shapes = json.loads(file.metadata()["shapes"])
@@ -41,6 +41,6 @@ def load(folder: Path) -> Masks:
         raise PomonaError(f"'{path}' is damaged: train the run again.") from error
 
 
-def sparsities(masks: Masks) -> dict[str, float]:
+def layer_sparsities(masks: Masks) -> dict[str, float]:
     """The pruned fraction of each tensor."""
     return {name: 1 - int(mask.sum()) / mask.numel() for name, mask in masks.items()}

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
-import statistics
-import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,141 +28,21 @@ import torch
 from torch import Tensor, nn
 
 from pomona.data import draws
-from pomona.errors import PomonaError, require, unknown
-from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
-from pomona.privacy import splits as predict
+from pomona.errors import PomonaError, require
+from pomona.privacy import PrivateStep, Source, problems
+from pomona.privacy import splits as predict_splits
 from pomona.privacy.accounting import SHARES
-from pomona.privacy.step import WHOLE
-from pomona.registry import check_type, describe
-from pomona.schedules import SCHEDULES, Schedule
 
-from ..recipes.recipe import DENSE, Recipe, _lines, read
+from ..recipes.private_recipe import PrivateRecipe
 from . import checkpoint
-from .distributed import assembled
+from .distributed import joined_processes
 from .evaluate import cross_entropy
-from .loops import SETUP, Eager
-from .run import Note, Progress, Run, compare_recipes, own_random, signals
-from .run import check_folder as check_plain
+from .loops import SHARED_STATE_LOCK, EagerLoop
+from .run import NoteCallback, ProgressListener, Run, catch_stop_signals, isolated_random_state, require_same_recipe
+from .run import validate_folder as check_plain
 from .stages import Stage
 
-PASSIVE = ("micro", "budget")  # they decide nothing: the one bounds the memory, the other follows from the rest
-WARM = 10  # steps after which the running average of the weights remembers about as many
-
-
-@dataclass(frozen=True)
-class PrivateOptions:
-    """How a run is made private."""
-
-    epsilon: float
-    delta: float = 1e-5
-    method: str = "gip"
-    keep: float = 0.1  # share of coordinates at the end of the schedule
-    schedule: Schedule = WHOLE
-    group: int = 256  # coordinates that have a top-k of their own; 0 is one for all
-    share: float = 0.01  # of ε for the indices, of gip
-    clip: float = 1.0
-    micro: int = 256  # rows whose gradients are held at a time
-    views: int = 1  # augmented copies of a row, whose gradients are averaged
-    average: float = 0.0  # decay of the running mean of the weights that is measured and kept; 0 is none
-    secure: bool = False  # a cryptographic generator; without it the recipe's seed decides the noise
-    budget: Budget | None = field(default=None, compare=False)  # solved
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise unknown("private method", self.method, METHODS)
-        require(0 <= self.average < 1, f"private.average is a decay in [0, 1), got {self.average}.")
-        require(self.group >= 0, f"private.group is a count of coordinates, or 0, got {self.group}.")
-
-    @classmethod
-    def load(cls, given: Mapping[str, Any]) -> PrivateOptions:
-        """The section of a recipe, checked."""
-        hints = typing.get_type_hints(cls)
-        options = dict(given)
-        for key, value in options.items():
-            if key not in hints:
-                raise unknown("option of private", key, hints)
-            check_type(f"private.{key}", value, hints[key])
-            options[key] = float(value) if hints[key] is float else value  # 8 is 8.0
-        require("epsilon" in options, "a private recipe needs private.epsilon.")
-        if "schedule" in options:
-            options["schedule"] = SCHEDULES.make(options["schedule"])
-        if options.get("budget") is not None:
-            options["budget"] = Budget.of(options["budget"])
-        if options.get("method", cls.method) != "gip":
-            require(not options.get("share"), f"private.share is for gip: '{options['method']}' has no use for it.")
-            options["share"] = 0.0
-        return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        budget = None if self.budget is None else self.budget.to_dict()
-        return plain | {"schedule": describe(self.schedule), "budget": budget}
-
-    def settings(self) -> dict[str, Any]:
-        """All that decides the result."""
-        return {key: value for key, value in self.to_dict().items() if key not in PASSIVE}
-
-    def settled(self, rows: int, batch_size: int, steps: int) -> PrivateOptions:
-        """With the budget of a run of this size; one that was solved before must be for the same."""
-        asked: dict[str, Any] = {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "rows": rows,
-            "batch_size": min(batch_size, rows),
-            "steps": steps,
-            "share": self.share,
-        }
-        if self.budget is None:
-            return dataclasses.replace(self, budget=Budget.solve(**asked))
-        solved = self.budget.to_dict()
-        other = [f"{key}: {value}, not {solved[key]}" for key, value in asked.items() if value != solved[key]]
-        require(
-            not other,
-            f"private.budget was solved for another run ({'; '.join(other)}): leave it out, and it is solved anew.",
-        )
-        self.budget.verify()
-        return self
-
-
-@dataclass(frozen=True)
-class PrivateRecipe:
-    """A recipe and how it is made private."""
-
-    recipe: Recipe
-    private: PrivateOptions
-
-    @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> PrivateRecipe:
-        """As `Recipe.load`, with the section [private]."""
-        given = read(source, overrides)
-        section = given.pop("private", None)
-        require(
-            isinstance(section, Mapping),
-            "a private recipe has a section [private] with its epsilon: add one, or train it with `pomona train`.",
-        )
-        recipe = Recipe.load(given)
-        require(
-            recipe.method["name"] == DENSE and not recipe.finetune.epochs and recipe.origin.run is None,
-            "a private run has no method, finetune or origin of its own: the gradient is pruned by [private].",
-        )
-        require(
-            not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
-            "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
-        )
-        require(not recipe.train.average, "private training has a mean of its own: set private.average, not train's.")
-        eager = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, loop="eager"))
-        return cls(eager, PrivateOptions.load(section))
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.recipe.to_dict() | {"private": self.private.to_dict()}
-
-    def to_toml(self) -> str:
-        return "\n".join(_lines(self.to_dict())) + "\n"
-
-    def fingerprint(self) -> str:
-        """Of all that decides the run."""
-        text = json.dumps([self.recipe.fingerprint(), self.private.settings()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+AVERAGE_WARMUP_STEPS = 10  # steps after which the running average of the weights remembers about as many
 
 
 def train(
@@ -174,32 +51,32 @@ def train(
     *,
     resume: bool = False,
     data_dir: Path | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
-    note: Note = warnings.warn,
+    note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
     """Train a private recipe in a folder and return its summary, as `run.train` does."""
     folder = Path(folder)
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        done = check_folder(recipe, folder, resume)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        done = validate_private_folder(recipe, folder, resume)
         if done is not None:
             return done
-        with SETUP:
-            made = PrivateRun(recipe, folder, team, device, data_dir, progress, note)
+        with SHARED_STATE_LOCK:
+            made = PrivateRun(recipe, folder, processes, device, data_dir, progress, note)
         try:
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 made.open(resume)
-            with signals() as asked:
+            with catch_stop_signals() as asked:
                 made.train(lambda: asked() or (stop is not None and stop()))
             return made.finish()
         finally:
             made.close()
 
 
-def plan(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+def describe_private_run(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
     """What `train` would do, and the recipe with its budget solved; nothing is trained or written."""
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        made = PrivateRun(recipe, Path(), team, device, data_dir)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        made = PrivateRun(recipe, Path(), processes, device, data_dir)
         made.begin(0)
         return {
             "recipe": made.full.to_dict(),
@@ -212,16 +89,16 @@ def plan(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[s
         }
 
 
-def splits(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:
+def compare_budget_shares(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:
     """What other shares of ε for the indices of gip would lead to in the last step, by `privacy.splits`."""
     require(recipe.private.method == "gip", f"only gip splits its budget, and this is '{recipe.private.method}'.")
-    with assembled(recipe.recipe.train.device) as (team, device), own_random(device):
-        made = PrivateRun(recipe, Path(), team, device, data_dir)
+    with joined_processes(recipe.recipe.train.device) as (processes, device), isolated_random_state(device):
+        made = PrivateRun(recipe, Path(), processes, device, data_dir)
         made.begin(0)
     step, budget = made.private, made.private.budget
     sizes, kept = step.mechanism(budget.steps - 1).groups(step.size)
     asked = {key: getattr(budget, key) for key in ("epsilon", "delta", "rows", "batch_size", "steps")}
-    found = predict(sizes, kept, clip=step.clip, shares=(*SHARES, budget.share), **asked)
+    found = predict_splits(sizes, kept, clip=step.clip, shares=(*SHARES, budget.share), **asked)
     return [dataclasses.asdict(split) | {"error": split.error} for split in sorted(found, key=lambda one: one.share)]
 
 
@@ -231,7 +108,8 @@ class PrivateRun(Run):
     def __init__(self, recipe: PrivateRecipe, folder: Path, *rest: Any, **options: Any) -> None:
         super().__init__(recipe.recipe, folder, *rest, **options)
         require(
-            self.team.world == 1, f"private training is for one process, got {self.team.world}: leave torchrun out."
+            self.processes.world_size == 1,
+            f"private training is for one process, got {self.processes.world_size}: leave torchrun out.",
         )
         require(self.data.kind != "text", f"'{self.data.name}' is one long text, in which no row is a person's own.")
         offer = 'set model.norm = "group"' if "norm" in self.built else "choose a model without it, such as private_cnn"
@@ -239,7 +117,7 @@ class PrivateRun(Run):
             raise PomonaError(f"'{problem.name}' is a {problem.layer}, which {problem.why}: {offer}.")
         self.stages = [PrivateStage("train", recipe.recipe.train.epochs, recipe.recipe.optimizer, recipe.recipe.rate)]
         rows, steps = len(self.data.train), self.per_epoch * recipe.recipe.train.epochs
-        settled = recipe.private.settled(rows, self.options.batch_size, steps)
+        settled = recipe.private.with_budget(rows, self.options.batch_size, steps)
         self.full = dataclasses.replace(recipe, private=settled)
         self.averaged: nn.Module = copy.deepcopy(self.model) if settled.average else self.model
 
@@ -276,7 +154,7 @@ class PrivateRun(Run):
 
     def make_folder(self) -> None:
         super().make_folder()
-        checkpoint.replace(self.folder / "recipe.toml", self.full.to_toml().encode())
+        checkpoint.replace_file(self.folder / "recipe.toml", self.full.to_toml().encode())
 
     def state(self) -> dict[str, Any]:
         averaged = self.averaged.state_dict() if self.full.private.average else {}
@@ -308,13 +186,13 @@ class PrivateRun(Run):
     @torch.no_grad()
     def follow(self) -> None:
         """The running mean of the weights, quick at first."""
-        decay = min(self.full.private.average, self.private.done / (self.private.done + WARM))
+        decay = min(self.full.private.average, self.private.done / (self.private.done + AVERAGE_WARMUP_STEPS))
         if decay:
             for ours, theirs in zip(self.averaged.parameters(), self.model.parameters(), strict=True):
                 ours.lerp_(theirs, 1 - decay)
 
 
-class PoissonLoop(Eager):
+class PoissonLoop(EagerLoop):
     """Steps on Poisson samples."""
 
     run: PrivateRun
@@ -351,13 +229,13 @@ class PrivateStage(Stage):
         return super().outcome(run) | told
 
 
-def check_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str, Any] | None:
+def validate_private_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str, Any] | None:
     """Refuse a folder that is in use, or of another recipe or budget; the summary if its run is complete."""
     written = folder / "recipe.toml"
     if not resume or not written.is_file():
         return check_plain(recipe.recipe, folder, resume)
     theirs = PrivateRecipe.load(written)
-    compare_recipes(recipe.recipe, theirs.recipe, folder)
+    require_same_recipe(recipe.recipe, theirs.recipe, folder)
     mine, old = recipe.private.settings(), theirs.private.settings()
     other = [f"{key}: {mine[key]}, not {old[key]}" for key in mine if mine[key] != old[key]]
     require(
@@ -367,79 +245,3 @@ def check_folder(recipe: PrivateRecipe, folder: Path, resume: bool) -> dict[str,
     )
     done = folder / "summary.json"
     return json.loads(done.read_bytes()) if done.is_file() else None
-
-
-# ---- the table
-
-
-RECORD = Path("results/private-cifar10.json")
-
-
-def table(record: Path | str | None = None) -> dict[str, Any]:
-    """`gip`, the table of benchmarks/private_cifar.py: each arm at each ε over its seeds, with E[i]/m beside it.
-
-    The record is looked for here, then in the checkout. The paper's own tables cannot be had.
-    """
-    places = [Path(record)] if record is not None else [RECORD, Path(__file__).resolve().parents[3] / RECORD]
-    found = next((place for place in places if place.is_file()), None)
-    try:
-        cells = [] if found is None else arms(json.loads(found.read_bytes())["runs"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PomonaError(
-            f"the record '{found}' is damaged: `python benchmarks/private_cifar.py run` makes it anew."
-        ) from error
-    return {
-        "title": "Private training on CIFAR-10: does choosing the indices help? Accuracy in %",
-        "paper": "Yang et al., Gradients Index Pruning, 2023, whose tables are not at hand",
-        "notes": "E[i]/m is the share of the true top-k that the indices of the last step are expected to miss.",
-        "columns": list(dict.fromkeys(one["column"] for one in cells)),
-        "across": False,
-        "cells": cells,
-    }
-
-
-def arms(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A cell for each arm at each ε; the row of an arm tells E[i]/m, from the least to the most over the ε."""
-    groups: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
-    lost: dict[str, list[float]] = {}
-    for run in sorted(runs, key=lambda run: (run["private"]["target"], run["seed"])):
-        groups.setdefault((run["private"]["target"], run["arm"]), []).append(run)
-        lost.setdefault(run["arm"], []).append(run["private"]["lost"]["end"])
-    ends = {arm: dict.fromkeys(f"{end:.3f}" for end in (min(some), max(some))) for arm, some in lost.items()}
-    rows = {arm: f"E[i]/m = {' to '.join(ends[arm])}" if any(some) else "" for arm, some in lost.items()}
-    return [cell(arm, rows[arm], group) for (_, arm), group in groups.items()]
-
-
-def cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The runs of an arm that differ in their seeds; `sparsity` is that of the gradient at the end."""
-    first, values = runs[0], [run["accuracy"] for run in runs]
-    told = first["private"]
-    return {
-        "label": arm,
-        "row": row,
-        "own": row,
-        "column": f"ε = {told['target']:g}",
-        "model": first["model"],
-        "method": first["method"],
-        "sparsity": 1 - told["keep"],
-        "setting": {
-            "data": first["data"],
-            "arm": arm,
-            "epsilon": told["target"],
-            "delta": told["delta"],
-            "share": told["share"],
-            "schedule": told["schedule"]["name"],
-            "sigma": told["sigma"],
-            "lost": told["lost"],  # E[i] / m
-            "random_loses": told["random_loses"],
-            "epochs": first["epoch"],
-            "seeds": [run["seed"] for run in runs],
-        },
-        "mean": statistics.mean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "runs": len(values),
-        "paper": None,
-    }
-
-
-TABLES = {"gip": table}

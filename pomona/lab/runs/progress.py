@@ -19,11 +19,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-DRAW = 0.1  # seconds between two drawings of the bar
-MEMORY = 300  # drawings over which the speed is taken: half a minute
+DRAW_INTERVAL = 0.1  # seconds between two drawings of the bar
+SPEED_SAMPLES = 300  # drawings over which the speed is taken: half a minute
 
 
-class TwoLines(Progress):
+class TwoLineProgress(Progress):
     """A progress bar with its text beneath, so that both have room."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -32,15 +32,15 @@ class TwoLines(Progress):
             yield Text(task.fields["text"], style="dim", no_wrap=True, overflow="ellipsis")
 
 
-class Bar:
+class ProgressBar:
     """A live bar: epoch, loss, accuracy, sparsity, steps a second and time left."""
 
     def __init__(self, console: Console) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(None), TextColumn("{task.fields[left]}")
-        self.bar = TwoLines(*columns, console=console, expand=True, transient=True)
+        self.bar = TwoLineProgress(*columns, console=console, expand=True, transient=True)
         self.row: dict[str, Any] = {}  # the latest measurements
         self.steps = self.epochs = self.per_epoch = 0
-        self.samples: deque[tuple[float, int]] = deque(maxlen=MEMORY)
+        self.samples: deque[tuple[float, int]] = deque(maxlen=SPEED_SAMPLES)
         self.drawn = 0.0
 
     def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None:
@@ -60,7 +60,7 @@ class Bar:
         if loss is not None:
             self.row["loss"] = loss
         now = time.perf_counter()
-        if now - self.drawn >= DRAW:  # the first sample comes after those steps that a resumed run skips
+        if now - self.drawn >= DRAW_INTERVAL:  # the first sample comes after those steps that a resumed run skips
             self.drawn = now
             self.samples.append((now, self.steps))
             self.bar.update(self.task, completed=self.steps, text=self.text(), left=self.left())
@@ -77,20 +77,20 @@ class Bar:
     def left(self) -> str:
         """The time left, at this pace."""
         pace = self.pace()
-        return f"{clock((self.epochs * self.per_epoch - self.steps) / pace)} left" if pace else ""
+        return f"{format_duration((self.epochs * self.per_epoch - self.steps) / pace)} left" if pace else ""
 
     def text(self) -> str:
         """What stands beneath the bar."""
         epoch, pace = min(self.steps // self.per_epoch + 1, self.epochs), self.pace()
         speed = [f"{pace:.{0 if pace >= 10 else 1}f} steps/s"] if pace else []
-        return " · ".join([f"epoch {epoch}/{self.epochs}", *numbers(self.row), *speed])
+        return " · ".join([f"epoch {epoch}/{self.epochs}", *format_measurements(self.row), *speed])
 
     def close(self) -> None:
         """Take the bar away."""
         self.bar.stop()
 
 
-class Lines:
+class ProgressLines:
     """One plain line an epoch, for a log file."""
 
     def __init__(self, console: Console) -> None:
@@ -103,8 +103,11 @@ class Lines:
 
     def epoch(self, row: Mapping[str, Any]) -> None:
         epoch, seconds = row["epoch"], row["seconds"]
-        parts = [f"{self.name}: epoch {epoch}/{self.epochs}", *numbers(row)]
-        parts += [f"{row['images_per_second']:.0f} images/s", f"{clock(seconds / epoch * (self.epochs - epoch))} left"]
+        parts = [f"{self.name}: epoch {epoch}/{self.epochs}", *format_measurements(row)]
+        parts += [
+            f"{row['images_per_second']:.0f} images/s",
+            f"{format_duration(seconds / epoch * (self.epochs - epoch))} left",
+        ]
         self.say(" · ".join(parts))
 
     def close(self) -> None: ...
@@ -113,12 +116,12 @@ class Lines:
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-class Series:
+class SeriesProgress:
     """Several runs of the same length as one: one bar over all of them, or one line a run."""
 
     def __init__(self, console: Console, runs: int) -> None:
         self.console, self.runs, self.begun = console, runs, 0
-        self.bar = Bar(console) if console.is_terminal else None
+        self.bar = ProgressBar(console) if console.is_terminal else None
 
     def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None:
         self.begun += 1
@@ -142,8 +145,8 @@ class Series:
     def done(self, summary: Mapping[str, Any]) -> None:
         """One run is complete."""
         if self.bar is None:
-            line = " · ".join([self.name, *numbers(summary), f"{summary['seconds']:.1f} s"])
-            Lines(self.console).say(line)
+            line = " · ".join([self.name, *format_measurements(summary), f"{summary['seconds']:.1f} s"])
+            ProgressLines(self.console).say(line)
 
     def end(self) -> None:
         """The series is over, complete or not."""
@@ -151,13 +154,13 @@ class Series:
             self.bar.close()
 
 
-def reporter(console: Console) -> Bar | Lines:
+def make_reporter(console: Console) -> ProgressBar | ProgressLines:
     """The bar where the console is a terminal, else the lines."""
-    return Bar(console) if console.is_terminal else Lines(console)
+    return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
 @contextmanager
-def transfer(console: Console) -> Iterator[Callable[[str, int, int | None], None] | None]:
+def download_progress(console: Console) -> Iterator[Callable[[str, int, int | None], None] | None]:
     """Who is told how a download goes (file, bytes so far, bytes in all): a bar on a terminal, nobody elsewhere."""
     if not console.is_terminal:
         yield None
@@ -180,7 +183,7 @@ def transfer(console: Console) -> Iterator[Callable[[str, int, int | None], None
         yield tell
 
 
-def numbers(row: Mapping[str, Any]) -> list[str]:
+def format_measurements(row: Mapping[str, Any]) -> list[str]:
     """The measurements that are there, in words."""
     texts = {
         "loss": "loss {:.3f}",
@@ -192,7 +195,7 @@ def numbers(row: Mapping[str, Any]) -> list[str]:
     return [*found, f"sparsity {100 * row['sparsity']:.1f} %"] if row.get("sparsity") else found
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as 0:07, 12:30 or 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

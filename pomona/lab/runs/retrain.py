@@ -27,13 +27,14 @@ from pomona.errors import require, unknown
 from pomona.methods import METHODS
 from pomona.registry import describe
 
-from ..recipes.optimizers import Rate, Step
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.learning_rates import LearningRate, StepDecay
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 from . import masks
-from .folder import METRICS
-from .run import Note, Progress, train
+from .folder import METRICS_FILE
+from .run import NoteCallback, ProgressListener, train
 
-FROM = ("init", "random", "final")
+STARTS = ("init", "random", "final")
 BUDGETS = ("epochs", "flops")
 
 
@@ -46,23 +47,23 @@ def retrain(
     seed: int | None = None,
     resume: bool = False,
     data_dir: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
-    note: Note = warnings.warn,
+    note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
     """Train the mask that a finished run found, in a folder of its own; both runs side by side under `runs`.
 
     The folder is `RUN-retrain-START`, with `-flops` behind it for that budget, unless `out` is given. `seed` is
     that of a `random` start.
     """
-    recipe, folder = plan(run, start, budget, out=out, seed=seed)
+    recipe, folder = prepare_retraining(run, start, budget, out=out, seed=seed)
     summary = train(recipe, folder, resume=resume, data_dir=data_dir, progress=progress, stop=stop, note=note)
-    before = record(Path(run), "as trained")
-    after = record(folder, f"retrained from {start}")
+    before = summarize_run(Path(run), "as trained")
+    after = summarize_run(folder, f"retrained from {start}")
     return {"from": start, "budget": budget, "runs": [before, after], "summary": summary}
 
 
-def plan(
+def prepare_retraining(
     run: str | Path,
     start: str = "init",
     budget: str = "epochs",
@@ -72,12 +73,12 @@ def plan(
 ) -> tuple[Recipe, Path]:
     """The recipe of a retraining, and its folder. Nothing is written."""
     run = Path(run)
-    if start not in FROM:
-        raise unknown("start of a retraining", start, FROM)
+    if start not in STARTS:
+        raise unknown("start of a retraining", start, STARTS)
     if budget not in BUDGETS:
         raise unknown("budget", budget, BUDGETS)
     require(seed is None or start == "random", f"a seed is for a random start, and this one is from {start}.")
-    source, summary = finished(run)
+    source, summary = load_finished_run(run)
     found = masks.load(run)
     require(
         start != "init" or source.origin.run is None or source.origin.weights == "new",
@@ -85,7 +86,7 @@ def plan(
     )
     name = f"{run.resolve().name}-retrain-{start}{'-flops' if budget == 'flops' else ''}"
     once = source.train.epochs + source.finetune.epochs
-    epochs = once if budget == "epochs" else max(1, round(cost(run) / per_epoch(summary)))
+    epochs = once if budget == "epochs" else max(1, round(training_cost(run) / final_epoch_cost(summary)))
     settings = source.to_dict() | {
         "name": name,
         "seed": source.seed if start != "random" else source.seed + 1_000_003 if seed is None else seed,
@@ -95,14 +96,14 @@ def plan(
             "fingerprint": summary["fingerprint"],
         },
         "method": {"name": "finetune", "include": list(found), "pattern": source.method["pattern"]},
-        "rate": describe(stretched(source.rate, source.train.epochs)),
+        "rate": describe(milestones_as_shares(source.rate, source.train.epochs)),
         "train": dataclasses.asdict(source.train) | {"epochs": epochs, "track": False},
         "finetune": {"epochs": 0},
     }
     return Recipe.load(settings), Path(out) if out is not None else run.resolve().with_name(name)
 
 
-def finished(run: Path) -> tuple[Recipe, dict[str, Any]]:
+def load_finished_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
     """Recipe and summary of a run that is complete and has pruned something."""
     require((run / "recipe.toml").is_file(), f"'{run}' is no run: it has no recipe.toml.")
     done = run / "summary.json"
@@ -112,15 +113,15 @@ def finished(run: Path) -> tuple[Recipe, dict[str, Any]]:
     return recipe, json.loads(done.read_bytes())
 
 
-def stretched(rate: Rate, epochs: int) -> Rate:
+def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
     """The same rate with its milestones as shares of training, so that another length keeps their places."""
-    if not isinstance(rate, Step):
+    if not isinstance(rate, StepDecay):
         return rate
     shares = tuple(min(1.0, m / epochs) if isinstance(m, int) else m for m in rate.milestones)
     return dataclasses.replace(rate, milestones=shares)
 
 
-def record(run: Path, how: str) -> dict[str, Any]:
+def summarize_run(run: Path, how: str) -> dict[str, Any]:
     """A run in a few numbers; its cost is in epochs of dense training."""
     summary = json.loads((run / "summary.json").read_bytes())
     measure = "accuracy" if "accuracy" in summary else "perplexity"
@@ -130,7 +131,7 @@ def record(run: Path, how: str) -> dict[str, Any]:
         measure: summary[measure],
         "sparsity": summary["sparsity"],
         "epochs": summary["epoch"],
-        "cost": cost(run),
+        "cost": training_cost(run),
         "seed": summary["seed"],
     }
 
@@ -138,16 +139,16 @@ def record(run: Path, how: str) -> dict[str, Any]:
 # ---- what a training costs
 
 
-def per_epoch(summary: Mapping[str, Any]) -> float:
+def final_epoch_cost(summary: Mapping[str, Any]) -> float:
     """The cost of an epoch with the final mask, where a dense one costs 1."""
     return summary["macs_left"] / summary["macs"]
 
 
-def cost(run: Path) -> float:
+def training_cost(run: Path) -> float:
     """What a finished run took to train, in epochs of dense training."""
-    recipe, summary = finished(run)
-    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    weights = macs(run)
+    recipe, summary = load_finished_run(run)
+    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    weights = mac_shares(run)
     free = METHODS[recipe.method["name"]].weights == "free"
     steps = summary["step"] / summary["epoch"]
     spent, first = 0.0, 0
@@ -156,22 +157,22 @@ def cost(run: Path) -> float:
         if free and stage["stage"] != "finetune":
             spent += stage["step"] - first
         elif not updates:  # the masks were held
-            spent += (stage["step"] - first) * density(weights, list(stage["layers"].values()))
+            spent += (stage["step"] - first) * remaining_macs(weights, list(stage["layers"].values()))
         else:
             times = [first, *(line["step"] for line in updates), stage["step"]]
-            shares = [1.0, *(density(weights, line["layers"]) for line in updates)]
+            shares = [1.0, *(remaining_macs(weights, line["layers"]) for line in updates)]
             spent += sum((b - a) * share for (a, b), share in zip(itertools.pairwise(times), shares, strict=True))
         first = stage["step"]
     return spent / steps
 
 
-def density(weights: Mapping[str, float], sparsities: Sequence[float]) -> float:
+def remaining_macs(weights: Mapping[str, float], sparsities: Sequence[float]) -> float:
     """The share of all MACs that is left where the pruned tensors have these sparsities."""
     *pruned, rest = weights.values()
     return rest + sum(share * (1 - sparsity) for share, sparsity in zip(pruned, sparsities, strict=True))
 
 
-def macs(run: Path) -> dict[str, float]:
+def mac_shares(run: Path) -> dict[str, float]:
     """The share that each pruned tensor has of the model's MACs, and at the end that of all others."""
     with safe_open(run / "model.safetensors", "pt") as file:
         model = models.build(**json.loads(file.metadata()["pomona"]))

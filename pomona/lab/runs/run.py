@@ -49,30 +49,34 @@ from pomona.registry import describe
 from ..recipes.recipe import Recipe
 from . import checkpoint, loops, masks
 from . import environment as env
-from .distributed import Team, assembled
-from .evaluate import autocast, batchnorms, cross_entropy, measure, reestimate_batchnorm
+from .distributed import DistributedContext, joined_processes
+from .evaluate import autocast, batchnorm_layers, cross_entropy, measure, reestimate_batchnorm
 from .folder import (
-    MODEL,
-    RECIPE,
-    SUMMARY,
-    Metrics,
-    as_json,
-    check_folder,
-    claimed,
-    compare_models,
-    compare_recipes,
-    refuse_used,
+    MODEL_FILE,
+    RECIPE_FILE,
+    SUMMARY_FILE,
+    MetricsWriter,
+    encode_json,
+    locked_folder,
+    refuse_used_folder,
+    require_same_recipe,
+    require_same_tensors,
+    validate_folder,
 )
-from .folder import summary as summary_of
-from .loops import PACKED, SETUP
-from .stages import stages
-from .weight_average import Mean
+from .folder import read_summary as summary_of
+from .loops import CONCURRENT_RUN, SHARED_STATE_LOCK
+from .stages import make_stages
+from .weight_average import WeightAverage
 
-Note = Callable[[str], None]
-HOW = ("foreach", "fused", "capturable")  # an optimizer's options that say how a step is computed, not which
+NoteCallback = Callable[[str], None]
+EXECUTION_OPTIONS = (
+    "foreach",
+    "fused",
+    "capturable",
+)  # an optimizer's options that say how a step is computed, not which
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """Who is told how a run goes. A resumed run first tells the steps it has behind it."""
 
     def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None: ...
@@ -104,9 +108,9 @@ def train(
     *,
     resume: bool = False,
     data_dir: Path | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
-    note: Note = warnings.warn,
+    note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
     """Train a recipe in a folder and return its summary, which is also in `summary.json`.
 
@@ -116,30 +120,30 @@ def train(
     know, such as a damaged checkpoint.
     """
     folder = Path(folder)
-    with assembled(recipe.train.device) as (team, device), own_random(device):
-        done = check_folder(recipe, folder, resume)
-        team.wait()  # all have looked before one begins to write
+    with joined_processes(recipe.train.device) as (processes, device), isolated_random_state(device):
+        done = validate_folder(recipe, folder, resume)
+        processes.wait()  # all have looked before one begins to write
         if done is not None:
             return done
-        with SETUP:
-            run = Run(recipe, folder, team, device, data_dir, progress, note)
+        with SHARED_STATE_LOCK:
+            run = Run(recipe, folder, processes, device, data_dir, progress, note)
         try:
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 run.open(resume)
-            with signals() as asked:
+            with catch_stop_signals() as asked:
                 run.train(lambda: asked() or (stop is not None and stop()))
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 summary = run.finish()
-            team.wait()  # until the first has written it all
+            processes.wait()  # until the first has written it all
             return summary
         finally:
             run.close()
 
 
-def plan(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+def describe_run(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
     """What `train` would do, after all the checks it would make; nothing is trained or written."""
-    with assembled(recipe.train.device) as (team, device), own_random(device):
-        run = Run(recipe, Path(), team, device, data_dir)
+    with joined_processes(recipe.train.device) as (processes, device), isolated_random_state(device):
+        run = Run(recipe, Path(), processes, device, data_dir)
         run.begin(0)
         cost = models.summary(run.model, run.data.input_shape)
         return {
@@ -163,34 +167,34 @@ class Run:
         self,
         recipe: Recipe,
         folder: Path,
-        team: Team,
+        processes: DistributedContext,
         device: torch.device,
         data_dir: Path | str | None = None,
-        progress: Progress | None = None,
-        note: Note = warnings.warn,
+        progress: ProgressListener | None = None,
+        note: NoteCallback = warnings.warn,
     ) -> None:
-        self.recipe, self.folder, self.team, self.device = recipe, folder, team, device
+        self.recipe, self.folder, self.processes, self.device = recipe, folder, processes, device
         self.options = recipe.train
-        self.progress = progress if team.first else None
-        self.note: Note = note if team.first else lambda text: None
+        self.progress = progress if processes.is_first else None
+        self.note: NoteCallback = note if processes.is_first else lambda text: None
         torch.manual_seed(recipe.seed)
         self.data = load_data(recipe, data_dir, device)
         self.built = model_options(recipe, self.data)
         self.model = models.build(**self.built).to(device)
         self.masks: Masks | None = None  # that the last stage left, or another run
         self.inherit()
-        if not team.first:
-            torch.manual_seed(recipe.seed + team.rank)  # the same weights, but other draws for dropout
+        if not processes.is_first:
+            torch.manual_seed(recipe.seed + processes.rank)  # the same weights, but other draws for dropout
         self.channels_last = device.type == "cuda" and self.data.kind == "image"
         if self.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         models.summary(self.model, self.data.input_shape)  # refuses a model that does not run on this data
-        self.batches = self.training(rank=team.rank, world=team.world)
+        self.batches = self.training(rank=processes.rank, world=processes.world_size)
         self.per_epoch = len(self.batches)
-        self.stages = stages(recipe, self.model)
+        self.stages = make_stages(recipe, self.model)
         self.epochs = sum(stage.epochs for stage in self.stages)
         self.total = self.per_epoch * self.epochs
-        self.network = team.wrap(self.model, device)
+        self.network = processes.wrap(self.model, device)
         self.results: list[dict[str, Any]] = []  # of the stages that are over
         self.rewound: dict[str, Tensor] = {}  # early weights, to which a lottery goes back
         self.step = 0  # of all stages together
@@ -200,7 +204,7 @@ class Run:
         self.lap_steps = 0  # steps since the lap began: with the epoch, or when resumed within it
         self.pace = 0.0  # samples per second of the last lap
         self.written = 0  # bytes of the metrics that a checkpoint knows of
-        self.metrics: Metrics | None = None
+        self.metrics: MetricsWriter | None = None
         self.opened = ExitStack()  # what is to be closed
         if self.progress is not None:
             self.opened.callback(self.progress.close)
@@ -221,10 +225,10 @@ class Run:
         )
         if origin.weights == "final":
             try:
-                weights = safetensors.torch.load_file(folder / MODEL)
+                weights = safetensors.torch.load_file(folder / MODEL_FILE)
             except (OSError, SafetensorError) as error:
                 raise PomonaError(f"the weights of the run '{folder}' cannot be read: train it again.") from error
-            compare_models(weights, self.model.state_dict(), folder)
+            require_same_tensors(weights, self.model.state_dict(), folder)
             self.model.load_state_dict(weights)
         if self.recipe.method["name"] == "finetune":
             self.masks = {name: mask.to(self.device) for name, mask in masks.load(folder).items()}
@@ -236,13 +240,13 @@ class Run:
         self.steps = self.per_epoch * self.stage.epochs
         if not resumed:
             self.stage.prepare(self)
-        self.rate = self.stage.rate.over(self.stage.optimizer.lr, self.steps, self.per_epoch)
-        kind = loops.choose(self)
+        self.rate = self.stage.rate.rate_function(self.stage.optimizer.lr, self.steps, self.per_epoch)
+        kind = loops.choose_loop(self)
         learning = (p for p in self.model.parameters() if p.requires_grad)
         self.optimizer = self.stage.optimizer.build(learning, captured=kind != "eager")
-        self.loop = loops.make(self, kind)
+        self.loop = loops.make_loop(self, kind)
         self.pruner = self.stage.pruner(self)
-        self.mean = Mean(self.model)
+        self.mean = WeightAverage(self.model)
         self.updates = 0  # of the pruner's history that stand in metrics.jsonl
 
     @property
@@ -283,20 +287,22 @@ class Run:
 
     def open(self, resume: bool) -> None:
         """Begin the folder, or take up what is in it."""
-        begun = resume and checkpoint.found(self.folder)
+        begun = resume and checkpoint.exists(self.folder)
         if not begun:
             self.begin(0)  # refuses what does not work before there is a folder
-        if self.team.first:
-            self.opened.enter_context(claimed(self.folder))
+        if self.processes.is_first:
+            self.opened.enter_context(locked_folder(self.folder))
             if not resume:
-                refuse_used(self.folder)  # by one that was quicker
+                refuse_used_folder(self.folder)  # by one that was quicker
         if begun:
             self.restore(checkpoint.load(self.folder, self.note))
         else:
             self.make_folder()
-        if self.team.first:
-            checkpoint.replace(self.folder / "env.json", as_json(env.facts() | {"data": self.data.describe()}))
-            self.metrics = Metrics(self.folder, self.written)
+        if self.processes.is_first:
+            checkpoint.replace_file(
+                self.folder / "env.json", encode_json(env.describe_environment() | {"data": self.data.describe()})
+            )
+            self.metrics = MetricsWriter(self.folder, self.written)
             self.opened.callback(self.metrics.close)
         if self.progress is not None:
             self.progress.start(self.epochs, self.per_epoch, self.recipe.name)
@@ -305,8 +311,8 @@ class Run:
 
     def make_folder(self) -> None:
         """What is in the folder of a run that has not taken a step."""
-        if self.team.first:
-            checkpoint.replace(self.folder / RECIPE, self.recipe.to_toml().encode())
+        if self.processes.is_first:
+            checkpoint.replace_file(self.folder / RECIPE_FILE, self.recipe.to_toml().encode())
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs; the pruner's part rides in the optimizer's."""
@@ -336,17 +342,17 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint, with all metrics up to here safely on the disk before it."""
         self.read_losses()
-        if self.team.first:
+        if self.processes.is_first:
             self.write_updates()
             checkpoint.save(self.folder, self.state())
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state."""
-        compare_models(state["model"], self.model.state_dict(), self.folder)
-        compare_recipes(self.recipe, Recipe.load(state["recipe"]), self.folder)
+        require_same_tensors(state["model"], self.model.state_dict(), self.folder)
+        require_same_recipe(self.recipe, Recipe.load(state["recipe"]), self.folder)
         self.begin(state["stage"], resumed=True)
         self.model.load_state_dict(state["model"])
-        ways = [{key: group[key] for key in HOW if key in group} for group in self.optimizer.param_groups]
+        ways = [{key: group[key] for key in EXECUTION_OPTIONS if key in group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, way in zip(self.optimizer.param_groups, ways, strict=True):
             group.update(way)  # that of this loop, which may not be the one the checkpoint is from
@@ -356,12 +362,12 @@ class Run:
             self.pruner.snapshot = state["rewind"]
         self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
         self.seconds, self.written = state["seconds"], state["metrics"]
-        if self.team.first:
+        if self.processes.is_first:
             torch.set_rng_state(state["random"])
             if self.device.type == "cuda" and state["random_cuda"] is not None:
                 torch.cuda.set_rng_state(state["random_cuda"], self.device)
         else:  # only the first rank's dropout is continued; the others draw anew
-            torch.manual_seed(self.recipe.seed + self.step + self.team.rank)
+            torch.manual_seed(self.recipe.seed + self.step + self.processes.rank)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a line to the metrics."""
@@ -387,7 +393,7 @@ class Run:
             self.end_stage()
             if len(self.results) == len(self.stages):
                 return
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 self.begin(self.index + 1)
 
     def train_stage(self, stop: Callable[[], bool]) -> None:
@@ -423,7 +429,7 @@ class Run:
         taken = self.loop.losses()
         if taken is None:
             return None
-        losses = self.team.mean(taken).tolist()
+        losses = self.processes.mean(taken).tolist()
         first = self.step - len(losses) + 1
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
@@ -445,7 +451,7 @@ class Run:
         self.mean.install()
         if self.pruner is not None:
             self.pruner.apply(self.model)
-        if batchnorms(self.model) and self.options.reestimate:
+        if batchnorm_layers(self.model) and self.options.reestimate:
             self.model.load_state_dict(self.refreshed().state_dict())
 
     def refreshed(self) -> nn.Module:
@@ -455,9 +461,9 @@ class Run:
 
     def agree(self, stop: bool) -> bool:
         """Whether any rank was asked to stop; asked of all of them at the steps where losses are read."""
-        if self.team.world == 1:
+        if self.processes.world_size == 1:
             return stop
-        return self.step % self.loop.interval == 0 and self.team.any(stop, self.device)
+        return self.step % self.loop.interval == 0 and self.processes.any(stop, self.device)
 
     # ---- measuring
 
@@ -474,10 +480,10 @@ class Run:
             "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
         }
         if epoch % self.options.eval_every == 0 or self.step == self.end:
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 row |= self.evaluate()
         row |= {"seconds": self.elapsed, "images_per_second": self.pace}
-        if self.team.first:
+        if self.processes.is_first:
             self.write_updates()
             self.write(row)
         if self.progress is not None:
@@ -514,7 +520,7 @@ class Run:
 
     def stale(self) -> bool:
         """Whether the mask changed so lately that running statistics cannot have followed."""
-        if self.pruner is None or not self.options.reestimate or not batchnorms(self.model):
+        if self.pruner is None or not self.options.reestimate or not batchnorm_layers(self.model):
             return False
         every = getattr(self.pruner.method, "every", 0)  # None is once an epoch
         return self.step - self.first - self.pruner.last_change <= (self.per_epoch if every is None else every)
@@ -523,7 +529,7 @@ class Run:
         """Let go of the pruner, and measure what is left."""
         self.rewound = self.rewind
         if self.pruner is not None:
-            with SETUP, warnings.catch_warnings(record=True) as caught:  # which all threads share
+            with SHARED_STATE_LOCK, warnings.catch_warnings(record=True) as caught:  # which all threads share
                 warnings.simplefilter("always")
                 self.pruner.finish()
             for warning in caught:
@@ -531,7 +537,7 @@ class Run:
             self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}
         last: dict[str, float] = {}
         if self.mean.count:
-            with SETUP:
+            with SHARED_STATE_LOCK:
                 last = {f"{key}_last": value for key, value in self.evaluate().items()}
                 self.install()
         self.results.append(self.end_epoch() | last | self.stage.outcome(self))
@@ -557,43 +563,43 @@ class Run:
             **settled,
             "stages": ends,
             "device": str(self.device),
-            "world": self.team.world,
-            **env.facts(),
+            "world": self.processes.world_size,
+            **env.describe_environment(),
         }
-        if self.team.first:
+        if self.processes.is_first:
             weights = {
                 name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                 for name, tensor in self.model.state_dict().items()
             }
             about = {"pomona": json.dumps(self.built)}
-            checkpoint.replace(self.folder / MODEL, safetensors.torch.save(weights, about))
+            checkpoint.replace_file(self.folder / MODEL_FILE, safetensors.torch.save(weights, about))
             if self.masks is not None:
                 masks.save(self.folder, self.masks)
-            checkpoint.replace(self.folder / SUMMARY, as_json(summary))
+            checkpoint.replace_file(self.folder / SUMMARY_FILE, encode_json(summary))
         return summary
 
 
-_loaded: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary()
+_shared_datasets: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary()
 
 
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
     """The recipe's data set, on the device; runs that are packed read one copy of it."""
     options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
     key = repr(options)
-    found = _loaded.get(key) if loops.PACKED.get() else None
+    found = _shared_datasets.get(key) if loops.CONCURRENT_RUN.get() else None
     if found is None:
         found = data.load(options.pop("name"), **options)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # others will read it on streams of their own
-        _loaded[key] = found
+        _shared_datasets[key] = found
     return found
 
 
 def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     """Name and options of the model, with what follows from the data unless the recipe says otherwise."""
     info = models.info(recipe.model["name"])
-    if not _fits(info, dataset.kind):
-        fitting = [name for name in models.names() if _fits(models.info(name), dataset.kind)]
+    if not _is_for_data(info, dataset.kind):
+        fitting = [name for name in models.names() if _is_for_data(models.info(name), dataset.kind)]
         raise PomonaError(
             f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
             f"choose one of {', '.join(fitting)}."
@@ -604,15 +610,15 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     return {**follows, **recipe.model}
 
 
-def _fits(info: models.Info, kind: str) -> bool:
+def _is_for_data(info: models.Info, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
     return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
 @contextmanager
-def own_random(device: torch.device) -> Iterator[None]:
+def isolated_random_state(device: torch.device) -> Iterator[None]:
     """A run seeds torch's generators; its caller's are given back afterwards."""
-    if PACKED.get():  # whoever packs runs gives them back for all
+    if CONCURRENT_RUN.get():  # whoever packs runs gives them back for all
         yield
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -620,7 +626,7 @@ def own_random(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def signals() -> Iterator[Callable[[], bool]]:
+def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C or SIGTERM came. A second one is not waited for: it raises KeyboardInterrupt."""
     caught: list[int] = []
 

@@ -21,8 +21,10 @@ from pomona.errors import require
 from pomona.methods.finetune import Finetune
 from pomona.methods.lottery import Holder, Lottery, Rounds
 
-from ..recipes.optimizers import Optimizer, Rate
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.learning_rates import LearningRate
+from ..recipes.optimizers import OptimizerSpec
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 from . import masks
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ class Stage:
 
     name: str
     epochs: int
-    optimizer: Optimizer
-    rate: Rate
+    optimizer: OptimizerSpec
+    rate: LearningRate
 
     def prepare(self, run: Run) -> None:
         """What is done to the trained model before the stage begins; a resumed stage has it behind it."""
@@ -47,21 +49,21 @@ class Stage:
 
     def outcome(self, run: Run) -> dict[str, Any]:
         """What the summary tells of the stage besides its last measurements: the sparsity of each tensor."""
-        return {"layers": masks.sparsities(run.masks or {})}
+        return {"layers": masks.layer_sparsities(run.masks or {})}
 
 
 @dataclass(frozen=True)
-class Pruning(Stage):
+class PruningStage(Stage):
     """The recipe's method at work."""
 
     method: Method
 
     def pruner(self, run: Run) -> Pruner:
         if isinstance(self.method, Finetune) and run.masks is not None:
-            return attach(hold(self.method, run), run)
+            return attach_pruner(make_mask_holder(self.method, run), run)
         looks = self.method.before and self.method.due(Time(0, run.steps, run.per_epoch))  # at a gradient, first
         loss = run.unseen_loss if looks else None
-        return attach(Pruner(self.method), run, loss=loss, track=run.options.track)
+        return attach_pruner(Pruner(self.method), run, loss=loss, track=run.options.track)
 
     def outcome(self, run: Run) -> dict[str, Any]:
         """And where that was tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
@@ -73,17 +75,17 @@ class Pruning(Stage):
 
 
 @dataclass(frozen=True)
-class Tuning(Stage):
+class FinetuneStage(Stage):
     """Training goes on with the masks that the stage before has left."""
 
     method: Method  # whose masks they are
 
     def pruner(self, run: Run) -> Pruner:
-        return attach(hold(self.method, run), run)
+        return attach_pruner(make_mask_holder(self.method, run), run)
 
 
 @dataclass(frozen=True)
-class Round(Stage):
+class LotteryStage(Stage):
     """A round of the lottery: prune what the last one trained, go back to early weights, train."""
 
     method: Lottery
@@ -93,33 +95,33 @@ class Round(Stage):
     def prepare(self, run: Run) -> None:
         if self.index:
             targets = self.method.targets(run.model)
-            kept = Rounds(self.method).prune(targets, outputs_first(targets, run.masks), self.sparsity)
+            kept = Rounds(self.method).prune(targets, masks_outputs_first(targets, run.masks), self.sparsity)
             run.masks = {t.name: kept[t.name].movedim(0, t.rows) for t in targets}
             run.model.load_state_dict(run.rewind)
 
     def pruner(self, run: Run) -> Pruner:
-        return attach(hold(self.method, run, rewind=None if self.index else self.method.rewind), run)
+        return attach_pruner(make_mask_holder(self.method, run, rewind=None if self.index else self.method.rewind), run)
 
 
-def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
+def make_stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     """What a run of the recipe does, in order."""
     first = recipe.train.epochs, recipe.optimizer, recipe.rate
     second = recipe.finetune.epochs, recipe.finetune.optimizer, recipe.finetune.rate
-    method = method_of(recipe)
+    method = make_method(recipe)
     found: list[Stage]
     if method is None:
         found = [Stage("train", *first), Stage("finetune", *second)]
     elif isinstance(method, Lottery):
         count = sum(target.shape.numel() for target in method.targets(model))
         require(count > 0, f"{type(model).__name__} has nothing to prune: name layers with include=[…].")
-        found = [Round(f"round {k}", *first, method, k, level) for k, level in enumerate(method.levels(count))]
-        found.append(Tuning("finetune", *second, method))
+        found = [LotteryStage(f"round {k}", *first, method, k, level) for k, level in enumerate(method.levels(count))]
+        found.append(FinetuneStage("finetune", *second, method))
     else:
-        found = [Pruning("train", *first, method), Tuning("finetune", *second, method)]
+        found = [PruningStage("train", *first, method), FinetuneStage("finetune", *second, method)]
     return [stage for stage in found if stage.epochs]
 
 
-def method_of(recipe: Recipe) -> Method | None:
+def make_method(recipe: Recipe) -> Method | None:
     """The recipe's method, or None for a dense run; a method's own seed is counted from the run's."""
     if recipe.method["name"] == DENSE:
         return None
@@ -129,14 +131,14 @@ def method_of(recipe: Recipe) -> Method | None:
     return METHODS.make(options)
 
 
-def hold(method: Method, run: Run, rewind: int | None = None) -> Holder:
+def make_mask_holder(method: Method, run: Run, rewind: int | None = None) -> Holder:
     """A pruner that holds the run's masks on what a method prunes; where a stage is resumed its state brings them."""
     targets = method.targets(run.model)
     held = Finetune(include=tuple(t.name for t in targets), pattern=method.pattern)
-    return Holder(held, outputs_first(targets, run.masks), rewind)
+    return Holder(held, masks_outputs_first(targets, run.masks), rewind)
 
 
-def outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
+def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
     """Masks as methods see them; what has none is kept whole."""
     names = {target.name: target.shape for target in targets}
     for name, mask in (found or {}).items():
@@ -151,6 +153,6 @@ def outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
     }
 
 
-def attach(pruner: Pruner, run: Run, **options: Any) -> Pruner:
+def attach_pruner(pruner: Pruner, run: Run, **options: Any) -> Pruner:
     """Put a pruner to work on the run's model."""
     return pruner.attach(run.model, run.optimizer, run.steps, run.per_epoch, **options)

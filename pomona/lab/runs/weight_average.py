@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Mean:
+class WeightAverage:
     """The mean of the weights that a model had each time it was asked to look; it stays on the device."""
 
     def __init__(self, model: nn.Module) -> None:

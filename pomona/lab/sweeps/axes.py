@@ -26,8 +26,10 @@ from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
 from pomona.registry import parse
 
-from ..recipes.recipe import DENSE, Recipe, literal, put, read
-from ..runs.folder import summary
+from ..recipes.options import DENSE
+from ..recipes.overrides import parse_value, read_recipe, set_setting
+from ..recipes.recipe import Recipe
+from ..runs.folder import read_summary
 
 Axes = Mapping[str, Sequence[Any]]
 
@@ -49,7 +51,7 @@ class SweepRun:
 
     def load_summary(self) -> dict[str, Any] | None:
         """Return the summary in the folder; None unless the run is complete and has these settings."""
-        found = summary(self.folder)
+        found = read_summary(self.folder)
         return found if found is not None and found["fingerprint"] == self.recipe.fingerprint() else None
 
 
@@ -60,7 +62,7 @@ def expand_runs(
 
     `axes` replace the axes of the same name in the recipe's [sweep] section.
     """
-    settings = read(source, overrides)
+    settings = read_recipe(source, overrides)
     section = settings.pop("sweep", {})
     require(isinstance(section, Mapping), f"[sweep] takes settings and lists of their values, got {section!r}.")
     axes = {**section, **axes}
@@ -89,7 +91,7 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
         bool(equals and key.strip()) and all(part.strip() for part in parts),
         f"'{text}' is not of the form key=value,value,… (seed=0,1,2).",
     )
-    return key.strip(), [literal(part.strip()) for part in parts]
+    return key.strip(), [parse_value(part.strip()) for part in parts]
 
 
 def split_at_commas(text: str) -> list[str]:
@@ -123,7 +125,7 @@ def make_run(settings: Mapping[str, Any], values: Mapping[str, Any], out: Path) 
         elif "method" in values and key.startswith("method.") and not has_option(recipe["method"], key.split(".")[1]):
             dropped.append(key)
         else:
-            put(recipe, key, value)
+            set_setting(recipe, key, value)
             if key not in ("seed", "method.sparsity"):
                 setting[key] = value
     made = Recipe.load(recipe)

@@ -19,9 +19,9 @@ import torch
 
 from pomona.errors import require
 
-from ..runs.distributed import pick
-from ..runs.loops import PACKED, SETUP
-from ..runs.run import Interrupted, Note, own_random, signals
+from ..runs.distributed import select_device
+from ..runs.loops import CONCURRENT_RUN, SHARED_STATE_LOCK
+from ..runs.run import Interrupted, NoteCallback, catch_stop_signals, isolated_random_state
 from .job import Job
 
 MAX_CONCURRENT = 24  # torch has a pool of 32 streams, some of which it uses itself
@@ -31,7 +31,7 @@ SWITCH_SECONDS = 5e-4  # interval at which Python may switch threads; its defaul
 Messages = queue.SimpleQueue[tuple[str, Any]]  # ("note", text) or ("done", (index, result))
 
 
-def train_concurrently(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
+def train_concurrently(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the index and the summary (or `error`) of each job as it completes, with `count` jobs at a time.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint. Closing the iterator
@@ -39,7 +39,7 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: Note) -> Iterator[
     """
     require(1 <= count <= MAX_CONCURRENT, f"concurrent takes 1 to {MAX_CONCURRENT} runs at once, got {count}.")
     for job in jobs:
-        device = pick(job.recipe.train.device)
+        device = select_device(job.recipe.train.device)
         require(
             device.type == "cuda",
             f"concurrent runs need a GPU, and '{job.recipe.name}' is for '{device}': "
@@ -54,7 +54,11 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: Note) -> Iterator[
         threading.Thread(target=serve_jobs, args=(jobs, waiting, messages, stop), name=f"run {k}", daemon=True)
         for k in range(min(count, len(jobs)))
     ]
-    with own_random(torch.device("cuda")), frequent_thread_switches(), signals() as stop_requested:
+    with (
+        isolated_random_state(torch.device("cuda")),
+        frequent_thread_switches(),
+        catch_stop_signals() as stop_requested,
+    ):
         try:
             for thread in threads:
                 thread.start()
@@ -68,7 +72,7 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: Note) -> Iterator[
 
 def serve_jobs(jobs: Sequence[Job], waiting: queue.SimpleQueue[int], messages: Messages, stop: threading.Event) -> None:
     """Run one waiting job after another on one CUDA stream per device; the main function of a thread."""
-    PACKED.set(True)
+    CONCURRENT_RUN.set(True)
     streams: dict[torch.device, torch.cuda.Stream] = {}
     while not stop.is_set():
         try:
@@ -76,7 +80,7 @@ def serve_jobs(jobs: Sequence[Job], waiting: queue.SimpleQueue[int], messages: M
         except queue.Empty:
             return
         try:
-            device = pick(jobs[index].recipe.train.device)
+            device = select_device(jobs[index].recipe.train.device)
             stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 result = jobs[index].run(stop.is_set, lambda text: messages.put(("note", text)))
@@ -94,12 +98,12 @@ def free_gpu_memory() -> None:
     The parts of a run refer to each other, so only the garbage collector frees them, and the collector does not see
     how many bytes they hold on the GPU.
     """
-    with SETUP:
+    with SHARED_STATE_LOCK:
         gc.collect()
 
 
 def next_result(
-    messages: Messages, note: Note, stop_requested: Callable[[], bool]
+    messages: Messages, note: NoteCallback, stop_requested: Callable[[], bool]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the index and result of the next job that completes, and pass notes on to `note` in the meantime."""
     while True:

@@ -15,7 +15,8 @@ from typing import Any
 
 from pomona.errors import PomonaError, require, unknown
 
-from ..recipes.recipe import Recipe, put, read
+from ..recipes.overrides import read_recipe, set_setting
+from ..recipes.recipe import Recipe
 from ..runs.run import Interrupted
 from . import sweep
 from .axes import SweepRun, run_folder, run_label
@@ -96,9 +97,9 @@ def resolve_search(
 
 def read_settings(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a recipe, with a validation part."""
-    settings = read(source, overrides)
+    settings = read_recipe(source, overrides)
     if not Recipe.load(settings).data.validation:
-        put(settings, "data.validation", VALIDATION_SHARE)
+        set_setting(settings, "data.validation", VALIDATION_SHARE)
     return settings
 
 
@@ -178,8 +179,8 @@ def score_point(point: SearchPoint) -> float:
 
 def point_recipe(settings: Mapping[str, Any], key: str, value: float, seed: int = 0) -> Recipe:
     """Return the recipe of one value and seed."""
-    changed = read(settings)
-    put(changed, key, value)
+    changed = read_recipe(settings)
+    set_setting(changed, key, value)
     recipe = Recipe.load({**changed, "seed": seed})
     return dataclasses.replace(recipe, name=run_label({key: value, "seed": seed}))
 

@@ -10,7 +10,7 @@ from typing import Any
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted, Note, Progress, train
+from ..runs.run import Interrupted, NoteCallback, ProgressListener, train
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,10 @@ class Job:
     data_dir: Path | str | None = None
 
     def run(
-        self, stop: Callable[[], bool] | None = None, note: Note | None = None, progress: Progress | None = None
+        self,
+        stop: Callable[[], bool] | None = None,
+        note: NoteCallback | None = None,
+        progress: ProgressListener | None = None,
     ) -> dict[str, Any]:
         """Train and return the summary, or `{"error": reason}` where the run fails; Interrupted is passed on."""
         begun = (self.folder / "recipe.toml").is_file()

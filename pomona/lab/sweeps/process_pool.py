@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..runs.run import Interrupted, Note, signals
+from ..runs.run import Interrupted, NoteCallback, catch_stop_signals
 from .job import Job
 
 # A fork of this process would inherit its threads and its CUDA context. A fork server has only imported modules.
@@ -78,7 +78,7 @@ def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
             return
 
 
-def train_in_processes(jobs: Sequence[Job], count: int, note: Note) -> Iterator[tuple[int, dict[str, Any]]]:
+def train_in_processes(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the index and the summary (or `error`) of each job as it completes, from `count` processes.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second signal does
@@ -87,7 +87,7 @@ def train_in_processes(jobs: Sequence[Job], count: int, note: Note) -> Iterator[
     stop = CONTEXT.Event()
     waiting, attempts = deque(range(len(jobs))), [0] * len(jobs)
     workers: list[Worker] = []
-    with signals() as stop_requested:
+    with catch_stop_signals() as stop_requested:
         try:
             while waiting or any_busy(workers):
                 if stop_requested():
@@ -115,7 +115,7 @@ def any_busy(workers: Sequence[Worker]) -> bool:
 
 
 def collect_results(
-    workers: list[Worker], waiting: deque[int], attempts: list[int], note: Note
+    workers: list[Worker], waiting: deque[int], attempts: list[int], note: NoteCallback
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the results that have arrived and pass notes on to `note`.
 

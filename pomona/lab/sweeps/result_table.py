@@ -11,7 +11,8 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from ..recipes.recipe import DENSE, Recipe
+from ..recipes.options import DENSE
+from ..recipes.recipe import Recipe
 
 FinishedRun = tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]  # recipe, values on the axes, summary
 MAX_COLUMNS = 6  # methods that fit a terminal as columns; more methods become rows

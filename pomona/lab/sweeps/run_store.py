@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
 
-from ..recipes.recipe import DENSE, FinetuneOptions, Recipe
+from ..recipes.options import DENSE, FinetuneOptions
+from ..recipes.recipe import Recipe
 from ..runs import checkpoint, retrain
-from ..runs.distributed import here
-from ..runs.folder import RECIPE, summary
+from ..runs.distributed import distributed_context
+from ..runs.folder import RECIPE_FILE, read_summary
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
 BUNDLED_RECORDS = Path(__file__).resolve().parents[3] / RECORDS  # the records in the repository of the code
@@ -51,13 +52,13 @@ class StoredRun:
         """Return the cost of the training in epochs of dense training; None where it can no longer be computed."""
         if self.longer_run is not None:
             whole, tuned = self.longer_run.cost(), self.longer_run.recipe.finetune.epochs
-            return None if whole is None else whole - tuned * retrain.per_epoch(self.summary or {})
+            return None if whole is None else whole - tuned * retrain.final_epoch_cost(self.summary or {})
         if self.summary is None or "cost" in self.summary:
             return (self.summary or {}).get("cost")
         if self.recipe.method["name"] == DENSE:
             return float(self.summary["epoch"])
         try:
-            return None if self.folder is None else retrain.cost(self.folder)
+            return None if self.folder is None else retrain.training_cost(self.folder)
         except READ_ERRORS:
             return None
 
@@ -144,7 +145,7 @@ def without_finetune(recipe: Recipe) -> Recipe:
 def find_run_folders(place: Path) -> Iterator[Path]:
     """Yield the folders of runs below a folder, at any depth."""
     for folder, inner, files in os.walk(place):
-        if RECIPE in files:
+        if RECIPE_FILE in files:
             inner.clear()
             yield Path(folder)
         else:
@@ -154,10 +155,10 @@ def find_run_folders(place: Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> StoredRun | None:
     """Return the run in a folder; None where its recipe cannot be read."""
     try:
-        recipe = Recipe.load(folder / RECIPE)
+        recipe = Recipe.load(folder / RECIPE_FILE)
     except PomonaError:
         return None
-    found = summary(folder)
+    found = read_summary(folder)
     return StoredRun(recipe, folder, None if found is None or find_mismatch(found, recipe) else found)
 
 
@@ -198,10 +199,16 @@ def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path 
     Nothing is written, and None returned, for a run that is not complete or has no folder, without a folder for
     records, and in all processes of torchrun but the first.
     """
-    if records is None or run is None or run.summary is None or run.folder is None or not here().first:
+    if (
+        records is None
+        or run is None
+        or run.summary is None
+        or run.folder is None
+        or not distributed_context().is_first
+    ):
         return None
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
-    with checkpoint.writing(records):
+    with checkpoint.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    checkpoint.replace(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
+    checkpoint.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
     return file

@@ -16,9 +16,9 @@ from pomona.errors import require
 
 from ..recipes.recipe import Recipe
 from ..runs import checkpoint, environment
-from ..runs.distributed import here, pick
-from ..runs.folder import as_json
-from ..runs.run import Interrupted, Note, Progress
+from ..runs.distributed import distributed_context, select_device
+from ..runs.folder import encode_json
+from ..runs.run import Interrupted, NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
 from .job import Job
@@ -83,9 +83,9 @@ def sweep(
         done = sum("error" not in result for result in results.values())
         raise SweepInterrupted(out, done, len(runs)) from stopped
     comparison = summarize_runs(runs, [results[i] for i in range(len(runs))])
-    comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.facts()}
-    if here().first:
-        checkpoint.replace(out / "sweep.json", as_json(comparison))
+    comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.describe_environment()}
+    if distributed_context().is_first:
+        checkpoint.replace_file(out / "sweep.json", encode_json(comparison))
     return comparison
 
 
@@ -95,8 +95,8 @@ def train_runs(
     jobs: int | None = None,
     concurrent: int | None = None,
     data_dir: str | Path | None = None,
-    progress: Callable[[], Progress] | None = None,
-    note: Note = warnings.warn,
+    progress: Callable[[], ProgressListener] | None = None,
+    note: NoteCallback = warnings.warn,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the index and the summary (or `error`) of each run as it completes.
 
@@ -109,9 +109,10 @@ def train_runs(
         jobs is None or concurrent is None,
         "runs are trained concurrently on one GPU or in several processes: give concurrent or jobs.",
     )
+    world_size = distributed_context().world_size
     require(
-        here().world == 1 or (concurrent is None and jobs in (None, 1)),
-        f"the {here().world} processes of torchrun train each run together: leave out jobs and concurrent.",
+        world_size == 1 or (concurrent is None and jobs in (None, 1)),
+        f"the {world_size} processes of torchrun train each run together: leave out jobs and concurrent.",
     )
     queued = [Job(run.recipe, run.folder, data_dir) for run in runs]
     if concurrent is not None and queued:
@@ -127,7 +128,9 @@ def train_runs(
 
 def default_process_count(recipes: Sequence[Recipe]) -> int:
     """Return one process per core; a single process under torchrun, or where a recipe trains on a GPU."""
-    if here().world > 1 or any(pick(recipe.train.device).type != "cpu" for recipe in recipes):
+    if distributed_context().world_size > 1 or any(
+        select_device(recipe.train.device).type != "cpu" for recipe in recipes
+    ):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -19,7 +19,7 @@ from ..sweeps.run_store import RunStore
 from .definitions import load_table
 from .paper_table import PaperTable
 
-COMPUTED_TABLE_MODULES = ("pomona.theory.qian", "pomona.lab.runs.private")
+COMPUTED_TABLE_MODULES = ("pomona.theory.qian", "pomona.lab.tables.private_table")
 
 ComputedTable = Callable[..., dict[str, Any]]
 
@@ -45,14 +45,14 @@ def find_table(name: str, overrides: Sequence[str] = ()) -> PaperTable | Compute
     Raises:
         PomonaError: for an unknown name, a recipe, or overrides of a computed table.
     """
-    shipped = bundled.files()
+    shipped = bundled.bundled_files()
     file = Path(name) if Path(name).is_file() else shipped.get(name.removesuffix(".toml"))
     if file is not None:
-        require(bundled.is_table(file), f"'{name}' is a recipe, not a table: it has no [[part]].")
+        require(bundled.is_table_file(file), f"'{name}' is a recipe, not a table: it has no [[part]].")
         return load_table(file, overrides)
     computed = computed_tables()
     if name not in computed:
-        raise unknown("table", name, [*bundled.tables(), *computed])
+        raise unknown("table", name, [*bundled.bundled_tables(), *computed])
     require(not overrides, f"{name} is computed and has no settings: leave out '{(*overrides, '')[0]}'.")
     return computed[name]
 
@@ -66,7 +66,7 @@ def compute_table(function: ComputedTable, progress: Callable[[int, int], None] 
 def list_tables() -> list[dict[str, Any]]:
     """Return every table with its title and how much of it is complete."""
     store, found = RunStore(), []
-    for name, path in bundled.tables().items():
+    for name, path in bundled.bundled_tables().items():
         table = load_table(path)
         about = {"name": name, "title": table.title, "paper": table.paper, "cells": len(table.unique_cells)}
         found.append(about | table.count_runs(store))

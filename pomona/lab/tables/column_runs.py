@@ -11,8 +11,8 @@ from typing import Any
 
 from pomona.errors import require, unknown
 
-from ..recipes.recipe import PASSIVE, Recipe
-from ..runs.retrain import BUDGETS, FROM
+from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
+from ..runs.retrain import BUDGETS, STARTS
 from ..sweeps.axes import make_run, run_label
 from .table_run import TableRun
 
@@ -48,7 +48,7 @@ class RowRuns:
         if "retrain" in column:
             require("from" in column, f"{name} retrains a mask: name the column that finds it with from.")
             start, budget = column["retrain"], column.get("budget", "epochs")
-            require_known("start of a retraining", [start], FROM)
+            require_known("start of a retraining", [start], STARTS)
             require_known("budget", [budget], BUDGETS)
             yield from (TableRun(parent.recipe, parent, (start, budget)) for parent in parents if parent is not None)
             return
@@ -78,7 +78,7 @@ def named_recipe(base: str, values: str) -> Recipe:
     given = json.loads(values)
     ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
     run = make_run(json.loads(base), ordered, Path())
-    unnamed = {*PASSIVE, *run.dropped, "model.name"}
+    unnamed = {*SETTINGS_WITHOUT_EFFECT, *run.dropped, "model.name"}
     named = {key: value for key, value in ordered.items() if key not in unnamed}
     label = run_label({**named, "method": run.recipe.method["name"]})
     return replace(run.recipe, name=f"{run.recipe.model['name']}-{label}")

@@ -42,7 +42,8 @@ from typing import Any
 from pomona.errors import PomonaError, require
 
 from ..recipes import bundled
-from ..recipes.recipe import PASSIVE, Recipe, literal, read
+from ..recipes.overrides import parse_value, read_recipe
+from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
 from .column_runs import RowRuns, look_up, require_known
 from .paper_table import PaperTable, TableCell, parse_paper_number
 from .rendering import MEASURE_COLUMNS
@@ -64,7 +65,7 @@ TABLE_KEYS = (
 PART_KEYS = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 MEASURES = ("accuracy", "valid_accuracy")
 # Keys that are not repeated in the setting of a cell: it has entries for the first ones, and the others have no effect.
-KEYS_NOT_IN_SETTING = {"model.name", "method", "method.sparsity", *PASSIVE}
+KEYS_NOT_IN_SETTING = {"model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT}
 
 
 def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
@@ -100,7 +101,7 @@ def read_definition(path: Path) -> dict[str, Any]:
     require_known("measure to show", definition.get("show", ()), MEASURE_COLUMNS)
     definition = {"columns": {}, "part": [], **definition}
     if "like" in definition:
-        definition = inherit_definition(read_definition(bundled.find(definition["like"])), definition)
+        definition = inherit_definition(read_definition(bundled.find_recipe(definition["like"])), definition)
     require(bool(definition["part"] and definition["columns"]), f"the table '{path}' needs [columns] and a [[part]].")
     for part in definition["part"]:
         require_known("key of a part", part, PART_KEYS)
@@ -144,7 +145,7 @@ def part_cells(definition: Mapping[str, Any], part: Mapping[str, Any], overrides
     seeds = part.get("seeds", definition.get("seeds", [0]))
     validate_part(part, columns, len(rows), seeds, forced)
     recipe = part["recipe"]
-    base = read(recipe if isinstance(recipe, Mapping) else bundled.find(str(recipe)))
+    base = read_recipe(recipe if isinstance(recipe, Mapping) else bundled.find_recipe(str(recipe)))
     for i, row in enumerate(rows):
         row_runs = RowRuns(base, columns, {**common, **row}, forced, seeds)
         for name in part.get("columns", columns):
@@ -186,9 +187,9 @@ def applies_to(key: str, recipe: Recipe) -> bool:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Return the key and value of a text "dotted.key=value"."""
-    read({}, [text])  # raises PomonaError for any other form
+    read_recipe({}, [text])  # raises PomonaError for any other form
     key, _, value = text.partition("=")
-    return key.strip(), literal(value.strip())
+    return key.strip(), parse_value(value.strip())
 
 
 def format_row(row: Mapping[str, Any], names: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pomona.errors import require
 
-from ..runs.folder import summary
+from ..runs.folder import read_summary
 from ..runs.run import Interrupted
 from ..sweeps import sweep
 from ..sweeps.axes import SweepRun
@@ -74,7 +74,7 @@ def fill_table(
         raise sweep.SweepInterrupted(out, count_complete(runs, store), len(runs)) from stopped
     for failure in failed:
         store.add_folder(Path(failure["folder"]))  # another process may have trained and finished it
-    return table.compare(store) | {"failed": [one for one in failed if summary(Path(one["folder"])) is None]}
+    return table.compare(store) | {"failed": [one for one in failed if read_summary(Path(one["folder"])) is None]}
 
 
 def count_complete(runs: Sequence[TableRun], store: RunStore) -> int:

@@ -78,7 +78,7 @@ class TableRun:
             if parent is None:
                 return None
             if self.retraining is not None:
-                recipe, _ = retrain.plan(parent, *self.retraining)
+                recipe, _ = retrain.prepare_retraining(parent, *self.retraining)
         return SweepRun(recipe, store.find_folder(recipe) or run_folder(out, recipe), {})
 
 

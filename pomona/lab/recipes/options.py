@@ -1,0 +1,109 @@
+"""The option sections of a recipe that are plain dataclasses: data, train, origin and finetune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pomona.data import Source
+from pomona.errors import require, unknown
+from pomona.registry import describe
+
+from .learning_rates import LearningRate, StepDecay
+from .optimizers import SGD, OptimizerSpec
+
+DENSE = "dense"  # the name of the method that prunes nothing
+
+PRECISIONS = ("float32", "bf16")
+LOOPS = ("auto", "eager", "captured", "compiled")
+ORIGIN_WEIGHTS = ("final", "new")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The data set, its validation split and the augmentation of its training images."""
+
+    source: Source
+    validation: int | float = 0  # rows, or the share of the rows, held out of the training set
+    augment: str | dict[str, Any] = "auto"  # "auto" is the data set's usual augmentation, "none" is none
+
+    @property
+    def name(self) -> str:
+        """Return the registered name of the data set."""
+        return self.source.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options of the data set together with those that all data sets have."""
+        return describe(self.source) | {"validation": self.validation, "augment": self.augment}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The length, device and precision of a training, and when it evaluates, logs and saves."""
+
+    epochs: int = 10
+    batch_size: int = 128
+    drop_last: bool = False  # leave out the last batch of an epoch if it is not full
+    device: str = "auto"  # "auto" is CUDA if available
+    precision: str = "float32"  # or "bf16" by autocast
+    loop: str = "auto"  # "eager", "captured" as a CUDA graph, or also "compiled"; "auto" is the fastest possible
+    label_smoothing: float = 0.0
+    clip: float = 0.0  # the largest gradient norm; 0 does not clip
+    eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
+    eval_batch_size: int = 1000
+    reestimate: int = 32  # training batches for new batch-norm statistics; 0 never re-estimates
+    average: float = 0.0  # the share of a stage's epochs, counted from its end, whose final weights are averaged
+    checkpoint_every: int = 1  # epochs between checkpoints; 0 writes only the one at the end
+    checkpoint_steps: int = 0  # steps between additional checkpoints within an epoch; 0 writes none
+    log_every: int = 50  # steps between two readings of the loss
+    track: bool = False  # record when each mask entry last changed, for `settled` in the summary
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "batch_size", "eval_every", "eval_batch_size", "log_every"):
+            require(getattr(self, key) >= 1, f"train.{key} must be at least 1, got {getattr(self, key)}.")
+        for key in ("clip", "reestimate", "checkpoint_every", "checkpoint_steps"):
+            require(getattr(self, key) >= 0, f"train.{key} must be 0 or more, got {getattr(self, key)}.")
+        require(
+            0 <= self.label_smoothing < 1,
+            f"train.label_smoothing must be in [0, 1), got {self.label_smoothing}.",
+        )
+        require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
+        if self.loop not in LOOPS:
+            raise unknown("loop", self.loop, LOOPS)
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise unknown("device", self.device, ("auto", "cpu", "cuda")) from error
+
+
+@dataclass(frozen=True)
+class OriginOptions:
+    """The finished run that a run starts from: its weights, and for method `finetune` its masks."""
+
+    run: str | None = None  # the folder of the finished run
+    weights: str = "final"  # the finished run's weights, or "new": initialized with this recipe's seed
+    fingerprint: str | None = None  # the fingerprint of the finished run; filled in
+
+    def __post_init__(self) -> None:
+        if self.weights not in ORIGIN_WEIGHTS:
+            raise unknown("origin.weights", self.weights, ORIGIN_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """The second stage, with fixed masks. Its optimizer and rate default to those of the first stage."""
+
+    epochs: int = 0  # 0 leaves the stage out
+    optimizer: OptimizerSpec = SGD()
+    rate: LearningRate = StepDecay()
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 0, f"finetune.epochs must be 0 or more, got {self.epochs}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as nested plain values."""
+        return {"epochs": self.epochs, "optimizer": describe(self.optimizer), "rate": describe(self.rate)}

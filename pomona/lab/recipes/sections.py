@@ -1,0 +1,194 @@
+"""Parsers that turn each section of a recipe, as written, into checked options with every default filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pomona import models
+from pomona.compressors import COMPRESSORS
+from pomona.data import AUGMENTS, SOURCES
+from pomona.errors import PomonaError, require, unknown
+from pomona.methods import METHODS
+from pomona.registry import check_type, describe, plain
+
+from .learning_rates import LEARNING_RATES, LearningRate, StepDecay
+from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
+from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TrainOptions
+from .overrides import normalize_choice
+
+
+def parse_name(given: Any) -> str:
+    """Return the name of a run."""
+    check_type("name", given, str)
+    return str(given)
+
+
+def parse_seed(given: Any) -> int:
+    """Return the seed of a run, an integer that torch accepts."""
+    check_type("seed", given, int)
+    require(0 <= given < 2**63, f"seed must be in [0, 2⁶³), got {given}.")
+    return int(given)
+
+
+def parse_data(given: Any) -> DataOptions:
+    """Return the options of the data set and those that all data sets have."""
+    name, options = split_name("data", given)
+    common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
+    shared = {key: options.pop(key) for key in common & options.keys()}
+    if "validation" in shared:
+        check_type("data.validation", shared["validation"], int | float)
+    if shared.get("augment") not in (None, "auto", "none"):
+        shared["augment"] = describe(AUGMENTS.make(shared["augment"]))
+    known = {f.name for f in dataclasses.fields(SOURCES[name])} | common
+    for key in options:
+        if key not in known:
+            raise unknown(f"option of data set '{name}'", key, known)
+    return DataOptions(SOURCES.make({"name": name, **options}), **shared)
+
+
+def parse_model(given: Any) -> dict[str, Any]:
+    """Return the name and the options of the model, without those that follow from the data (classes, channels …)."""
+    name, options = split_name("model", given)
+    info = models.info(name)
+    validate_model(name, json.dumps(options, default=str))
+    from_data = {"vocabulary", *info.fit((1, 1, 1), 1)}
+    defaults = {key: value for key, value in info.options.items() if key not in from_data}
+    return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
+
+
+@functools.cache
+def validate_model(name: str, options: str) -> None:
+    """Raise PomonaError unless the model can be built with these options, given as JSON.
+
+    The model is built on the meta device, which takes no memory. The result is cached because a result table has
+    hundreds of recipes.
+    """
+    with torch.device("meta"), _SkipInitialization():
+        models.info(name).make(**json.loads(options))
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skip weight initialization: meta tensors have no values, and torch would load its compiler to find that out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        in_init = getattr(func, "__module__", None) == "torch.nn.init"  # within these functions the mode is off
+        initializes = in_init or func in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        return next(iter([*args, *kwargs.values()])) if initializes else func(*args, **kwargs)
+
+
+def parse_method(given: Any) -> dict[str, Any]:
+    """Return the method as a mapping with every option; making its spec validates them."""
+    choice = normalize_choice(given)
+    if isinstance(choice, Mapping) and choice.get("name") == DENSE:
+        extra = [key for key in choice if key != "name"]
+        require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
+        return {"name": DENSE}
+    if isinstance(choice, Mapping) and "name" in choice and choice["name"] not in METHODS:
+        raise unknown("method", choice["name"], [DENSE, *METHODS])
+    return describe(METHODS.make(choice))
+
+
+def parse_origin(given: Any) -> OriginOptions:
+    """Return the origin with the fingerprint of its run, which must be finished unless a fingerprint is given."""
+    options = parse_options("origin", given, OriginOptions)
+    run = options.get("run")
+    if run is not None and options.get("fingerprint") is None:
+        try:
+            options["fingerprint"] = json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PomonaError(
+                f"origin.run names '{run}', which is not a finished run: it has no summary.json, or a damaged one."
+            ) from error
+    return OriginOptions(**options)
+
+
+def parse_optimizer(given: Any) -> OptimizerSpec:
+    """Return the optimizer spec; without a name it is SGD."""
+    return OPTIMIZERS.make(normalize_choice(given, "sgd"))
+
+
+def parse_rate(given: Any) -> LearningRate:
+    """Return the learning-rate schedule; without a name it is a step decay."""
+    return LEARNING_RATES.make(normalize_choice(given, "step"))
+
+
+def parse_train(given: Any) -> TrainOptions:
+    """Return the training options."""
+    return TrainOptions(**parse_options("train", given, TrainOptions))
+
+
+def parse_finetune(
+    given: Any, optimizer: OptimizerSpec, rate: LearningRate, method: Mapping[str, Any]
+) -> FinetuneOptions:
+    """Return the options of the second stage, whose defaults are the optimizer and rate of the first stage."""
+    options = parse_options("finetune", given, FinetuneOptions)
+    for key, default, registry in (("optimizer", optimizer, OPTIMIZERS), ("rate", rate, LEARNING_RATES)):
+        written = normalize_choice(options.get(key, {}))
+        unnamed = isinstance(written, Mapping) and "name" not in written
+        options[key] = registry.make(describe(default) | written if unnamed else written)
+    parsed = FinetuneOptions(**options)
+    compressor = method.get("compressor")
+    require(
+        not parsed.epochs or compressor is None or not COMPRESSORS.make(compressor).lasts,
+        "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
+    )
+    return parsed
+
+
+def parse_options(section: str, given: Any, options: type) -> dict[str, Any]:
+    """Return the options of a section, after checking that each is a field of a dataclass and has its type."""
+    require(isinstance(given, Mapping), f"{section} is a section of options, got {given!r}.")
+    hints = type_hints(options)
+    for key, value in given.items():
+        if key not in hints:
+            raise unknown(f"option of {section}", key, hints)
+        check_type(f"{section}.{key}", value, hints[key])
+    return dict(given)
+
+
+type_hints = functools.cache(typing.get_type_hints)  # it is slow, and a result table has hundreds of recipes
+
+
+def split_name(section: str, given: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a named choice; raise PomonaError if it has no name."""
+    choice = normalize_choice(given)
+    require(
+        isinstance(choice, Mapping) and isinstance(choice.get("name"), str),
+        f'{section} needs a name: {section} = "…" or {{name = "…"}}, got {given!r}.',
+    )
+    options = dict(choice)
+    return options.pop("name"), options
+
+
+# The parser of each section, except for finetune, which depends on the sections of the first stage.
+SECTION_PARSERS: dict[str, Any] = {
+    "name": parse_name,
+    "seed": parse_seed,
+    "data": parse_data,
+    "model": parse_model,
+    "origin": parse_origin,
+    "method": parse_method,
+    "optimizer": parse_optimizer,
+    "rate": parse_rate,
+    "train": parse_train,
+}
+
+
+def validate_keys(given: Mapping[str, Any]) -> None:
+    """Raise PomonaError for a key that recipes do not have; the error names the section of a misplaced option."""
+    require("private" not in given, "a recipe with a section [private] is trained by `pomona private`.")
+    for key in given:
+        if key not in SECTION_PARSERS and key != "finetune":
+            sections = {"optimizer": SGD, "rate": StepDecay, "train": TrainOptions, "origin": OriginOptions}
+            options = [f"{s}.{f.name}" for s, spec in sections.items() for f in dataclasses.fields(spec)]
+            raise unknown("key of the recipe", key, [*SECTION_PARSERS, "finetune", *options, "method.sparsity"])
