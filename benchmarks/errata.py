@@ -23,7 +23,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import gammaln
 from scipy.stats import binom, halfnorm
 
-from pomona.theory import balanced, bounds, convergence, gip, iterand, qian
+from pomona.theory import balanced, bounds, convergence, gip, iterand, qian_tables
 
 RECORD, PAGE = pages.RESULTS / "errata.json", pages.DOCS / "errata.md"
 SEED = 0
@@ -409,7 +409,7 @@ def table_3(draw: np.random.Generator) -> Iterator[Row]:
         np.put_along_axis(hit, draw.integers(d * d, size=(draws, N)), True, axis=1)
         square, error = mean((np.where(hit, draw.standard_normal(hit.shape), 0) ** 2).sum(1) / d**2)
         root = math.sqrt(square)
-        printed = qian.LEMMA4["N(0, 1/d)", alpha, d][0]
+        printed = qian_tables.PRINTED_TABLE3["N(0, 1/d)", alpha, d][0]
         yield Row(f"α = {alpha}", root, error / (2 * root), math.sqrt(bounds.distinct(N, d**2)), printed)
 
 
@@ -423,7 +423,7 @@ def table_3(draw: np.random.Generator) -> Iterator[Row]:
     slack=0.01,
 )
 def constant(draw: np.random.Generator) -> Iterator[Row]:
-    printed = qian.LEMMA4["U(−√3/√d, √3/√d)", None, 512][-1]
+    printed = qian_tables.PRINTED_TABLE3["U(−√3/√d, √3/√d)", None, 512][-1]
     for m, n in ((1, 10**6), (10, 40_960), (64, 1024)):
         right = bounds.oblong(bounds.LATALA, m / n)
         terms = math.sqrt(n / 3) + math.sqrt(m / 3) + (m * n / 5) ** 0.25

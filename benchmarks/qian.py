@@ -19,7 +19,7 @@ import record
 from pages import DOCS, RESULTS, grid
 
 from pomona.lab.tables.chart import line_chart
-from pomona.theory import qian
+from pomona.theory import qian_tables
 
 RECORD, PAGE, DRAWINGS = RESULTS / "qian.json", DOCS / "theory.md", DOCS / "theory"
 MEASURED = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
@@ -33,11 +33,11 @@ Cells = Sequence[dict[str, Any]]
 def measure(seed: int = 0) -> dict[str, Any]:
     """All five; refuses a mean that is not the document's."""
     tables = {}
-    for name, make in qian.TABLES.items():
+    for name, make in qian_tables.TABLES.items():
         tables[name] = make(seed)
-        far = [cell for cell in tables[name]["cells"] if (qian.apart(cell) or 0) > MOST]
+        far = [cell for cell in tables[name]["cells"] if (qian_tables.standard_errors_off(cell) or 0) > MOST]
         if far:
-            raise SystemExit(f"{name}: {far[0]} is {qian.apart(far[0]):.1f} standard errors off.")
+            raise SystemExit(f"{name}: {far[0]} is {qian_tables.standard_errors_off(far[0]):.1f} standard errors off.")
         print(f"{name}: {len(tables[name]['cells'])} cells", flush=True)
     return tables
 
@@ -61,7 +61,7 @@ def beside(cell: dict[str, Any], digits: int = 3) -> str:
 
 
 def worst(cells: Cells) -> str:
-    apart = [a for a in map(qian.apart, cells) if a is not None]
+    apart = [a for a in map(qian_tables.standard_errors_off, cells) if a is not None]
     return f"Of {len(apart)} means the farthest is {max(apart):.1f} standard errors off"
 
 
@@ -79,15 +79,22 @@ def table2(result: dict[str, Any]) -> str:
     for (n1, n2, K), found in grouped(result["cells"], "n1", "n2", "K"):
         norm = found["‖B‖", None]
         rows.append([f"{n1} × {n2}", K, beside(norm), f"{norm['std']:.3f} ({norm['paper_std']:.3f})"])
-        rows[-1] += [beside(found["c0", q]) for q in qian.QUANTILES]
-    heads = ["n1 × n2", "K", "E‖B‖", "std", *(f"c0, q = {100 * q:g} %" for q in qian.QUANTILES)]
+        rows[-1] += [beside(found["c0", q]) for q in qian_tables.QUANTILES]
+    heads = ["n1 × n2", "K", "E‖B‖", "std", *(f"c0, q = {100 * q:g} %" for q in qian_tables.QUANTILES)]
     return grid(heads, rows) + f"\n\n{worst(result['cells'])}; c0 are quantiles, the last ones of a single matrix."
 
 
 def table3(result: dict[str, Any]) -> str:
     rows = []
     for (law, alpha, d), found in grouped(result["cells"], "model", "alpha", "d"):
-        rows.append([str(d), law, "" if alpha is None else f"{alpha:g}", *(beside(found[t, None]) for t in qian.TERMS)])
+        rows.append(
+            [
+                str(d),
+                law,
+                "" if alpha is None else f"{alpha:g}",
+                *(beside(found[t, None]) for t in qian_tables.LEMMA4_TERMS),
+            ]
+        )
     heads = ["d", "law", "α", "rows", "columns", "fourth moments", "E‖A‖", "C"]
     return grid(heads, rows) + f"\n\n{worst(result['cells'])}. {result['notes']}"
 

@@ -282,7 +282,7 @@ def fraction(
             pruned = certificate.cut(model, share)
             lines["certificate"].append((share, certificate.certify(model, pruned, size, region=region, steps=0).error))
         if "note" not in found:
-            widths, K = bounds.measured(model)
+            widths, K = bounds.measure_chain(model)
             options = {"law": bounds.Uniform(K), "radius": radius}
             lines["Theorem 1"] = over_alpha(bounds.magnitude, widths, delta, options)["sharp"]
         draw(

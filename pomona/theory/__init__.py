@@ -1,14 +1,13 @@
-"""What is promised: one file a paper, each bound with its constants and what was measured.
+"""Bounds and guarantees of the papers, one module or package each, with their constants and measurements.
 
-bounds        how much may be pruned, with a guarantee (Qian & Klabjan), and its solvers
-laws          the random matrices and draws that the bounds rest on
-certificate   what a real network and its pruned copy can differ at most
-spectral      operator norms of convolutions
-gip           the randomised top-k of private training
-balanced      what balanced pruning removes, against unconstrained
-iterand       how wide a random network must be to hide a given one
-convergence   dynamic pruning with feedback
-qian          tables 1 to 3 and figures 1 and 2 of Qian & Klabjan
+bounds        Qian & Klabjan (2021): how much may be pruned with a guarantee, and solvers
+certificate   an upper bound on the difference between a network and its pruned copy
+spectral      operator norms of linear layers and convolutions
+gip           Yang et al. (2023): the randomized top-k mask of private training
+balanced      Yao et al. (2019): the error of balanced pruning, next to unconstrained pruning
+iterand       Chijiwa et al. (2021): how wide a random network must be to contain a given one
+convergence   Lin et al. (2020): convergence of dynamic pruning with feedback
+qian_tables   Qian & Klabjan (2021): Tables 1 to 3, Figures 1 and 2
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "laws", "qian", "spectral"]
+__all__ = ["balanced", "bounds", "certificate", "convergence", "gip", "iterand", "qian_tables", "spectral"]
+
+FORMER_NAMES = {"laws": "bounds", "qian": "qian_tables"}  # modules that were renamed or merged
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Each module when it is first asked for: a pruner needs none of them, and they need scipy."""
-    if name in __all__:
-        return importlib.import_module(f".{name}", __name__)
+    """Import a module of this package at first use: a pruner needs none of them, and they need scipy."""
+    module = FORMER_NAMES.get(name, name)
+    if module in __all__:
+        return importlib.import_module(f".{module}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,14 +2,15 @@
 
 A convolution with wrap-around padding is block-diagonal in the Fourier basis. Its norm is the largest norm of the
 blocks P(u, v) = Σ_ij F_ij ω^(ui + vj), one out × in matrix a frequency, and P(−u, −v) is the conjugate of P(u, v).
-A stride s is none for the input's s² phases taken as channels; a zero-padded convolution is part of the circular
-one on a larger image.
+A convolution with stride s has no stride when the input's s² phases are taken as channels. A zero-padded convolution is
+part of the circular one on a larger image.
 
-    norm, conv_norm      the number itself, for measuring
-    bound, conv_bound    never below it, for certificates: float64, and a margin that rounding cannot use up
+    norm, conv_norm      an estimate, for measurements
+    bound, conv_bound    a proven upper bound, for certificates: float64, with a margin for rounding
 
-The frequencies are bounded together by Lanczos steps, and given up as soon as they fall behind. What is left is the
-norm to seven digits, and a Cholesky factor of λ − P Pᴴ for every frequency proves that none is larger.
+Lanczos steps run on all frequencies at once, and a frequency is dropped as soon as its norm falls behind the largest.
+The result is the norm to seven digits. A Cholesky factor of λ − P Pᴴ for every frequency then proves that no norm is
+larger.
 """
 
 from __future__ import annotations
@@ -23,73 +24,75 @@ from torch import Tensor
 
 from ..errors import require
 
-SMALL = 16  # blocks of so few rows are solved all together
-WIDE = 512  # a single matrix of more rows is not solved, but proven
-CHUNK = 2**24  # entries of the blocks that are held at a time
-STEPS = 400  # Lanczos steps at most
-SLACK = 1e-6  # relative error of an estimate over many frequencies, and what a proof allows above it
-FINE = 1e-10  # the same for a single matrix
-SQUARINGS = 24  # of a small matrix for its largest eigenvalue, which then errs by less than 2^−25
+SMALL_BLOCK_ROWS = 16  # blocks with at most this many rows are solved exactly, in one batch
+EXACT_MATRIX_ROWS = 512  # a single matrix with more rows is estimated and proven, not solved
+CHUNK_ENTRIES = 2**24  # entries of the blocks held in memory at a time
+MAX_LANCZOS_STEPS = 400
+ESTIMATE_TOLERANCE = 1e-6  # relative error of an estimate over many frequencies, and the slack of its proof
+MATRIX_TOLERANCE = 1e-10  # relative error of an estimate for a single matrix, and the slack of its proof
+SQUARINGS = 24  # of a small matrix for its largest eigenvalue, whose relative error is then below 2^−25
 Pair = int | Sequence[int]
 
 
 def norm(matrix: Tensor) -> float:
-    """‖W‖₂ of a matrix; a tensor of more axes is taken as out × the rest."""
-    w = flat(matrix)
-    if min(w.shape) <= WIDE:
-        return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram(w))[-1])))
-    return lanczos(w[:, :, None, None], torch.zeros(1, 2, dtype=torch.float64), FINE)
+    """Return ‖W‖₂ of a matrix; a tensor with more axes is taken as out × the rest."""
+    w = as_matrix(matrix)
+    if min(w.shape) <= EXACT_MATRIX_ROWS:
+        return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(smaller_gram(w))[-1])))
+    return lanczos_norm(w[:, :, None, None], torch.zeros(1, 2, dtype=torch.float64), MATRIX_TOLERANCE)
 
 
 def bound(matrix: Tensor) -> float:
-    """An upper bound of ‖W‖₂ that rounding cannot break, tight to some ten digits."""
-    w = flat(matrix)
+    """Return a proven upper bound of ‖W‖₂ with a margin for rounding, tight to about ten digits."""
+    w = as_matrix(matrix)
     level = norm(w)
-    if min(w.shape) > WIDE:
-        level = prove(w[None], level * (1 + FINE))
-    return level * margin(w.shape[0], w.shape[1])
+    if min(w.shape) > EXACT_MATRIX_ROWS:
+        level = prove_upper_bound(w[None], level * (1 + MATRIX_TOLERANCE))
+    return level * rounding_margin(w.shape[0], w.shape[1])
 
 
 def conv_norm(weight: Tensor, size: Pair, *, stride: Pair = 1, dilation: Pair = 1, groups: int = 1) -> float:
-    """‖W‖₂ of a convolution with wrap-around padding on images of this size, to six digits and more.
+    """Return ‖W‖₂ of a convolution with circular padding on images of this size, to at least six digits.
 
-    An estimate, no proof: a frequency may be given up too early, but for random starts it hardly ever is.
+    It is an estimate: a frequency may be dropped too early, which is very rare from a random start.
     """
-    kernels, grid = circulant(weight, size, stride, dilation, groups)
-    return largest(kernels, frequencies(kernels, grid))
+    kernels, grid = unstrided_kernels(weight, size, stride, dilation, groups)
+    return largest_block_norm(kernels, frequencies(kernels, grid))
 
 
 def conv_bound(
     weight: Tensor, size: Pair, *, stride: Pair = 1, dilation: Pair = 1, groups: int = 1, padding: str = "zeros"
 ) -> float:
-    """An upper bound of a convolution's norm on images of this size, whatever the amount of padding.
+    """Return a proven upper bound of a convolution's norm on images of this size, for any amount of padding.
 
-    Zeros: a part of the circular convolution on size + kernel − 1. Circular: the norm itself, as long as no pixel is
-    padded in twice.
+    With zero padding the convolution is part of the circular one on size + kernel − 1. With circular padding the bound
+    is the norm itself, as long as the padding repeats no pixel twice.
     """
     require(padding in ("zeros", "circular"), f"padding is zeros or circular, got '{padding}'.")
-    reach = [d * (k - 1) for d, k in zip(pair(dilation), weight.shape[-2:], strict=True)]
+    reach = [d * (k - 1) for d, k in zip(as_pair(dilation), weight.shape[-2:], strict=True)]
     if padding == "zeros":
-        # Rounded up to whole strides: a larger circle holds the same convolution.
-        size = [-(-(n + r) // s) * s for n, r, s in zip(pair(size), reach, pair(stride), strict=True)]
-    elif any(n % s for n, s in zip(pair(size), pair(stride), strict=True)):
-        stride = 1  # whose outputs include those asked for
-    kernels, grid = circulant(weight, size, stride, dilation, groups)
+        # Rounded up to whole strides: a larger circular image contains the same convolution.
+        size = [-(-(n + r) // s) * s for n, r, s in zip(as_pair(size), reach, as_pair(stride), strict=True)]
+    elif any(n % s for n, s in zip(as_pair(size), as_pair(stride), strict=True)):
+        stride = 1  # the outputs without stride include those with it
+    kernels, grid = unstrided_kernels(weight, size, stride, dilation, groups)
     freqs = frequencies(kernels, grid)
-    level = largest(kernels, freqs) * (1 + SLACK)
+    level = largest_block_norm(kernels, freqs) * (1 + ESTIMATE_TOLERANCE)
     for group in kernels:
-        for part in blocks(group, freqs):
-            level = prove(part, level)
-    return level * margin(kernels.shape[1], kernels.shape[2], kernels[0, 0, 0].numel())
+        for part in frequency_blocks(group, freqs):
+            level = prove_upper_bound(part, level)
+    return level * rounding_margin(kernels.shape[1], kernels.shape[2], kernels[0, 0, 0].numel())
 
 
-# ---- the blocks
+# ---- blocks of the Fourier basis
 
 
-def circulant(weight: Tensor, size: Pair, stride: Pair, dilation: Pair, groups: int) -> tuple[Tensor, tuple[int, int]]:
-    """The same operator without stride, dilation and groups: (group, out, in, kh, kw) kernels, and their image size."""
+def unstrided_kernels(
+    weight: Tensor, size: Pair, stride: Pair, dilation: Pair, groups: int
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return (group, out, in, kh, kw) kernels of the same operator without stride or dilation, and the image size."""
     require(weight.ndim == 4, f"a convolution's weight has four axes (out, in, height, width), got {weight.ndim}.")
-    (height, width), (down, right), (far, wide) = pair(size), pair(stride), pair(dilation)
+    (height, width), (down, right), (far, wide) = as_pair(size), as_pair(stride), as_pair(dilation)
     require(
         height % down == 0 and width % right == 0,
         f"a circular convolution with stride {down}×{right} needs an image whose sides are multiples, got "
@@ -105,45 +108,46 @@ def circulant(weight: Tensor, size: Pair, stride: Pair, dilation: Pair, groups: 
 
 
 def frequencies(kernels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """One of each conjugate pair of angles (θ, φ); a single one along an axis on which the kernel has one tap."""
+    """Return one angle (θ, φ) of each conjugate pair; only 0 along an axis on which the kernel has one tap."""
     rows, columns = (n if k > 1 else 1 for n, k in zip(grid, kernels.shape[3:], strict=True))
     pairs = itertools.product(range(rows), range(columns))
     half = [(u, v) for u, v in pairs if (u, v) <= (-u % rows, -v % columns)]
     return torch.tensor(half, dtype=torch.float64) * 2 * math.pi / torch.tensor([rows, columns], dtype=torch.float64)
 
 
-def phases(kernel: Tensor, freqs: Tensor) -> Tensor:
-    """e^(i (θ a + φ b)) for each frequency and each tap (a, b) of the kernel."""
+def tap_phases(kernel: Tensor, freqs: Tensor) -> Tensor:
+    """Return e^(i (θ a + φ b)) for each frequency and each tap (a, b) of the kernel."""
     taps = torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) for k in kernel.shape[-2:]))
     angles = freqs @ taps.T
     return torch.polar(torch.ones_like(angles), angles).to(kernel.device)
 
 
-def blocks(kernel: Tensor, freqs: Tensor) -> Iterator[Tensor]:
-    """The matrices P of one group in float64, some frequencies at a time."""
+def frequency_blocks(kernel: Tensor, freqs: Tensor) -> Iterator[Tensor]:
+    """Yield the matrices P of one group in float64, in batches of frequencies that fit into memory."""
     taps = kernel.double().flatten(2).permute(2, 0, 1)
-    turns = phases(kernel, freqs)
-    turns = turns if turns.imag.any() else turns.real
-    for part in turns.split(max(1, CHUNK // taps[0].numel())):
+    phases = tap_phases(kernel, freqs)
+    phases = phases if phases.imag.any() else phases.real
+    for part in phases.split(max(1, CHUNK_ENTRIES // taps[0].numel())):
         yield torch.tensordot(part, taps.to(part.dtype), 1)
 
 
-def gram(matrix: Tensor) -> Tensor:
-    """P Pᴴ or Pᴴ P, whichever is smaller."""
+def smaller_gram(matrix: Tensor) -> Tensor:
+    """Return P Pᴴ or Pᴴ P, whichever is smaller."""
     rows, columns = matrix.shape[-2:]
     return matrix @ matrix.mH if rows <= columns else matrix.mH @ matrix
 
 
-def flat(matrix: Tensor) -> Tensor:
+def as_matrix(matrix: Tensor) -> Tensor:
+    """Return a tensor as a float64 matrix, out × the rest."""
     return matrix.detach().double().reshape(len(matrix), -1)
 
 
 # ---- proofs
 
 
-def prove(some: Tensor, level: float) -> float:
-    """`level`, if it exceeds the norms of all these matrices, else the largest of them."""
-    square = gram(some)
+def prove_upper_bound(matrices: Tensor, level: float) -> float:
+    """Return `level` if a Cholesky factor proves that no matrix has a larger norm, else the largest of the norms."""
+    square = smaller_gram(matrices)
     identity = torch.eye(square.shape[-1], dtype=square.dtype, device=square.device)
     _, failed = torch.linalg.cholesky_ex(level**2 * identity - square)
     if not failed.any():
@@ -151,11 +155,11 @@ def prove(some: Tensor, level: float) -> float:
     return max(level, math.sqrt(float(torch.linalg.eigvalsh(square[failed > 0]).max())))
 
 
-def margin(rows: int, columns: int, taps: int = 1) -> float:
-    """More than rounding can take away.
+def rounding_margin(rows: int, columns: int, taps: int = 1) -> float:
+    """Return a factor above 1 that covers the rounding errors of a proven norm.
 
-    Products of length n err by nε ‖P‖_F², which is at most n ‖P‖²; so do squarings (and the root divides what they
-    err by), sums over taps, Cholesky factors and eigenvalue solvers.
+    Products of length n err by nε ‖P‖_F², which is at most n ‖P‖². The same holds for squarings (the root divides their
+    error), sums over taps, Cholesky factors and eigenvalue solvers.
     """
     return 1 + 4 * (min(rows, columns) + taps) * (rows + columns + taps) * torch.finfo(torch.float64).eps
 
@@ -163,76 +167,79 @@ def margin(rows: int, columns: int, taps: int = 1) -> float:
 # ---- estimates
 
 
-def largest(kernels: Tensor, freqs: Tensor) -> float:
-    """The largest norm over all groups and frequencies."""
-    if min(kernels.shape[1:3]) > SMALL:
-        return max(lanczos(kernel, freqs) for kernel in kernels)
-    parts = (part for kernel in kernels for part in blocks(kernel, freqs))
+def largest_block_norm(kernels: Tensor, freqs: Tensor) -> float:
+    """Return the largest norm over all groups and frequencies."""
+    if min(kernels.shape[1:3]) > SMALL_BLOCK_ROWS:
+        return max(lanczos_norm(kernel, freqs) for kernel in kernels)
+    parts = (part for kernel in kernels for part in frequency_blocks(kernel, freqs))
     return max(float(torch.linalg.matrix_norm(part, 2).max()) for part in parts)
 
 
-def lanczos(kernel: Tensor, freqs: Tensor, tolerance: float = SLACK) -> float:
-    """The largest norm over the frequencies, by Golub–Kahan steps on all of them at once.
+def lanczos_norm(kernel: Tensor, freqs: Tensor, tolerance: float = ESTIMATE_TOLERANCE) -> float:
+    """Return the largest norm over the frequencies, by Golub–Kahan steps on all of them at once.
 
-    Ritz values rise at a falling rate: one that stays behind with twice its last gain added is given up.
+    Ritz values rise at a falling rate. A frequency is dropped when its value plus twice its last gain is below the
+    largest value.
     """
     out, inputs = kernel.shape[:2]
-    real, kind = (torch.float32, torch.complex64) if tolerance >= SLACK else (torch.float64, torch.complex128)
+    single = tolerance >= ESTIMATE_TOLERANCE  # float32 is precise enough
+    real, kind = (torch.float32, torch.complex64) if single else (torch.float64, torch.complex128)
     taps = kernel.to(real).flatten(2)
     forward = taps.permute(0, 2, 1).flatten(1)  # out × taps·in
     backward = taps.permute(1, 2, 0).flatten(1)  # in × taps·out
-    turns = phases(kernel, freqs).T.to(kind)
+    phases = tap_phases(kernel, freqs).T.to(kind)
     generator = torch.Generator(kernel.device).manual_seed(0)
-    v, _ = unit(torch.randn(inputs, len(freqs), dtype=kind, device=kernel.device, generator=generator))
+    v, _ = normalize_columns(torch.randn(inputs, len(freqs), dtype=kind, device=kernel.device, generator=generator))
     u, beta = v.new_zeros(out, len(freqs)), taps.new_zeros(len(freqs))
     alphas, betas = taps.new_zeros(0, len(freqs)), taps.new_zeros(0, len(freqs))
     before, best = beta.double(), 0.0
-    look = 4 if kernel.device.type == "cpu" else 8  # steps from one look to the next, at which a GPU must wait
-    for step in range(1, STEPS + 1):
-        u, alpha = unit(apply(forward, turns, v) - beta * u)
-        v, beta = unit(apply(backward, turns.conj(), u) - alpha * v)
+    interval = 4 if kernel.device.type == "cpu" else 8  # steps between two checks, each of which makes a GPU wait
+    for step in range(1, MAX_LANCZOS_STEPS + 1):
+        u, alpha = normalize_columns(apply_taps(forward, phases, v) - beta * u)
+        v, beta = normalize_columns(apply_taps(backward, phases.conj(), u) - alpha * v)
         alphas, betas = torch.cat((alphas, alpha[None])), torch.cat((betas, beta[None]))
-        if step % look:
+        if step % interval:
             continue
-        values = ritz(alphas, betas)
+        values = largest_ritz_values(alphas, betas)
         gain, best = values - before, float(values.max())
-        keep = values + 2 * gain >= best
-        if step > look and float(gain[keep].max()) <= tolerance / 4 * best:
+        kept = values + 2 * gain >= best
+        if step > interval and float(gain[kept].max()) <= tolerance / 4 * best:
             break
-        if step > 2 * look:  # the first gains say little
-            turns, u, v, beta, values = turns[:, keep], u[:, keep], v[:, keep], beta[keep], values[keep]
-            alphas, betas = alphas[:, keep], betas[:, keep]
+        if step > 2 * interval:  # the first gains are not reliable
+            phases, u, v, beta, values = phases[:, kept], u[:, kept], v[:, kept], beta[kept], values[kept]
+            alphas, betas = alphas[:, kept], betas[:, kept]
         before = values
     return best
 
 
-def apply(matrix: Tensor, turns: Tensor, x: Tensor) -> Tensor:
-    """Σ over taps of its matrix times its turn of x, for all frequencies in one real product."""
-    turned = torch.view_as_real((turns[:, None] * x).flatten(0, 1))
-    return torch.view_as_complex((matrix @ turned.flatten(1)).unflatten(1, (-1, 2)))
+def apply_taps(matrix: Tensor, phases: Tensor, x: Tensor) -> Tensor:
+    """Return Σ over taps of the tap's matrix times its phase times x, for all frequencies in one real product."""
+    rotated = torch.view_as_real((phases[:, None] * x).flatten(0, 1))
+    return torch.view_as_complex((matrix @ rotated.flatten(1)).unflatten(1, (-1, 2)))
 
 
-def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns divided by their lengths, and these; a column of zeros stays one."""
+def normalize_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns divided by their lengths, and the lengths; a column of zeros stays zero."""
     length = torch.linalg.vector_norm(x, dim=0)
     return x / length.clamp(min=torch.finfo(length.dtype).tiny), length
 
 
-def ritz(alphas: Tensor, betas: Tensor) -> Tensor:
-    """The largest singular value of each upper bidiagonal matrix."""
+def largest_ritz_values(alphas: Tensor, betas: Tensor) -> Tensor:
+    """Return the largest singular value of each upper bidiagonal matrix with these diagonals."""
     a, b = alphas.double().T, betas.double().T[:, :-1]
     side = torch.diag_embed(a[:, :-1] * b, -1)
     square = torch.diag_embed(a**2) + side + side.mT
     square[:, 1:, 1:] += torch.diag_embed(b**2)
     if square.device.type != "cpu":
-        return leading(square).sqrt()
+        return eigenvalue_by_squaring(square).sqrt()
     return torch.linalg.eigvalsh(square)[:, -1].clamp(min=0).sqrt()
 
 
-def leading(square: Tensor) -> Tensor:
-    """The largest eigenvalue of each of many small matrices: squared until one direction is left, by its quotient.
+def eigenvalue_by_squaring(square: Tensor) -> Tensor:
+    """Return the largest eigenvalue of each of many small positive matrices.
 
-    On a GPU quicker than any solver.
+    A matrix is squared until one direction is left, whose Rayleigh quotient is the eigenvalue. On a GPU this is faster
+    than a solver.
     """
     power, tiny = square, torch.finfo(square.dtype).tiny
     for _ in range(SQUARINGS):
@@ -242,7 +249,8 @@ def leading(square: Tensor) -> Tensor:
     return (x * (square @ x)).sum((1, 2)) / x.square().sum((1, 2)).clamp(min=tiny)
 
 
-def pair(value: Pair) -> tuple[int, int]:
+def as_pair(value: Pair) -> tuple[int, int]:
+    """Return a number as two equal ones, and a pair as a tuple."""
     if isinstance(value, int):
         return value, value
     first, second = value

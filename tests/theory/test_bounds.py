@@ -1,4 +1,4 @@
-"""Document 004: every bound by hand, by Monte Carlo, and against what is printed where that is wrong.
+"""Bounds of Qian & Klabjan (2021): every bound by hand, by Monte Carlo, and against printed forms that are wrong.
 
 Monte-Carlo tests have a fixed seed; "within 4 standard errors" is the error bar unless a test says another.
 """
@@ -19,6 +19,9 @@ from torch import nn
 from pomona.errors import PomonaError
 from pomona.theory import bounds, spectral
 from pomona.theory.bounds import FORMS, Gaussian, Moments, Uniform, cnn, largest, magnitude, narrowest, random
+from pomona.theory.bounds.lemmas import bin_count_bound, order_statistic_bound
+from pomona.theory.bounds.network import layer_shapes
+from pomona.theory.bounds.theorem2 import removed_norm_level
 
 NET = (64, 1024, 1024, 10)
 
@@ -242,14 +245,14 @@ def test_the_asymptote_for_gaussian_weights() -> None:
 def test_quantiles_of_order_statistics_are_safe(rank: int, failure: float) -> None:
     """The bound is above the exact quantile of the Beta law, and not far."""
     exact = stats.beta.isf(failure, rank + 1, 500 - rank)
-    found = bounds.quantile(rank, 500, failure)
+    found = order_statistic_bound(rank, 500, failure)
     assert exact <= found <= min(1, exact + 0.1 + 4 * math.log(1 / failure) / 500)
 
 
 @given(st.integers(1, 10**5), st.integers(2, 500), st.floats(1e-6, 0.5))
 @settings(max_examples=60, deadline=None)
 def test_crowded_bins_are_safe(balls: int, bins: int, failure: float) -> None:
-    assert bins * stats.binom.sf(math.ceil(bounds.crowded(balls, bins, failure)) - 1, balls, 1 / bins) <= failure
+    assert bins * stats.binom.sf(math.ceil(bin_count_bound(balls, bins, failure)) - 1, balls, 1 / bins) <= failure
 
 
 # ---- the theorems by Monte Carlo
@@ -260,9 +263,9 @@ def test_theorem_1_sharp_holds_in_all_draws(widths: tuple[int, ...], alpha: floa
     """30 networks of seed 0 at δ = 0.1: at most 3 + 3 may exceed it, and none comes near."""
     draw, one = np.random.default_rng(0), magnitude(widths, alpha=alpha, delta=0.1, sharp=True)
     for _ in range(30):
-        layers = [draw.uniform(-1, 1, s) * math.sqrt(3 / max(s)) for s in bounds.shapes(widths)]
+        layers = [draw.uniform(-1, 1, s) * math.sqrt(3 / max(s)) for s in layer_shapes(widths)]
         gone = [norm(smallest(W, N)) for W, N in zip(layers[1:-1], one.pruned, strict=True)]
-        assert bounds.propagate([norm(W) for W in layers], gone) <= one.error
+        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
 
 
 def test_theorem_2_sharp_holds_in_all_draws() -> None:
@@ -270,11 +273,11 @@ def test_theorem_2_sharp_holds_in_all_draws() -> None:
     draw, widths = np.random.default_rng(0), (8, 64, 64, 4)
     one = random(widths, alpha=0.2, delta=0.1, law=Gaussian(1.0), sharp=True)
     for _ in range(30):
-        layers = [draw.normal(0, 1 / math.sqrt(max(s)), s) for s in bounds.shapes(widths)]
+        layers = [draw.normal(0, 1 / math.sqrt(max(s)), s) for s in layer_shapes(widths)]
         mask = np.zeros(64 * 64, dtype=bool)
         mask[draw.integers(64 * 64, size=one.pruned[0])] = True
         gone = [norm(layers[1] * mask.reshape(64, 64))]
-        assert bounds.propagate([norm(W) for W in layers], gone) <= one.error
+        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
 
 
 def test_theorem_2_sharp_holds_for_a_layer_of_few_rows() -> None:
@@ -283,7 +286,7 @@ def test_theorem_2_sharp_holds_for_a_layer_of_few_rows() -> None:
     mask = np.zeros(rows * columns)
     mask[draw.integers(mask.size, size=mask.size // 5)] = math.sqrt(3 / columns)
     found = norm(draw.uniform(-1, 1, (rows, columns)) * mask.reshape(rows, columns))
-    level = bounds.removed_at_random(law, bounds.LATALA, (rows, columns), mask.size // 5, 0.01, 0.01)
+    level = removed_norm_level(law, bounds.LATALA, (rows, columns), mask.size // 5, 0.01, 0.01)
     tail = law.exceeded(0.0, columns, 0.01)
     square = bounds.LATALA / bounds.oblong(bounds.LATALA, rows / columns)
     assert square * (level - tail) + tail < found <= level
@@ -301,7 +304,7 @@ def test_theorem_3_sharp_holds_in_all_draws() -> None:
         gone = inner * mask.reshape(d, d, 1, 1)
         norms = [spectral.conv_norm(torch.from_numpy(W), p) for W in (first, inner, gone)]
         last = norm(draw.normal(0, scale, (classes, d * p**2)))
-        assert cube * bounds.propagate([*norms[:2], last], [norms[2]]) <= one.error
+        assert cube * bounds.propagated_error([*norms[:2], last], [norms[2]]) <= one.error
 
 
 def test_enough_is_pruned_under_the_corrected_condition_only() -> None:
@@ -423,7 +426,9 @@ def test_the_error_grows_with_radius_lipschitz_and_pruning(
 def test_errors_propagate_as_the_products_say(norms: list[float], gone: float) -> None:
     inner = norms[1:-1]
     products = math.prod(n + gone for n in inner) - math.prod(inner)
-    assert bounds.propagate(norms, [gone] * len(inner)) == pytest.approx(norms[0] * norms[-1] * products, abs=1e-9)
+    assert bounds.propagated_error(norms, [gone] * len(inner)) == pytest.approx(
+        norms[0] * norms[-1] * products, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("law", [Uniform(1.0), Gaussian(1.0)])
@@ -481,7 +486,7 @@ def test_the_fraction_per_round_of_a_model() -> None:
         nn.Flatten(), nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 5)
     )
     nn.init.uniform_(model[3].weight, -0.1, 0.1)
-    widths, K = bounds.measured(model)
+    widths, K = bounds.measure_chain(model)
     assert widths == (20, 300, 300, 5)
     assert pytest.approx(0.1 * math.sqrt(300), rel=0.02) == K
     fraction = bounds.fraction_per_round(model, 1.0, 0.1)

@@ -18,6 +18,7 @@ import pomona as pm
 from pomona.errors import PomonaError
 from pomona.theory import bounds, certificate
 from pomona.theory.certificate import Ball, Cube, certify
+from pomona.theory.certificate.lipschitz import module_lipschitz
 
 
 def thinned(model: nn.Module, seed: int = 0, share: float = 0.5, noise: float = 0.1) -> nn.Module:
@@ -105,7 +106,7 @@ def test_only_inner_layers_pruned_is_within_the_theorems_own_recursion() -> None
     pruned[2].weight.data[pruned[2].weight.abs() < 0.1] = 0
     norms = [exact(dense[k].weight.detach()) for k in (0, 2, 4)]
     gone = exact((pruned[2].weight - dense[2].weight).detach())
-    assert certify(dense, pruned, (8,), steps=0).error <= bounds.propagate(norms, [gone]) * (1 + 1e-9)
+    assert certify(dense, pruned, (8,), steps=0).error <= bounds.propagated_error(norms, [gone]) * (1 + 1e-9)
 
 
 def test_equal_networks_are_certified_equal() -> None:
@@ -331,7 +332,7 @@ def test_the_shift_of_a_norm_alone_is_met() -> None:
 
 
 def stretch(module: nn.Module, shape: tuple[int, ...] = (1, 1)) -> float:
-    return certificate.stretch_of(module, None, torch.Size(shape))
+    return module_lipschitz(module, None, torch.Size(shape))
 
 
 @pytest.mark.parametrize(

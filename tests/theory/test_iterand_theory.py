@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pomona import PomonaError
 from pomona.theory import iterand
+from pomona.theory.iterand.construction import resample
 
 
 def random_target(*sizes: int, seed: int = 0) -> list[np.ndarray]:
@@ -193,10 +194,10 @@ def test_what_enters_a_later_layer_can_exceed_the_documents_2():
 
 def test_draws_stop_when_they_fit():
     draw = np.random.default_rng(0)
-    found = iterand.resample(np.full((50, 50), 0.3), 0.1, 1000, draw)
+    found = resample(np.full((50, 50), 0.3), 0.1, 1000, draw)
     assert (np.abs(found - 0.3) <= 0.1).all()
     assert found.std() == pytest.approx(0.2 / math.sqrt(12), rel=0.05)  # uniform on the tolerance, not the nearest
-    untouched = iterand.resample(np.full((3, 3), np.nan), 0.1, 1000, np.random.default_rng(1))
+    untouched = resample(np.full((3, 3), np.nan), 0.1, 1000, np.random.default_rng(1))
     assert (untouched == np.random.default_rng(1).uniform(-1, 1, (3, 3))).all()
 
 

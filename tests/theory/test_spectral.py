@@ -99,7 +99,7 @@ def test_lanczos_on_all_frequencies_finds_the_largest(channels: tuple[int, int])
     weight = torch.randn(*channels, 3, 3)
     freqs = spectral.frequencies(weight[None], (9, 9))
     assert len(freqs) == 41  # of 81, one of each conjugate pair
-    true = max(svd_complex(part) for part in spectral.blocks(weight, freqs))
+    true = max(svd_complex(part) for part in spectral.frequency_blocks(weight, freqs))
     assert spectral.conv_norm(weight, 9) == pytest.approx(true, rel=2e-6)
     assert true * (1 - 1e-12) <= spectral.conv_bound(weight, 9, padding="circular") <= true * (1 + 4e-6)
 
@@ -120,7 +120,7 @@ def test_a_missed_frequency_is_caught_by_the_proof(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(2)
     weight = torch.randn(20, 20, 3, 3)
     true = svd(explicit(weight, 5))
-    monkeypatch.setattr(spectral, "largest", lambda *_: 0.9 * true)
+    monkeypatch.setattr(spectral, "largest_block_norm", lambda *_: 0.9 * true)
     assert spectral.conv_bound(weight, 5, padding="circular") == pytest.approx(true, rel=1e-9)
 
 
@@ -137,23 +137,25 @@ def test_a_matrix_bound_is_above_by_rounding_only(rows: int, columns: int, seed:
 def test_a_wide_matrix_is_proven_and_not_solved(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     true = svd(matrix)
-    monkeypatch.setattr(spectral, "WIDE", 10)
+    monkeypatch.setattr(spectral, "EXACT_MATRIX_ROWS", 10)
     assert spectral.norm(matrix) == pytest.approx(true, rel=1e-9)
     assert true < spectral.bound(matrix) <= true * (1 + 1e-9)
-    monkeypatch.setattr(spectral, "lanczos", lambda *_: 0.5 * true)  # which the proof does not believe
+    monkeypatch.setattr(spectral, "lanczos_norm", lambda *_: 0.5 * true)  # which the proof does not believe
     assert true <= spectral.bound(matrix) * (1 + 1e-14) <= true * (1 + 1e-9)
 
 
 def test_ritz_values_are_singular_values() -> None:
     draw = torch.Generator().manual_seed(0)
     alphas, betas = torch.rand(2, 7, 5, generator=draw)
-    for k, value in enumerate(spectral.ritz(alphas, betas)):
+    for k, value in enumerate(spectral.largest_ritz_values(alphas, betas)):
         square = torch.diag(alphas[:, k]) + torch.diag(betas[:-1, k], 1)
         assert float(value) == pytest.approx(svd(square), rel=1e-9)
         # What a GPU does instead.
-        assert float(spectral.leading((square.mT @ square)[None].double())) == pytest.approx(svd(square) ** 2, rel=1e-6)
-    assert (spectral.ritz(torch.zeros(3, 2), torch.zeros(3, 2)) == 0).all()
-    assert (spectral.leading(torch.zeros(2, 3, 3)) == 0).all()
+        assert float(spectral.eigenvalue_by_squaring((square.mT @ square)[None].double())) == pytest.approx(
+            svd(square) ** 2, rel=1e-6
+        )
+    assert (spectral.largest_ritz_values(torch.zeros(3, 2), torch.zeros(3, 2)) == 0).all()
+    assert (spectral.eigenvalue_by_squaring(torch.zeros(2, 3, 3)) == 0).all()
 
 
 def test_what_is_no_convolution_is_refused() -> None:

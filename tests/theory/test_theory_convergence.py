@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import pomona as pm
 from pomona import PomonaError
 from pomona.theory import convergence as theory
+from pomona.theory.convergence.theorems import optimal_share
 
 PAGE = Path(__file__).parents[2] / "docs" / "convergence.md"
 BLOCK = re.compile(r"```(python)?\n(.*?)```", re.DOTALL)
@@ -244,7 +245,7 @@ def test_the_share_is_the_best_one(a, b):
     best = (math.sqrt(b) + math.sqrt(a + b)) ** 2
     grid = np.linspace(0.001, 0.999, 999)
     assert best <= ((a + b / grid) / (1 - grid)).min() * (1 + 1e-9)
-    theta = theory.share(a, b)
+    theta = optimal_share(a, b)
     assert (a + (b / theta if theta else 0)) / (1 - theta) == pytest.approx(best)
 
 

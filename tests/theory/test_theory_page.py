@@ -48,7 +48,7 @@ def test_every_mean_of_tables_2_and_3_is_the_documents(script: ModuleType, recor
     """Within four standard errors, theirs and ours, and half a digit of print."""
     for name, count, runs in (("qian-table2", 30, 1000), ("qian-table3", 27 * 5, 500)):
         cells = records[0]["tables"][name]["cells"]
-        apart = [script.qian.apart(cell) for cell in cells]
+        apart = [script.qian_tables.standard_errors_off(cell) for cell in cells]
         assert len([a for a in apart if a is not None]) == count
         assert all(a is None or a <= 4 for a in apart)
         assert {cell["runs"] for cell in cells} == {runs}

@@ -19,7 +19,7 @@ from ..sweeps.run_store import RunStore
 from .definitions import load_table
 from .paper_table import PaperTable
 
-COMPUTED_TABLE_MODULES = ("pomona.theory.qian", "pomona.lab.tables.private_table")
+COMPUTED_TABLE_MODULES = ("pomona.theory.qian_tables", "pomona.lab.tables.private_table")
 
 ComputedTable = Callable[..., dict[str, Any]]
 
