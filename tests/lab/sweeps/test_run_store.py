@@ -1,4 +1,4 @@
-"""The store: finished runs are found by their settings, in folders and as records, whole or as part of a longer one."""
+"""The store of runs: runs are found by their recipe, in folders and as records, whole or as part of a longer run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LONG = Recipe.load(BASE | {"finetune": {"epochs": 1}})
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """The same training with and without fine-tuning behind it."""
+    """Return a folder with two runs: one training without fine-tuning, and the same with fine-tuning."""
     place = tmp_path_factory.mktemp("store")
     train(SHORT, place / "short")
     train(LONG, place / "inner" / "long")
     return place
 
 
-def test_runs_are_found_by_what_decides_their_result(place):
+def test_runs_are_found_by_the_settings_that_affect_the_result(place):
     store = RunStore((place,), ())
     found = store.find_result(Recipe.load(BASE, ["name=other", "train.eval_every=2", "train.checkpoint_every=0"]))
     assert found is not None
@@ -47,26 +47,26 @@ def test_runs_are_found_by_what_decides_their_result(place):
     assert store.find_result(LONG).folder == place / "inner" / "long"
 
 
-def test_a_run_with_fine_tuning_tells_what_it_reached_before(place):
-    """Held against a run of its own: on a CPU they are the same bit for bit."""
+def test_a_finetuned_run_contains_the_result_before_fine_tuning(place):
+    """On a CPU the result equals that of a separate run, bit for bit."""
     alone, within = (
         RunStore((place / "short",), ()).find_result(SHORT),
         RunStore((place / "inner",), ()).find_result(SHORT),
     )
     clock = {"seconds", "images_per_second", "stages", "machine", "command", "cost"}
     lasting = [{k: v for k, v in run.summary.items() if k not in clock} for run in (alone, within)]
-    # What is left of the model is told of the end: fine-tuning holds the masks.
+    # The remaining model is that of the end: fine-tuning does not change the masks.
     assert lasting[0] == lasting[1]
     assert within.folder is None
     assert within.cost() == pytest.approx(alone.cost())
     assert within.summary["seconds"] < RunStore((place / "inner",), ()).find_result(LONG).summary["seconds"]
 
 
-def test_a_run_without_fine_tuning_is_none_with_it(place):
+def test_a_run_without_fine_tuning_is_not_found_for_a_finetuned_recipe(place):
     assert RunStore((place / "short",), ()).find_result(LONG) is None
 
 
-def test_records_outlive_their_folders(place, tmp_path):
+def test_records_remain_without_their_folders(place, tmp_path):
     store = RunStore((place,), ())
     for recipe in (SHORT, LONG):
         file = write_record(store.find_covering_run(recipe), tmp_path / "records")
@@ -83,27 +83,27 @@ def test_records_outlive_their_folders(place, tmp_path):
         assert kept <= found.summary.keys()
 
 
-def test_a_record_is_not_written_without_its_run(place, tmp_path):
+def test_no_record_is_written_of_a_record(place, tmp_path):
     record = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path / "a")
     write_record(RunStore((), (tmp_path / "a",)).find_covering_run(SHORT), tmp_path / "b")
     assert record.is_file()
     assert not (tmp_path / "b").exists()
 
 
-def test_of_a_team_one_process_writes(place, tmp_path, monkeypatch):
+def test_only_the_first_process_of_torchrun_writes_records(place, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path / "a") is None
     assert not (tmp_path / "a").exists()
 
 
-def test_a_record_tells_no_place(place, tmp_path):
+def test_a_record_contains_no_path(place, tmp_path):
     recipe, folder = retrain.prepare_retraining(place / "short", out=tmp_path / "again")
     train(recipe, folder)
     store = RunStore((tmp_path,), ())
     file = write_record(store.find_covering_run(recipe), tmp_path / "records")
     assert str(place) not in file.read_text()
     assert json.loads(file.read_text())["recipe"]["origin"]["run"] == "short"
-    # It is found by the mask that it retrained, with and without its folder.
+    # The retraining is found by its parent, with and without its folder.
     for one in (store, RunStore((), (tmp_path / "records",))):
         assert (
             one.retrained[SHORT.fingerprint(), "init"].summary["accuracy"]
@@ -111,7 +111,7 @@ def test_a_record_tells_no_place(place, tmp_path):
         )
 
 
-def test_an_option_that_came_later_has_its_default(place, tmp_path):
+def test_an_option_missing_in_a_record_has_its_default(place, tmp_path):
     file = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path)
     record = json.loads(file.read_text())
     del record["recipe"]["train"]["clip"], record["recipe"]["method"]["settle"]
@@ -120,14 +120,14 @@ def test_an_option_that_came_later_has_its_default(place, tmp_path):
     assert RunStore((), (tmp_path,)).find_result(Recipe.load(BASE, ["method.settle=0"])) is None
 
 
-def test_a_record_that_does_not_tell_its_recipe_is_left_aside(tmp_path):
+def test_a_record_without_a_recipe_is_ignored(tmp_path):
     (tmp_path / "a.json").write_text('{"accuracy": 90.0}')
     assert read_record(tmp_path / "a.json") is None
     assert RunStore((), (tmp_path,)).runs == {}
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda text: "", "it cannot be read"),
         (lambda text: text[:-100], "it cannot be read"),
@@ -145,15 +145,19 @@ def test_a_record_that_does_not_tell_its_recipe_is_left_aside(tmp_path):
         (lambda text: json.dumps(json.loads(text) | {"stages": []}), "it does not have stages"),
     ],
 )
-def test_what_is_no_record_is_left_aside(place, tmp_path, change, says):
+def test_invalid_records_are_ignored_with_a_warning(place, tmp_path, change, message):
     file = write_record(RunStore((place,), ()).find_covering_run(SHORT), tmp_path)
     file.write_text(change(file.read_text()))
-    with pytest.warns(UserWarning, match=f"the record '{file.name}' is ignored: .*{says}") if says else nullcontext():
+    with (
+        pytest.warns(UserWarning, match=f"the record '{file.name}' is ignored: .*{message}")
+        if message
+        else nullcontext()
+    ):
         assert RunStore((), (tmp_path,)).runs == {}
 
 
 @pytest.mark.parametrize("text", ["", '{"fingerp', "[]", "{}", '{"fingerprint": "a"}'])
-def test_a_damaged_summary_is_none(place, tmp_path, text):
+def test_a_run_with_a_damaged_summary_is_not_complete(place, tmp_path, text):
     shutil.copytree(place / "short", tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text(text)
     store = RunStore((tmp_path,), ())
@@ -161,7 +165,7 @@ def test_a_damaged_summary_is_none(place, tmp_path, text):
     assert store.find_folder(SHORT) == tmp_path / "run"
 
 
-def test_of_damaged_metrics_nobody_can_tell_the_cost(place, tmp_path):
+def test_the_cost_of_a_damaged_run_is_unknown(place, tmp_path):
     shutil.copytree(place / "short", tmp_path / "run")
     run = RunStore((tmp_path,), ()).find_result(SHORT)
     assert run.cost() is not None
@@ -184,7 +188,7 @@ def test_a_begun_run_has_a_folder_and_no_result(place, tmp_path):
     assert RunStore((tmp_path,), ()).find_folder(recipe) is None
 
 
-def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
+def test_a_complete_run_is_preferred_to_a_begun_one(place, tmp_path):
     shutil.copytree(place / "short", tmp_path / "a-begun")
     (tmp_path / "a-begun" / "summary.json").unlink()
     for order in ((tmp_path, place), (place, tmp_path)):
@@ -193,7 +197,7 @@ def test_a_complete_run_comes_before_a_begun_one(place, tmp_path):
     assert RunStore((tmp_path,), (tmp_path / "records",)).find_result(SHORT).folder is None
 
 
-def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):
+def test_a_run_is_resumed_with_other_settings_without_effect(tmp_path):
     with pytest.raises(Interrupted):
         train(SHORT, tmp_path, stop=StopAfter(2))
     other = Recipe.load(BASE, ["train.eval_every=2", "train.log_every=1", "train.checkpoint_steps=1"])
@@ -203,6 +207,6 @@ def test_a_run_is_resumed_whatever_it_is_watched_by(tmp_path):
         train(Recipe.load(BASE, ["train.clip=1.0"]), tmp_path, resume=True)
 
 
-def test_without_finetune_leaves_all_else(place):
+def test_without_finetune_changes_nothing_else(place):
     assert without_finetune(LONG).fingerprint() == SHORT.fingerprint()
     assert without_finetune(SHORT) == dataclasses.replace(SHORT, finetune=without_finetune(SHORT).finetune)
