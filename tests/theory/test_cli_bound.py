@@ -148,7 +148,7 @@ def test_where_dynamic_pruning_arrives_and_where_one_shot_does(call: Call) -> No
 def test_plots_are_drawings(call: Call, arguments: tuple[str, ...]) -> None:
     code, _, err = call(*arguments, "--plot", "it.svg")
     assert code == 0
-    assert "drawn in it.svg" in err
+    assert "chart written to it.svg" in err
     drawing = ElementTree.parse("it.svg").getroot()
     lines = [e for e in drawing.iter() if e.tag.endswith("polyline")]
     assert lines
