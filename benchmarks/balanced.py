@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from pomona.lab.kernels.benchmark import BALANCED, Benchmark, benchmark_matrices, benchmark_threads, prune_balanced
+from pomona.lab.kernels.benchmark import Benchmark, benchmark_matrices, benchmark_threads, prune_balanced
+from pomona.lab.kernels.implementations import BALANCED
 from pomona.patterns import Balanced
 from pomona.sparse import Compression, compress
 from pomona.sparse.compress import FUSED, fuse

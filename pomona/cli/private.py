@@ -43,9 +43,11 @@ def private(
     The noise scale is solved for before the run, which needs dp-accounting (the extra `privacy`). --dry-run prints a
     recipe that holds the solved budget; a machine without dp-accounting can train from it.
     """
+    from pomona.lab import describe_run, train
     from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
     from pomona.lab.runs.progress import make_reporter
+    from pomona.lab.runs.train import validate_folder
 
     path, place = find_recipe(recipe, out, resume)
     resolved = PrivateRecipe.load(path, recipe_overrides(settings, name))
@@ -55,8 +57,8 @@ def private(
         print_json(found) if as_json else print_table(shares_table(found))
         return
     if dry_run:
-        lab.validate_private_folder(resolved, folder, resume)
-        plan = lab.describe_private_run(resolved, data_dir=data_dir)
+        validate_folder(resolved, folder, resume)
+        plan = describe_run(resolved, data_dir=data_dir)
         if as_json:
             print_json({"folder": str(folder), **plan})
         else:
@@ -66,7 +68,7 @@ def private(
         return
     progress = None if as_json else make_reporter(Console(stderr=True))
     with resume_hint("private", folder, data_dir):
-        summary = lab.train(resolved, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
+        summary = train(resolved, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
     if as_json:
         print_json(summary)
     else:

@@ -50,7 +50,7 @@ def print_preview(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | N
 def preview_run(recipe: Recipe, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
     """Return what a run would do, after all its validations."""
     from pomona.lab import describe_run
-    from pomona.lab.runs.run import validate_folder
+    from pomona.lab.runs.train import validate_folder
 
     done = validate_folder(recipe, folder, resume)
     would = "nothing: the run is complete" if done else "go on" if resume else "train"

@@ -7,6 +7,7 @@ summary = train(recipe, "runs/digits")
 from .recipes.recipe import Recipe
 from .runs.environment import describe_environment
 from .runs.evaluate import accuracy, reestimate_batchnorm
-from .runs.run import Interrupted, describe_run, train
+from .runs.interruption import Interrupted
+from .runs.train import describe_run, train
 
 __all__ = ["Interrupted", "Recipe", "accuracy", "describe_environment", "describe_run", "reestimate_batchnorm", "train"]

@@ -21,9 +21,9 @@ from pomona.errors import require
 
 from .recipes.options import DENSE
 from .recipes.recipe import Recipe
-from .runs import checkpoint, environment
+from .runs import durable_files, environment
 from .runs.progress import SeriesProgress
-from .runs.run import train
+from .runs.train import train
 from .sweeps.result_table import TIE, costs, format_mean, mean_and_deviation
 from .tables.chart import Point, sparsity_chart
 
@@ -95,8 +95,8 @@ def run_demo(
         "seconds": time.perf_counter() - started,
         **environment.describe_environment(),
     }
-    checkpoint.replace_file(out / "demo.svg", draw_chart(result["cells"]).encode())
-    checkpoint.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(out / "demo.svg", draw_chart(result["cells"]).encode())
+    durable_files.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
     return result
 
 

@@ -19,7 +19,7 @@ def test_retrain_compares_the_retraining_with_its_run(run_command):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["retrain", "nowhere"], "is no run"),
+        (["retrain", "nowhere"], "is not a run"),
     ],
 )
 def test_invalid_arguments_of_retrain_are_refused(assert_refused, arguments, expected):

@@ -76,7 +76,7 @@ def test_a_truncated_checkpoint_is_replaced_by_the_previous_one(run_command):
     code, out, err = run_command("train", "--resume", "runs/small", "--json")
     assert code == 0
     assert err.startswith("note: 'checkpoint' is damaged")
-    assert "going on from 'checkpoint.previous'" in err
+    assert "continuing from 'checkpoint.previous'" in err
     assert json.loads(out)["epoch"] == 4
 
 

@@ -15,9 +15,11 @@ from torch import nn
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.runs import checkpoint
-from pomona.lab.runs import run as runs
+from pomona.lab.runs import run as run_module
+from pomona.lab.runs import train as train_module
 from pomona.lab.runs.evaluate import reestimate_batchnorm
 from pomona.lab.runs.run import Run
+from pomona.lab.runs.run_evaluation import score_model
 from pomona.lab.runs.weight_average import WeightAverage
 
 DPF = "dpf(sparsity=0.9, every=4, settle=0.5, schedule='cubic(until=0.25)')"
@@ -35,9 +37,9 @@ class Watcher(Run):
 
     seen: list[dict[str, torch.Tensor]]
 
-    def average(self) -> None:
+    def update_average(self) -> None:
         self.seen.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
-        super().average()
+        super().update_average()
 
     def finish(self):
         type(self).last = self
@@ -46,7 +48,7 @@ class Watcher(Run):
 
 @pytest.fixture
 def watched(monkeypatch) -> type[Watcher]:
-    monkeypatch.setattr(runs, "Run", Watcher)
+    monkeypatch.setattr(train_module, "Run", Watcher)
     monkeypatch.setattr(Watcher, "seen", [], raising=False)
     return Watcher
 
@@ -78,12 +80,12 @@ def test_a_run_ends_with_the_mean_of_its_last_epochs(watched, tmp_path, device, 
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-8)
         if name in masks:
             assert torch.equal(value != 0, masks[name])
-    fresh = reestimate_batchnorm(run.model, run.training().epoch(3), 32)
+    fresh = reestimate_batchnorm(run.model, run.training_batches().epoch(3), 32)
     for ours, theirs in zip(run.model.buffers(), fresh.buffers(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
     stored = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(stored[name], value.cpu()) for name, value in run.model.state_dict().items())
-    assert summary["accuracy"] == run.score(run.model, "test")["accuracy"]
+    assert summary["accuracy"] == score_model(run, run.model, "test")["accuracy"]
     assert summary["sparsity"] == pytest.approx(0.9, abs=1e-3)
 
 
@@ -133,11 +135,11 @@ def test_resumed_to_the_last_bit(tmp_path, at) -> None:
 def test_killed_between_the_last_step_and_the_mean(tmp_path, monkeypatch) -> None:
     train(recipe(), tmp_path / "whole")
 
-    def killed(self) -> None:
+    def killed(run) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "install", killed)
+        patch.setattr(run_module, "install_average", killed)
         with pytest.raises(KeyboardInterrupt):
             train(recipe(), tmp_path / "parts")
     train(recipe(), tmp_path / "parts", resume=True)

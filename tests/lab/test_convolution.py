@@ -18,6 +18,7 @@ from pomona.lab.kernels.convolution import (
     is_supported_convolution,
     is_supported_norm,
 )
+from pomona.lab.kernels.convolution_shapes import allocate_outputs
 
 DTYPE, NEAR, SUMMED = (torch.bfloat16, 4e-3, 1e-5) if DEVICE == "cuda" else (torch.float32, 1e-6, 1e-6)
 SHAPES = [  # images, inputs, outputs, height, width, size, stride
@@ -175,7 +176,7 @@ def stand_in(monkeypatch):
         def forward(x, weight, stride):
             y = F.conv2d(x, weight.to(x.dtype), stride=stride, padding=weight.shape[2] // 2)
             y = y.contiguous(memory_format=torch.channels_last)
-            _, sums = lab.allocate_outputs(x, weight, stride)
+            _, sums = allocate_outputs(x, weight, stride)
             sums.zero_()[:, 0] = torch.stack([y.float().sum((0, 2, 3)), y.float().square().sum((0, 2, 3))])
             return y, sums
 
@@ -242,7 +243,7 @@ def test_norms_are_what_they_were(call, affine):
                     y = (call if quickly else nn.Module.__call__)(model, x)
                 y.backward(g.to(y.dtype))
         assert {type(m) for m in model} == {nn.Conv2d, nn.BatchNorm2d, nn.ReLU}
-        assert not any(hasattr(m, "letter") for m in model)
+        assert not any(hasattr(m, "channel_sums") for m in model)
         found.append((y.detach(), [p.grad for p in model.parameters()], dict(model.named_buffers())))
     (y, grads, buffers), (our_y, our_grads, our_buffers) = found
     assert far(our_y, y.double()) < 0.01
@@ -255,7 +256,7 @@ class Given(nn.Module):
 
     def forward(self, x):
         y = x * 1.5
-        self.letter[:] = y, torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])[:, None].detach()
+        self.channel_sums[:] = y, torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])[:, None].detach()
         return y
 
 
@@ -297,7 +298,7 @@ def test_sums_are_taken_where_they_belong(monkeypatch):
     with fast_convolutions(model):
         compiled(model, x)
         assert counts == [16, 32]  # and not by the norm behind the ReLU
-        assert model[0].letter == []
+        assert model[0].channel_sums == []
         counts.clear()
         model.eval()
         compiled(model, x)

@@ -13,6 +13,7 @@ from torch import nn
 from pomona import lab
 from pomona.cli import main
 from pomona.lab.kernels import benchmark as bench
+from pomona.lab.kernels import implementations
 from pomona.lab.runs.shrink import load_finished_model
 from pomona.sparse import load
 from pomona.sparse import timing as clock
@@ -29,7 +30,7 @@ def test_all_sides_of_a_small_matrix() -> None:
     assert [r.side for r in found.rows if r.batch == 3] == ["dense", "CSR", "block-sparse 8×8", "balanced", "2:4"]
     sides = {(r.side, r.batch): r for r in found.rows}
     assert sides["2:4", 1].seconds is None
-    assert sides["2:4", 1].note == "only a GPU has it"
+    assert sides["2:4", 1].note == "needs a GPU"
     assert sides["dense", 1].nbytes == 64 * 96 * 4
     assert sides["balanced", 1].nbytes == 64 * 3 * (3 * 4 + 2)
     assert sides["CSR", 3].nbytes == 64 * 9 * 8 + 65 * 4  # the same count, with indices of 32 bits
@@ -47,18 +48,18 @@ def test_a_matrix_that_no_tile_divides_is_still_measured() -> None:
 
 def test_a_wrong_side_is_told() -> None:
     weight = torch.eye(4)
-    wrong = bench.Implementation("wrong", lambda x: x @ weight * 1.001, weight, 0)
+    wrong = implementations.Implementation("wrong", lambda x: x @ weight * 1.001, weight, 0)
     with pytest.raises(AssertionError, match="wrong is wrong: it differs from float64 by 1.0e-03"):
-        bench.measure_error(wrong, torch.randn(2, 4))
+        implementations.measure_error(wrong, torch.randn(2, 4))
 
 
 def test_of_several_ways_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.eye(4)
     sides = [
-        bench.Implementation("dense", lambda x: x @ weight, weight, 64),
-        bench.Implementation("CSR", lambda x: x @ weight, weight, 1),
-        bench.Implementation("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
-        bench.Implementation("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
+        implementations.Implementation("dense", lambda x: x @ weight, weight, 64),
+        implementations.Implementation("CSR", lambda x: x @ weight, weight, 1),
+        implementations.Implementation("CSR", lambda turned: turned.T @ weight, weight, 2, lambda x: x.T),
+        implementations.Implementation("CSR", lambda x: x @ weight.view(-1), weight, 3),  # one that cannot
     ]
     monkeypatch.setattr(bench, "race", lambda runs, *_, **options: [6.0, 3.0, 2.0][: len(runs)])
     head = {"rows": 4, "columns": 4, "batch": 3, "state": "warm"}

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pomona.errors import PomonaError
-from pomona.lab.runs import checkpoint
+from pomona.lab.runs import checkpoint, durable_files
 
 
 def same(a, b) -> bool:
@@ -149,7 +149,7 @@ def test_a_newer_version_is_refused(tmp_path):
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
 def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
     two(tmp_path)
-    write = checkpoint.write_file
+    write = durable_files.write_file
 
     def full(path, data):
         if path.name == file:
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(durable_files, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full.*free some space"):
         checkpoint.save(tmp_path, {"step": 3, "x": torch.ones(500)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "checkpoint.previous"]
@@ -166,15 +166,15 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
-    checkpoint.replace_file(path, b"old")
+    durable_files.replace_file(path, b"old")
 
     def full(path, data):
         path.write_bytes(data[:1])
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(durable_files, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full"):
-        checkpoint.replace_file(path, b"new")
+        durable_files.replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_bytes() == b"old"
 
@@ -202,8 +202,8 @@ def test_a_kill_between_any_two_operations_leaves_a_loadable_state(tmp_path, mon
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_file", killing(checkpoint.write_file))
-        patch.setattr(checkpoint, "sync_folder", killing(checkpoint.sync_folder))
+        patch.setattr(durable_files, "write_file", killing(durable_files.write_file))
+        patch.setattr(durable_files, "sync_folder", killing(durable_files.sync_folder))
         patch.setattr(shutil, "rmtree", killing(shutil.rmtree))
         patch.setattr(type(tmp_path), "rename", killing(type(tmp_path).rename))
         if at < 7:  # two writes, two syncs, one removal, two renames

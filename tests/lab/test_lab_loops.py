@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 from pomona.errors import PomonaError
 from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.runs import loops
+from pomona.lab.runs.concurrency import CONCURRENT_RUN
 from pomona.lab.runs.distributed import DistributedContext
-from pomona.lab.runs.run import Interrupted, load_data, train
+from pomona.lab.runs.interruption import Interrupted
+from pomona.lab.runs.run_inputs import load_data
+from pomona.lab.runs.train import train
 from pomona.lab.sweeps import concurrent_runs
 from pomona.lab.sweeps.job import Job
 
@@ -71,18 +74,18 @@ def test_an_eager_loop_is_not_packed():
         device=torch.device("cuda"),
         processes=DistributedContext(),
         model=torch.nn.Linear(1, 1),
-        steps=1,
+        stage_steps=1,
     )
     assert loops.choose_loop(run) == "eager"
     packed_run = contextvars.copy_context()
-    packed_run.run(loops.CONCURRENT_RUN.set, True)
-    with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot be packed"):
+    packed_run.run(CONCURRENT_RUN.set, True)
+    with pytest.raises(PomonaError, match="'test' asks for train.loop = \"eager\", which cannot run concurrently"):
         packed_run.run(loops.choose_loop, run)
 
 
 def test_packed_runs_read_one_copy_of_the_data():
     context, cpu = contextvars.copy_context(), torch.device("cpu")
-    context.run(loops.CONCURRENT_RUN.set, True)
+    context.run(CONCURRENT_RUN.set, True)
     first, again = (context.run(load_data, recipe(), None, cpu) for _ in range(2))
     other = dataclasses.replace(recipe(), data=dataclasses.replace(recipe().data, validation=100))
     assert first is again
@@ -184,5 +187,5 @@ def test_a_model_with_dropout_is_trained_eagerly_and_not_packed(tmp_path):
     settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
     one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
     ((_, outcome),) = concurrent_runs.train_concurrently([Job(one, tmp_path / "packed")], 2, print)
-    assert "'drop' would replay one and the same dropout, so it cannot be packed" in outcome["error"]
+    assert "'drop' would replay one and the same dropout, so it cannot run concurrently with others" in outcome["error"]
     assert train(one, tmp_path / "alone")["epoch"] == 1

@@ -44,8 +44,8 @@ def test_bar_tells_epoch_loss_accuracy_sparsity_speed_and_time_left(now):
         now[0] += 0.25
         bar.step(0.5)
     bar.epoch(ROW)
-    assert bar.text() == "epoch 3/10 · loss 0.250 · accuracy 97.12 % · sparsity 80.0 % · 4.0 steps/s"
-    assert bar.left() == "0:40 left"
+    assert bar.format_text() == "epoch 3/10 · loss 0.250 · accuracy 97.12 % · sparsity 80.0 % · 4.0 steps/s"
+    assert bar.format_time_left() == "0:40 left"
     bar.close()
 
 
@@ -57,8 +57,8 @@ def test_steps_before_a_resume_count_as_done_but_not_as_speed(now):
     for _ in range(10):
         now[0] += 1
         bar.step(0.5)
-    assert bar.text() == "epoch 6/10 · loss 0.500 · 1.0 steps/s"
-    assert bar.left() == "1:30 left"
+    assert bar.format_text() == "epoch 6/10 · loss 0.500 · 1.0 steps/s"
+    assert bar.format_time_left() == "1:30 left"
     bar.close()
 
 

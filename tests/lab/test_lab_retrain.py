@@ -173,10 +173,10 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path, pruned):
     for arguments, says in [
         ((pruned, "initial"), "unknown start of a retraining 'initial': did you mean 'init'"),
         ((pruned, "init", "flop"), "unknown budget 'flop': did you mean 'flops'"),
-        ((tmp_path,), "is no run: it has no recipe.toml"),
+        ((tmp_path,), "is not a run: it has no recipe.toml"),
         ((tmp_path / "begun",), "is not complete: go on with pomona train --resume"),
         ((tmp_path / "dense",), "is dense: there is no mask to retrain"),
-        ((tmp_path / "later", "init"), "itself began with the weights of .*: retrain it from random or final"),
+        ((tmp_path / "later", "init"), "itself started from the weights of .*: retrain it from random or final"),
     ]:
         with pytest.raises(PomonaError, match=says):
             retrain(*arguments)

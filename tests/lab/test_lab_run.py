@@ -22,12 +22,13 @@ from safetensors.torch import load_file
 from pomona import models
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, describe_run, train
-from pomona.lab.runs import checkpoint
-from pomona.lab.runs import run as runs
+from pomona.lab.runs import checkpoint, durable_files
 from pomona.lab.runs.distributed import DistributedContext, select_device
 from pomona.lab.runs.evaluate import accuracy
-from pomona.lab.runs.folder import locked_folder
+from pomona.lab.runs.folder import locked_folder, require_same_tensors
 from pomona.lab.runs.run import Run
+from pomona.lab.runs.run_inputs import load_data
+from pomona.lab.runs.strategy import TrainingStrategy
 from pomona.methods import METHODS
 
 DPF = "dpf(sparsity=0.9, every=4, schedule='cubic(until=0.5)')"
@@ -104,7 +105,7 @@ def test_the_model_is_plain_and_gives_the_accuracy_written(whole):
         options = json.loads(file.metadata()["pomona"])
     model = models.build(**options)
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
-    test = runs.load_data(made, None, torch.device("cpu")).batches(1000, part="test").evaluate()
+    test = load_data(made, None, torch.device("cpu")).batches(1000, part="test").evaluate()
     assert accuracy(model, test) == pytest.approx(summary["accuracy"])
     cost = models.summary(model, (1, 8, 8))
     assert (cost.nonzeros, cost.macs_left) == (summary["nonzeros"], summary["macs_left"])
@@ -341,7 +342,7 @@ def test_a_truncated_checkpoint_falls_back_and_says_so(tmp_path, whole):
     notes: list[str] = []
     train(made, folder, resume=True, note=notes.append)
     assert len(notes) == 1
-    assert "going on from 'checkpoint.previous'" in notes[0]
+    assert "continuing from 'checkpoint.previous'" in notes[0]
     assert same_weights(whole[0], folder)
     assert untimed_metrics(folder) == untimed_metrics(whole[0])
 
@@ -421,9 +422,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_tensor(tmp_path):
 
 def test_a_checkpoint_with_other_tensors_is_refused():
     with pytest.raises(PomonaError, match="'b' is missing there and 2×3 here"):
-        runs.require_same_tensors({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(2, 3)}, Path("run"))
+        require_same_tensors({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(2, 3)}, Path("run"))
     with pytest.raises(PomonaError, match="'b' is a number there and missing here"):
-        runs.require_same_tensors({"b": torch.tensor(1)}, {}, Path("run"))
+        require_same_tensors({"b": torch.tensor(1)}, {}, Path("run"))
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path, whole):
@@ -439,15 +440,15 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, whole):
 
 def test_of_two_that_begin_one_is_quicker(tmp_path, monkeypatch):
     made, folder = recipe("dense", epochs=1), tmp_path / "run"
-    begin = Run.begin
+    begin = Run.begin_stage
 
     def slow(self, *args, **options):
         begin(self, *args, **options)
         if not folder.exists():
-            monkeypatch.setattr(Run, "begin", begin)
+            monkeypatch.setattr(Run, "begin_stage", begin)
             train(made, folder)
 
-    monkeypatch.setattr(Run, "begin", slow)
+    monkeypatch.setattr(Run, "begin_stage", slow)
     with pytest.raises(PomonaError, match="is not empty: go on with --resume"):
         train(made, folder)
     assert checkpoint.load(folder)["step"] == 6
@@ -475,7 +476,7 @@ def test_a_recipe_edited_under_its_checkpoint_is_refused(tmp_path):
     stopped(folder, recipe("dense", epochs=2))
     edited = recipe("dense", epochs=5)
     (folder / "recipe.toml").write_text(edited.to_toml())
-    with pytest.raises(PomonaError, match="begun with other settings"):
+    with pytest.raises(PomonaError, match="started with other settings"):
         train(edited, folder, resume=True)
 
 
@@ -546,19 +547,19 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
 
 
 def test_late_readings_still_name_the_step(tmp_path):
-    run = Run(recipe("dense"), tmp_path / "run", DistributedContext(), torch.device("cpu"))
-    run.begin(0)
-    run.step, run.loop.taken = 10, [torch.tensor(v) for v in (1.0, 2.0, float("nan"), 3.0)]
+    run = Run(TrainingStrategy(recipe("dense")), tmp_path / "run", DistributedContext(), torch.device("cpu"))
+    run.begin_stage(0)
+    run.step, run.loop.losses = 10, [torch.tensor(v) for v in (1.0, 2.0, float("nan"), 3.0)]
     with pytest.raises(PomonaError, match="at step 9 of 18"):
         run.read_losses()
-    run.loop.taken, run.loss = [torch.tensor(v) for v in (1.0, 2.5)], 0.0
+    run.loop.losses, run.loss_sum = [torch.tensor(v) for v in (1.0, 2.5)], 0.0
     assert run.read_losses() == 2.5
-    assert run.loss == 3.5
+    assert run.loss_sum == 3.5
     assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(tmp_path, monkeypatch, whole):
-    folder, write = tmp_path / "run", checkpoint.write_file
+    folder, write = tmp_path / "run", durable_files.write_file
     calls = 0
 
     def full(path, data):
@@ -570,7 +571,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(tmp_pat
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_file", full)
+        patch.setattr(durable_files, "write_file", full)
         with pytest.raises(PomonaError, match="the disk is full.*--resume"):
             train(whole[1], folder)
     assert not list(folder.glob("*.part"))

@@ -19,8 +19,8 @@ from pomona import models
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, describe_run, train
 from pomona.lab.runs import checkpoint, masks
-from pomona.lab.runs import run as runs
 from pomona.lab.runs.evaluate import cross_entropy
+from pomona.lab.runs.run_inputs import load_data, model_options
 
 SMALL = "digits_cnn(rho=0.25)"
 
@@ -179,10 +179,10 @@ def test_fine_tuning_would_undo_a_compressor():
 def test_rounds_are_those_of_the_library(tmp_path):
     made = recipe("lottery(sparsity=0.75, retrainings=2, rewind=1)", epochs=2)
     summary = train(made, tmp_path / "run")
-    data = runs.load_data(made, None, torch.device("cpu"))
+    data = load_data(made, None, torch.device("cpu"))
     batches = data.batches(450, seed=0)
     torch.manual_seed(0)
-    model = models.build(**runs.model_options(made, data))
+    model = models.build(**model_options(made, data))
 
     def one(model, pruner, index):  # the user's loop, with another optimizer each time
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
@@ -222,8 +222,8 @@ def test_snip_loses_no_step(tmp_path):
         train(made, tmp_path / "run", stop=StopAfter(1))
     state = checkpoint.load(tmp_path / "run")
     torch.manual_seed(0)
-    data = runs.load_data(made, None, torch.device("cpu"))
-    fresh = models.build(**runs.model_options(made, data))
+    data = load_data(made, None, torch.device("cpu"))
+    fresh = models.build(**model_options(made, data))
     optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
     inputs, labels = next(data.batches(450, seed=0).epoch(1))  # training has epoch 0 only
     pruner = pm.SNIP(sparsity=0.8)
@@ -257,9 +257,9 @@ def test_updates_are_in_the_metrics_and_settled_in_the_summary(tmp_path):
     assert [row["flips"] for row in updates[1:]] != [0] * 9
 
     # The same training by hand, looking at the masks after every step.
-    data = runs.load_data(made, None, torch.device("cpu"))
+    data = load_data(made, None, torch.device("cpu"))
     torch.manual_seed(0)
-    model = models.build(**runs.model_options(made, data))
+    model = models.build(**model_options(made, data))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
     pruner = pm.DPF(sparsity=0.8, every=1, settle=0.25)
     pruner.attach(model, optimizer, 12, 3)
@@ -328,7 +328,7 @@ def test_an_origin_that_is_gone_or_another_is_refused(tmp_path):
     origin = {"run": str(tmp_path / "dense")}
     with pytest.raises(PomonaError, match="'.*dense' holds no masks"):
         train(recipe("finetune", origin=origin), tmp_path / "run")
-    with pytest.raises(PomonaError, match="has the fingerprint .*, and this one began with abc"):
+    with pytest.raises(PomonaError, match="has the fingerprint .*, and this one started from abc"):
         train(recipe("dense", origin={**origin, "fingerprint": "abc"}), tmp_path / "run")
     with pytest.raises(PomonaError, match="is not there"):
         train(recipe("dense", origin={"run": "gone", "fingerprint": "abc"}), tmp_path / "run")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,10 +15,15 @@ from safetensors.torch import load_file
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
 from pomona.errors import PomonaError
-from pomona.lab import Interrupted
+from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.recipes.bundled import bundled_files
 from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import private
+from pomona.lab.runs import run as run_module
+from pomona.lab.runs.private import PrivateStrategy
+from pomona.lab.runs.run import Run
+from pomona.lab.runs.run_evaluation import evaluate_run
+from pomona.lab.runs.stages import Stage
 from pomona.privacy import Budget, accounting
 
 SIGMA = 1.0  # will do for ε = 8
@@ -46,7 +53,7 @@ def recipe(method: str = "gip", **options) -> PrivateRecipe:
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd", "random"])
 def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
-    summary = private.train(recipe(method), tmp_path / "run")
+    summary = train(recipe(method), tmp_path / "run")
     assert summary["accuracy"] > 30
     assert summary["method"] == method
     assert summary["epsilon"] == 8.0
@@ -60,7 +67,7 @@ def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
 
 
 def test_the_folder_holds_no_training_loss(tmp_path):
-    private.train(recipe(), tmp_path / "run")
+    train(recipe(), tmp_path / "run")
     for row in read_metrics(tmp_path / "run"):
         assert "loss" not in row
     summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
@@ -70,11 +77,64 @@ def test_the_folder_holds_no_training_loss(tmp_path):
     assert state["loss"] == 0.0
 
 
+@pytest.mark.parametrize("method", ["gip", "dpsgd"])
+def test_an_output_that_plain_runs_gain_is_not_recorded_unless_allowed(tmp_path, monkeypatch, method):
+    """A private run records what its list names: a new field of plain runs, here a secret, is not on it."""
+    end_epoch, result_fields = Run.end_epoch, Stage.result_fields
+    describe_environment, collect_state = run_module.describe_environment, run_module.collect_state
+
+    def evaluate(run):
+        return {**evaluate_run(run), "secret": 1.0}  # a field of an epoch's row
+
+    def finish(self):
+        self.recorder.write_file("secret.json", b"{}")
+        return finish_run(self)
+
+    class Listener:
+        rows: ClassVar[list] = []
+
+        def start(self, *arguments): ...
+        def step(self, loss=None): ...
+        def close(self): ...
+        def epoch(self, row):
+            self.rows.append(row)
+
+    finish_run = Run.finish
+    monkeypatch.setattr(run_module, "evaluate_run", evaluate)
+    monkeypatch.setattr(run_module, "describe_environment", lambda: {**describe_environment(), "secret": 1.0})
+    monkeypatch.setattr(run_module, "collect_state", lambda run: {**collect_state(run), "secret": 1.0})
+    monkeypatch.setattr(Stage, "result_fields", lambda self, run: {**result_fields(self, run), "secret_result": 1.0})
+    monkeypatch.setattr(Run, "end_epoch", lambda self: {**end_epoch(self), "secret_end": 1.0})
+    monkeypatch.setattr(Run, "finish", finish)
+    places = ("metrics.jsonl", "summary.json", "env.json", "checkpoint/state.json")
+
+    plain = Recipe.load(SETTINGS | {"optimizer": {"lr": 0.1}})
+    summary = train(plain, tmp_path / "plain", progress=Listener())
+    assert all("secret" in (tmp_path / "plain" / place).read_text() for place in places)
+    assert (tmp_path / "plain" / "secret.json").exists()
+    assert "secret_end" in summary
+    assert "secret" in Listener.rows[-1]
+
+    summary = train(recipe(method), tmp_path / "private", progress=Listener())
+    written = [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "private")) for path in written} >= set(places)
+    assert not [path for path in written if b"secret" in path.read_bytes() or "secret" in path.name]
+    assert "secret" not in str(summary)
+    assert "secret" not in str(Listener.rows[-1])
+
+    allowed = PrivateStrategy.allowed_outputs
+    more = dataclasses.replace(allowed, metrics=allowed.metrics | {"secret"})
+    monkeypatch.setattr(PrivateStrategy, "allowed_outputs", more)
+    train(recipe(method), tmp_path / "allowed")
+    assert all(row["secret"] == 1.0 for row in read_metrics(tmp_path / "allowed", "epoch"))
+    assert "secret" not in (tmp_path / "allowed" / "summary.json").read_text()
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
-    whole = private.train(recipe(average=0.9, views=1), tmp_path / "whole")
+    whole = train(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
-        private.train(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
-    parts = private.train(recipe(average=0.9), tmp_path / "parts", resume=True)
+        train(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
+    parts = train(recipe(average=0.9), tmp_path / "parts", resume=True)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert whole["accuracy"] == parts["accuracy"]
@@ -84,28 +144,28 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
 
 
 def test_a_complete_run_is_not_trained_again(tmp_path):
-    done = private.train(recipe(), tmp_path / "run")
-    assert private.train(recipe(), tmp_path / "run", resume=True) == done
+    done = train(recipe(), tmp_path / "run")
+    assert train(recipe(), tmp_path / "run", resume=True) == done
     with pytest.raises(PomonaError, match="is not empty"):
-        private.train(recipe(), tmp_path / "run")
+        train(recipe(), tmp_path / "run")
 
 
 def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(), tmp_path / "run", stop=StopAfter(2))
+        train(recipe(), tmp_path / "run", stop=StopAfter(2))
     more = recipe(epsilon=9.0, budget=settled(0.01, 9.0))
     with pytest.raises(PomonaError, match="another budget or method .*epsilon: 9.0, not 8.0"):
-        private.train(more, tmp_path / "run", resume=True)
+        train(more, tmp_path / "run", resume=True)
     longer = {**SETTINGS, "train": {**SETTINGS["train"], "epochs": 4}}
     section = recipe().private.to_dict() | {"budget": None}
     with pytest.raises(PomonaError, match="other settings"):
-        private.train(PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
+        train(PrivateRecipe.load({**longer, "private": section}), tmp_path / "run", resume=True)
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
     monkeypatch.setattr(accounting, "find_spec", lambda name: None)
     monkeypatch.setattr(accounting, "library", lambda: pytest.fail("the accountant was asked"))
-    private.train(recipe(), tmp_path / "run")
+    train(recipe(), tmp_path / "run")
     written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
     assert written.fingerprint() == recipe().fingerprint()
@@ -118,14 +178,14 @@ def test_a_budget_for_another_run_is_refused(tmp_path):
         ({"epsilon": 4.0}, "epsilon: 8.0, not 4.0"),
     ):
         with pytest.raises(PomonaError, match=message):
-            private.train(recipe(budget=settled(0.01) | change), tmp_path / "run")
+            train(recipe(budget=settled(0.01) | change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_budget_that_does_not_keep_its_promise_is_refused(tmp_path):
     pytest.importorskip("dp_accounting")
     with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve it anew"):
-        private.train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
+        train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -133,10 +193,10 @@ def test_public_rows_are_held_out_of_the_training(tmp_path):
     section = {"method": "public", "epsilon": 8.0, "keep": 0.5}
     held = {**SETTINGS, "data": {"name": "digits", "validation": 100}}
     solved = settled() | {"rows": 1247}
-    summary = private.train(PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a")
+    summary = train(PrivateRecipe.load({**held, "private": {**section, "budget": solved}}), tmp_path / "a")
     assert summary["private"]["lost"]["end"] is None
     with pytest.raises(PomonaError, match="set data.validation"):
-        private.train(PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b")
+        train(PrivateRecipe.load({**SETTINGS, "private": {**section, "budget": settled()}}), tmp_path / "b")
 
 
 def test_views_are_augmented_copies(tmp_path):
@@ -152,17 +212,17 @@ def test_views_are_augmented_copies(tmp_path):
     step = private.PrivateStep.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private.PrivateStep, "__call__", watch)
-        private.train(made, tmp_path / "run")
+        train(made, tmp_path / "run")
     assert {shape for shape, *_ in seen} == {(3, 1, 8, 8)}
     assert all(count == labels for _, count, labels in seen)
 
 
 def test_secure_runs_keep_no_generator(tmp_path):
     with pytest.raises(Interrupted):
-        private.train(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
+        train(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
     assert state["private"]["source"] == {}
-    private.train(recipe(secure=True), tmp_path / "run", resume=True)
+    train(recipe(secure=True), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +249,10 @@ def test_bad_recipes_are_refused(change, message):
 def test_models_and_data_that_cannot_be_private_are_refused(tmp_path):
     mixing = {**SETTINGS, "model": "digits_cnn", "private": {"epsilon": 8.0}}
     with pytest.raises(PomonaError, match="BatchNorm2d, which mixes .* private_cnn"):
-        private.train(PrivateRecipe.load(mixing), tmp_path / "run")
+        train(PrivateRecipe.load(mixing), tmp_path / "run")
     for options, message in (({"epsilon": 0.0}, "ε must be above 0"), ({"delta": 0.1}, "δ must lie")):
         with pytest.raises(PomonaError, match=message):
-            private.train(recipe(**options, budget=None), tmp_path / "run")
+            train(recipe(**options, budget=None), tmp_path / "run")
 
 
 def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,7 @@
-"""What a packed matrix buys in time: dense, CSR, 2:4, block-sparse and balanced, in turns in one run.
+"""The benchmark of `pomona bench`: dense, CSR, 2:4, block-sparse and balanced products, timed in turns.
 
-All sides but the dense one keep the same count of weights; balanced and CSR the very same. Every output
-is checked against the product in float64 before it is timed.
+All implementations but the dense one keep the same number of weights; balanced and CSR keep the same weights. Every
+output is compared with the product in float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -19,56 +19,39 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ... import models
 from ...core.targets import prunable
 from ...errors import PomonaError, require
-from ...patterns import Balanced, Block
-from ...sparse import BalancedTensor, Compression, compress
+from ...patterns import Balanced
+from ...sparse import Compression, compress
 from ...sparse import cpu as native
 from ...sparse.timing import FLUSH, empty, race
+from .implementations import DENSE, ROUNDING_LIMITS, Implementation, first_line, make_implementations, measure_error
 
-DENSE, BALANCED = "dense", "balanced"
-CACHE_STATES = ("warm", "cold")  # each side right after itself, or after the caches were emptied
-TILE_SIZES = {"cpu": 8, "cuda": 32}  # blocks of the block-sparse peer
-ROUNDING_LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # largest error over largest value
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to multiply: what it runs, the weight it means, what it reads, and how it wants its input laid out.
-
-    Of several with one name the fastest counts.
-    """
-
-    name: str
-    run: Callable[[Tensor], Tensor]
-    weight: Tensor
-    nbytes: int
-    arrange: Callable[[Tensor], Tensor] = lambda x: x
+CACHE_STATES = ("warm", "cold")  # each implementation right after itself, or after the caches were flushed
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The time of one side for one shape and batch."""
+    """The time of one implementation for one shape and batch size."""
 
     rows: int
     columns: int
     batch: int
     state: str
     side: str
-    seconds: float | None  # None where it cannot be done here
-    speedup: float | None  # over dense
-    limit: float | None  # share of the time that reading its bytes from memory takes at the least
+    seconds: float | None  # None if the implementation is not available here
+    speedup: float | None  # relative to dense
+    limit: float | None  # the least time to read its bytes from memory, as a share of the measured time
     nbytes: int | None
-    error: float | None  # largest difference from float64, over the largest value
+    error: float | None  # largest difference from float64, relative to the largest value
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All rows, and what they were measured on."""
+    """All measurements and the machine they were taken on."""
 
     rows: tuple[Measurement, ...]
     device: str
@@ -76,19 +59,20 @@ class Benchmark:
     threads: int
     block: int
     kept: int
-    bandwidth: float  # bytes a second, reading memory
+    bandwidth: float  # bytes per second when reading memory
 
     @property
     def sparsity(self) -> float:
+        """Return the pruned fraction of the balanced weights."""
         return 1 - self.kept / self.block
 
     def seconds(self, rows: int, columns: int, batch: int, state: str, side: str) -> float | None:
-        """The time of one row, None where there is none."""
+        """Return the time of one measurement, or None if there is none."""
         key = (rows, columns, batch, state, side)
         return next((r.seconds for r in self.rows if (r.rows, r.columns, r.batch, r.state, r.side) == key), None)
 
     def facts(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {**asdict(self), "sparsity": self.sparsity}
 
     def __rich__(self) -> Table:
@@ -133,7 +117,7 @@ def benchmark_matrices(
     patience: float = 2.0,
     seed: int = 0,
 ) -> Benchmark:
-    """Time every side for every shape and batch."""
+    """Time every implementation for every shape and batch size, and return the measurements."""
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype = dtype or (torch.float16 if place.type == "cuda" else torch.float32)
     require(dtype in ROUNDING_LIMITS, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
@@ -146,17 +130,17 @@ def benchmark_matrices(
         bandwidth = measure_bandwidth(place)
         for rows, columns in shapes:
             dense = draw(rows, columns) / columns**0.5
-            sides, missing = make_implementations(dense.to(dtype), block, 1 - kept / block)
+            implementations, missing = make_implementations(dense.to(dtype), block, 1 - kept / block)
             for batch, state in product(batches, states):
                 x = draw(batch, columns).to(dtype)
                 before = partial(empty, flush) if state == "cold" else None
                 head = {"rows": rows, "columns": columns, "batch": batch, "state": state}
-                found += time_implementations(sides, missing, x, head, before, bandwidth, patience)
+                found += time_implementations(implementations, missing, x, head, before, bandwidth, patience)
     return Benchmark(tuple(found), describe_device(place), str(dtype).split(".")[1], threads, block, kept, bandwidth)
 
 
 def time_implementations(
-    sides: Sequence[Implementation],
+    implementations: Sequence[Implementation],
     missing: dict[str, str],
     x: Tensor,
     head: dict[str, Any],
@@ -164,104 +148,36 @@ def time_implementations(
     bandwidth: float,
     patience: float,
 ) -> Iterator[Measurement]:
-    """Check and time all sides on one input."""
-    able, failed = [], dict(missing)
-    for side in sides:
+    """Validate and time all implementations on one input, and yield the measurements."""
+    working, failed = [], dict(missing)
+    for implementation in implementations:
         try:
-            able.append((side, measure_error(side, x)))
-        except (RuntimeError, NotImplementedError, ValueError) as error:  # a peer that this shape or device has not
-            failed[side.name] = str(error).splitlines()[0][:60]
-    times = race([partial(s.run, s.arrange(x)) for s, _ in able], x.device, before=before, patience=patience)
+            working.append((implementation, measure_error(implementation, x)))
+        except (RuntimeError, NotImplementedError, ValueError) as error:  # torch does not support this shape or device
+            failed[implementation.name] = first_line(error)
+    times = race([partial(s.run, s.arrange(x)) for s, _ in working], x.device, before=before, patience=patience)
     found: dict[str, list[tuple[float, Implementation, float]]] = {}
-    for (side, deviates), seconds in zip(able, times, strict=True):
-        found.setdefault(side.name, []).append((seconds, side, deviates))
-    base = found[DENSE][0][0]
-    for ways in found.values():
-        seconds, side, deviates = min(ways, key=itemgetter(0))
-        nbytes = side.nbytes + x.nbytes + x.shape[0] * head["rows"] * x.element_size()
+    for (implementation, error_size), seconds in zip(working, times, strict=True):
+        found.setdefault(implementation.name, []).append((seconds, implementation, error_size))
+    dense_seconds = found[DENSE][0][0]
+    for variants in found.values():
+        seconds, implementation, error_size = min(variants, key=itemgetter(0))
+        nbytes = implementation.nbytes + x.nbytes + x.shape[0] * head["rows"] * x.element_size()
         yield Measurement(
             **head,
-            side=side.name,
+            side=implementation.name,
             seconds=seconds,
-            speedup=base / seconds,
+            speedup=dense_seconds / seconds,
             limit=nbytes / bandwidth / seconds,
-            nbytes=side.nbytes,
-            error=deviates,
+            nbytes=implementation.nbytes,
+            error=error_size,
         )
-    for name, why in ((name, why) for name, why in failed.items() if name not in found):
-        yield Measurement(**head, side=name, seconds=None, speedup=None, limit=None, nbytes=None, error=None, note=why)
-
-
-def measure_error(side: Implementation, x: Tensor) -> float:
-    """How far an output is from the product in float64, which rounding must explain."""
-    exact = x.double() @ side.weight.double().T
-    error = float((side.run(side.arrange(x)).double() - exact).abs().max() / exact.abs().max())
-    if not error <= ROUNDING_LIMITS[x.dtype]:
-        raise AssertionError(f"{side.name} is wrong: it differs from float64 by {error:.1e} of the largest value")
-    return error
-
-
-def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
-    """Every side for one matrix, and which are missing, and why."""
-    mask = Balanced(block=block, pad=True).masks([weight.abs()], sparsity)[0]
-    pruned = torch.where(mask, weight, 0)
-    packed = BalancedTensor.from_dense(pruned, block)
-    sides = [
-        Implementation(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
-        *csr_implementations(pruned),
-        Implementation(BALANCED, packed.linear, pruned, packed.nbytes),
-    ]
-    missing: dict[str, str] = {}
-    for name, make in (("block-sparse", block_sparse_implementation), ("2:4", two_of_four_implementation)):
-        try:
-            sides.insert(-1, make(name, weight, sparsity))
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            missing[name] = str(error).splitlines()[0][:60]
-    return sides, missing
-
-
-def csr_implementations(pruned: Tensor) -> list[Implementation]:
-    """CSR (MKL, cuSPARSE), with indices of 32 bits: for lone vectors, and for several in a row or side by side."""
-    csr = pruned.to_sparse_csr()
-    csr = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
-    nbytes = csr.values().nbytes + csr.col_indices().nbytes + csr.crow_indices().nbytes
-
-    def run(x: Tensor) -> Tensor:
-        return (csr @ x[0]).unsqueeze(0) if len(x) == 1 else (csr @ x.T).T
-
-    return [
-        Implementation("CSR", run, pruned, nbytes),
-        Implementation("CSR", lambda turned: (csr @ turned).T, pruned, nbytes, lambda x: x.T.contiguous()),
-    ]
-
-
-def block_sparse_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
-    """Whole tiles kept or pruned (BSR), as many weights in all."""
-    size = TILE_SIZES[weight.device.type]
-    if any(side % size for side in weight.shape):
-        raise ValueError(f"tiles of {size}×{size} do not divide it")
-    mask = Block((size, size)).masks([weight.abs()], sparsity)[0]
-    pruned = torch.where(mask, weight, 0)
-    bsr = pruned.to_sparse_bsr((size, size))
-    nbytes = bsr.values().nbytes + bsr.col_indices().nbytes + bsr.crow_indices().nbytes
-    return Implementation(
-        f"{name} {size}×{size}", lambda x: linear(x, bsr) if x.is_cuda else (bsr @ x.T).T, pruned, nbytes
-    )
-
-
-def two_of_four_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
-    """The GPU's own 2:4, whose sparsity is 50 % whatever was asked for."""
-    if weight.device.type != "cuda":
-        raise ValueError("only a GPU has it")
-    from torch.sparse import to_sparse_semi_structured
-
-    pruned = torch.where(Balanced(block=4).masks([weight.abs()], 0.5)[0], weight, 0)
-    packed = to_sparse_semi_structured(pruned)
-    return Implementation(name, lambda x: linear(x, packed), pruned, weight.nbytes * 9 // 16)
+    for name, note in ((name, note) for name, note in failed.items() if name not in found):
+        yield Measurement(**head, side=name, seconds=None, speedup=None, limit=None, nbytes=None, error=None, note=note)
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes a second when memory is read from one end to the other; on a GPU more of it, as that takes it so little."""
+    """Return the bytes per second at which memory is read; a GPU is so fast that it reads more of it."""
     memory = torch.zeros(FLUSH * (4 if device.type == "cuda" else 1), dtype=torch.uint8, device=device)
     numbers = memory.view(torch.float32 if memory.is_cuda else torch.int64)
     return memory.nbytes / race([numbers.sum], device, before=lambda: None, repeats=9)[0]
@@ -269,7 +185,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 @contextmanager
 def benchmark_threads(threads: int, device: torch.device) -> Iterator[None]:
-    """So many threads on the CPU, and torch's notes on its sparse tensors left out."""
+    """Use so many CPU threads in the block, and silence torch's warnings on sparse tensors."""
     before = torch.get_num_threads()
     try:
         with warnings.catch_warnings():
@@ -281,7 +197,7 @@ def benchmark_threads(threads: int, device: torch.device) -> Iterator[None]:
 
 
 def describe_device(device: torch.device) -> str:
-    """A device in words."""
+    """Return the name of a device, and for a CPU the instruction set that the kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     from ..runs import environment as env
@@ -294,7 +210,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def prune_balanced(model: nn.Module, sparsity: float, block: int) -> nn.Module:
-    """Cut the smallest weights of every block, once, in every layer that is pruned by default."""
+    """Prune the smallest weights of every block in every layer that is pruned by default, and return the model."""
     pattern = Balanced(block=block, pad=True)
     for target in prunable(model).targets:
         weight = target.parameter.detach()
@@ -314,7 +230,10 @@ def benchmark_model(
     threads: int = 1,
     patience: float = 2.0,
 ) -> Compression:
-    """Prune a model of ours or yours in balanced blocks and time it dense, packed, and as `compress` leaves it."""
+    """Prune a model in balanced blocks, and time it dense, packed, and as `compress` leaves it.
+
+    `model` is the name of a registered model, or a model that is already pruned, with the shape of one sample.
+    """
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if isinstance(model, str):
         shape = shape or models.info(model).input_shape
@@ -329,7 +248,7 @@ def benchmark_model(
 
 
 def parse_matrix_shape(text: str) -> tuple[int, int] | None:
-    """ "4096x1024" as rows and columns; None where it is no such thing."""
+    """Return the rows and columns of a text such as "4096x1024", or None if it has another form."""
     found = re.fullmatch(r"(\d+)[x×](\d+)", text)
     if found is None:
         return None

@@ -1,12 +1,12 @@
-"""Triton kernels for convolutions of few channels, where cuDNN's tiles stay mostly empty.
+"""Triton kernels for convolutions with few channels, for which cuDNN's tiles stay mostly empty.
 
-With channels last, what neighbouring taps read in a row is a single piece of memory. So the outputs are taken in
-patches of some neighbouring pixels, each patch reads a window of the input, and a convolution is one product for each
-row of the windows: (patches × piece) · (piece × outputs of a patch), where the weight is zero for columns that a
-pixel of the patch does not see. Two pixels see four columns of 3×3 taps, and so a piece is a power of two, as
-products want it. The gradient of the input is such a product too, with the taps in reverse; of a stride of 2, each
-patch of 2×2 pixels comes from a window of 2×2. Weights are read in float32, as the optimizer keeps them, and rounded
-on the way. Sums are taken in a fixed order: the same numbers give the same bits.
+With channels last, the inputs of neighbouring taps in a row are contiguous in memory. The output pixels are therefore
+grouped into patches of neighbouring pixels, each patch reads one window of the input, and a convolution is one matrix
+product for each row of the windows: (patches × read size) · (read size × outputs of a patch). The weight is zero for
+columns of the window that a pixel of the patch does not see. Two pixels see four columns of 3×3 taps, so the read size
+is a power of two, as the products need it. The gradient of the input is such a product too, with the taps reversed;
+with a stride of 2, each patch of 2×2 pixels comes from a window of 2×2. Weights are read in float32, as the optimizer
+stores them, and rounded in the kernel. Sums are taken in a fixed order: the same numbers give the same bits.
 """
 
 from __future__ import annotations
@@ -18,93 +18,106 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .convolution import allocate_outputs, tile_config
+from .convolution_shapes import allocate_outputs, tile_config
 
-# For a weight's gradient at most so many programs, three for every two multiprocessors of a large GPU, and at least so
-# many blocks of patches for each. Alone it would be quicker with more of them, among packed runs it is not.
+# Programs for the gradient of a weight: three for every two multiprocessors of a large GPU. More of them would be
+# faster for a single run, but not for concurrent runs.
 MAX_GRADIENT_PROGRAMS = 192
-MIN_PATCH_BLOCKS = 16
+MIN_PATCH_BLOCKS = 16  # blocks of patches that each of these programs sums at least
 
 
-class Windows(NamedTuple):
-    """How the windows of a product lie to its patches."""
+class PatchGeometry(NamedTuple):
+    """The position of a product's input windows relative to its patches of output pixels."""
 
     rows: int  # of a patch, in pixels
-    columns: int
-    down: int  # from one window to the next
-    across: int
-    before: int  # rows and columns of a window before its patch
-    tap: int  # that the first pixel has for the first column; both counts go on by:
-    by_window: int
-    by_pixel: int
-    high: int  # a window's rows
-    wide: int  # a window's columns
+    columns: int  # of a patch, in pixels
+    row_step: int  # rows from one window to the next
+    column_step: int  # columns from one window to the next
+    padding: int  # rows and columns of a window before its patch
+    first_tap: int  # the tap of the first pixel for the first row or column of the window
+    tap_window_step: int  # how the tap changes with the row or column of the window
+    tap_pixel_step: int  # how the tap changes with the pixel of the patch
+    window_rows: int
+    window_columns: int
 
     @classmethod
-    def forward(cls, size: int, stride: int, rows: int, columns: int) -> Windows:
-        """Pixel i sees column i · stride + tap."""
-        high, wide = ((count - 1) * stride + size for count in (rows, columns))
-        return cls(rows, columns, rows * stride, columns * stride, size // 2, 0, 1, -stride, high, wide)
+    def forward(cls, size: int, stride: int, rows: int, columns: int) -> PatchGeometry:
+        """Return the geometry of a convolution: pixel i sees column i · stride + tap."""
+        window_rows, window_columns = ((count - 1) * stride + size for count in (rows, columns))
+        steps = rows * stride, columns * stride
+        return cls(rows, columns, *steps, size // 2, 0, 1, -stride, window_rows, window_columns)
 
     @classmethod
-    def backward(cls, size: int, stride: int, rows: int, columns: int) -> Windows:
-        """Pixel i · stride + tap is seen by column i; a patch is as large as the stride, or a multiple of it."""
-        before = size // 2 // stride
-        high, wide = (before + (count - 1 + size // 2) // stride + 1 for count in (rows, columns))
-        tap = size // 2 + before * stride
-        return cls(rows, columns, rows // stride, columns // stride, before, tap, -stride, 1, high, wide)
+    def backward(cls, size: int, stride: int, rows: int, columns: int) -> PatchGeometry:
+        """Return the geometry of an input gradient: pixel i · stride + tap is seen by column i.
+
+        A patch has the size of the stride, or a multiple of it.
+        """
+        padding = size // 2 // stride
+        window_rows, window_columns = (padding + (count - 1 + size // 2) // stride + 1 for count in (rows, columns))
+        first_tap = size // 2 + padding * stride
+        steps = rows // stride, columns // stride
+        return cls(rows, columns, *steps, padding, first_tap, -stride, 1, window_rows, window_columns)
 
 
 @triton.jit
 def read_windows(
     x, image, row, column, exists,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INPUTS: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INPUTS: tl.constexpr,
+    READ_COLUMNS: tl.constexpr, READ_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """JOINT columns of one row, for each window; zeros outside of the image."""
-    j = tl.arange(0, PIECE)
+    """Read READ_COLUMNS columns of one row of each window, with zeros outside of the image."""
+    j = tl.arange(0, READ_SIZE)
     s = column[:, None] + (j // INPUTS)[None, :]
     inside = (exists & (row >= 0) & (row < HEIGHT))[:, None] & (s >= 0) & (s < WIDTH)
     at = ((image * HEIGHT + row) * WIDTH + column) * INPUTS
-    return tl.load(x + at[:, None] + j[None, :], mask=inside & (j < JOINT * INPUTS)[None, :], other=0.0)
+    return tl.load(x + at[:, None] + j[None, :], mask=inside & (j < READ_COLUMNS * INPUTS)[None, :], other=0.0)
 
 
 @triton.jit
 def product_kernel(
-    x, w, y, sums, patches, w_out, w_in, w_tap,
-    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    x, w, y, sums, patches, stride_out, stride_in, stride_tap,
+    IN_HEIGHT: tl.constexpr, IN_WIDTH: tl.constexpr, INPUTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, BEFORE: tl.constexpr,
-    TAP: tl.constexpr, BY_WINDOW: tl.constexpr, BY_PIXEL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    JOINT: tl.constexpr, PIECE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_STEP: tl.constexpr, COLUMN_STEP: tl.constexpr, PADDING: tl.constexpr,
+    FIRST_TAP: tl.constexpr, TAP_WINDOW_STEP: tl.constexpr, TAP_PIXEL_STEP: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, WINDOW_COLUMNS: tl.constexpr,
+    READ_COLUMNS: tl.constexpr, READ_SIZE: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PART of the outputs y (HEIGHT × WIDTH) of some patches, from x (TALL × BROAD)."""
-    in_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    in_image: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * in_row
+    """Compute CHANNEL_BLOCK output channels of BLOCK patches of y (HEIGHT × WIDTH) from x (IN_HEIGHT × IN_WIDTH)."""
+    patches_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    patches_per_image: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * patches_per_row
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    image, down, across = p // in_image, p % in_image // in_row, p % in_row
-    k = tl.arange(0, ROWS * COLUMNS * PART)
-    output = tl.program_id(1) * PART + k % PART
-    below, beside = k // PART // COLUMNS, k // PART % COLUMNS  # the pixel within its patch
-    j = tl.arange(0, PIECE)
-    total = tl.zeros([BLOCK, ROWS * COLUMNS * PART], tl.float32)
-    for r in tl.static_range(HIGH):
-        for c in tl.static_range(0, WIDE, JOINT):
-            row, column = down * DOWN - BEFORE + r, across * ACROSS - BEFORE + c
-            tile = read_windows(x, image, row, column, p < patches, TALL, BROAD, INPUTS, JOINT, PIECE)
-            tap_r = (TAP + r * BY_WINDOW + below * BY_PIXEL)[None, :]
-            tap_c = TAP + (c + j // INPUTS)[:, None] * BY_WINDOW + (beside * BY_PIXEL)[None, :]
-            seen = (tap_r >= 0) & (tap_r < SIZE) & (tap_c >= 0) & (tap_c < SIZE) & (j < JOINT * INPUTS)[:, None]
-            at = (j % INPUTS)[:, None] * w_in + (tap_r * SIZE + tap_c) * w_tap + (output * w_out)[None, :]
+    image = p // patches_per_image
+    patch_row, patch_column = p % patches_per_image // patches_per_row, p % patches_per_row
+    k = tl.arange(0, ROWS * COLUMNS * CHANNEL_BLOCK)
+    output = tl.program_id(1) * CHANNEL_BLOCK + k % CHANNEL_BLOCK
+    pixel_row, pixel_column = k // CHANNEL_BLOCK // COLUMNS, k // CHANNEL_BLOCK % COLUMNS  # within the patch
+    j = tl.arange(0, READ_SIZE)
+    total = tl.zeros([BLOCK, ROWS * COLUMNS * CHANNEL_BLOCK], tl.float32)
+    for r in tl.static_range(WINDOW_ROWS):
+        for c in tl.static_range(0, WINDOW_COLUMNS, READ_COLUMNS):
+            row, column = patch_row * ROW_STEP - PADDING + r, patch_column * COLUMN_STEP - PADDING + c
+            tile = read_windows(
+                x, image, row, column, p < patches, IN_HEIGHT, IN_WIDTH, INPUTS, READ_COLUMNS, READ_SIZE
+            )
+            tap_r = (FIRST_TAP + r * TAP_WINDOW_STEP + pixel_row * TAP_PIXEL_STEP)[None, :]
+            tap_c = FIRST_TAP + (c + j // INPUTS)[:, None] * TAP_WINDOW_STEP + (pixel_column * TAP_PIXEL_STEP)[None, :]
+            seen = (tap_r >= 0) & (tap_r < SIZE) & (tap_c >= 0) & (tap_c < SIZE) & (j < READ_COLUMNS * INPUTS)[:, None]
+            at = (
+                (j % INPUTS)[:, None] * stride_in + (tap_r * SIZE + tap_c) * stride_tap + (output * stride_out)[None, :]
+            )
             weight = tl.load(w + at, mask=seen, other=0.0).to(tile.dtype)
             total = tl.dot(tile, weight, total)
-    row, column = down[:, None] * ROWS + below[None, :], across[:, None] * COLUMNS + beside[None, :]
+    row = patch_row[:, None] * ROWS + pixel_row[None, :]
+    column = patch_column[:, None] * COLUMNS + pixel_column[None, :]
     at = ((image[:, None] * HEIGHT + row) * WIDTH + column) * OUTPUTS + output[None, :]
     inside = (p < patches)[:, None] & (row < HEIGHT) & (column < WIDTH)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
-    if sums is not None:  # of what is not yet rounded; beyond the last patch all is zero
+    if sums is not None:  # over the outputs before rounding; patches beyond the last are zero
         if WIDTH % COLUMNS > 0:
             total = tl.where(inside, total, 0.0)
-        at = (tl.program_id(0) * COLUMNS + beside) * OUTPUTS + output
+        at = (tl.program_id(0) * COLUMNS + pixel_column) * OUTPUTS + output
         tl.store(sums + at, tl.sum(total, 0))
         tl.store(sums + tl.num_programs(0) * COLUMNS * OUTPUTS + at, tl.sum(total * total, 0))
 
@@ -112,14 +125,14 @@ def product_kernel(
 @triton.jit
 def statistics_kernel(
     parts, mean, scale, running_mean, running_var, batches, rows, count, momentum, eps,
-    CHANNELS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1/σ of some channels from the sums of y and y², and the running ones moved on."""
-    k = tl.program_id(0) * PART + tl.arange(0, PART)
+    """Compute mean and 1/σ of CHANNEL_BLOCK channels from sums of y and y², and update the running statistics."""
+    k = tl.program_id(0) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     old_mean, old_var = tl.load(running_mean + k), tl.load(running_var + k)
     r = tl.arange(0, BLOCK)[:, None]
-    first = tl.zeros([BLOCK, PART], tl.float32)
-    second = tl.zeros([BLOCK, PART], tl.float32)
+    first = tl.zeros([BLOCK, CHANNEL_BLOCK], tl.float32)
+    second = tl.zeros([BLOCK, CHANNEL_BLOCK], tl.float32)
     for start in range(0, rows, BLOCK):
         at = (start + r) * CHANNELS + k[None, :]
         first += tl.load(parts + at, mask=start + r < rows, other=0.0)
@@ -137,101 +150,107 @@ def statistics_kernel(
 @triton.jit
 def read_input_and_gradient(
     x, g, p, end, r, c,
-    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    IN_HEIGHT: tl.constexpr, IN_WIDTH: tl.constexpr, INPUTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr, READ_COLUMNS: tl.constexpr, READ_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the windows of patches p from column c on, and the gradients of the patches."""
-    in_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    image, down, across = p // (in_row * HEIGHT), p // in_row % HEIGHT, p % in_row
-    row, column = down * STRIDE - SIZE // 2 + r, across * (COLUMNS * STRIDE) - SIZE // 2 + c
-    tile = read_windows(x, image, row, column, p < end, TALL, BROAD, INPUTS, JOINT, PIECE)
+    """Read row r of the windows of patches p, from column c on, and the gradients of the patches."""
+    patches_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    image, patch_row, patch_column = p // (patches_per_row * HEIGHT), p // patches_per_row % HEIGHT, p % patches_per_row
+    row, column = patch_row * STRIDE - SIZE // 2 + r, patch_column * (COLUMNS * STRIDE) - SIZE // 2 + c
+    tile = read_windows(x, image, row, column, p < end, IN_HEIGHT, IN_WIDTH, INPUTS, READ_COLUMNS, READ_SIZE)
     return tile, read_windows(
-        g, image, down, across * COLUMNS, p < end, HEIGHT, WIDTH, OUTPUTS, COLUMNS, COLUMNS * OUTPUTS
+        g, image, patch_row, patch_column * COLUMNS, p < end, HEIGHT, WIDTH, OUTPUTS, COLUMNS, COLUMNS * OUTPUTS
     )
 
 
 @triton.jit
 def weight_kernel(
     x, g, parts, patches, share,
-    TALL: tl.constexpr, BROAD: tl.constexpr, INPUTS: tl.constexpr,
+    IN_HEIGHT: tl.constexpr, IN_WIDTH: tl.constexpr, INPUTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDE: tl.constexpr, JOINT: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW_COLUMNS: tl.constexpr, READ_COLUMNS: tl.constexpr, READ_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a share of the patches adds to the weight's gradient, for JOINT columns of a row of the windows."""
-    r, c = tl.program_id(1), tl.program_id(2) * JOINT
+    """Compute what one share of the patches adds to a weight's gradient, for READ_COLUMNS columns of a window row."""
+    r, c = tl.program_id(1), tl.program_id(2) * READ_COLUMNS
     start = tl.program_id(0) * share
     end = tl.minimum(start + share, patches)
     p = start + tl.arange(0, BLOCK)
-    total = tl.zeros([PIECE, COLUMNS * OUTPUTS], tl.float32)
+    total = tl.zeros([READ_SIZE, COLUMNS * OUTPUTS], tl.float32)
     tile, gradient = read_input_and_gradient(
-        x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
-    )
+        x, g, p, end, r, c,
+        IN_HEIGHT, IN_WIDTH, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, READ_COLUMNS, READ_SIZE,
+    )  # fmt: skip
     for _ in range(start, end, BLOCK):
-        p += BLOCK  # the next are read while these are multiplied
-        further, gradients = read_input_and_gradient(
-            x, g, p, end, r, c, TALL, BROAD, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, JOINT, PIECE
-        )
+        p += BLOCK  # the next tiles are read while these are multiplied
+        next_tile, next_gradient = read_input_and_gradient(
+            x, g, p, end, r, c,
+            IN_HEIGHT, IN_WIDTH, INPUTS, HEIGHT, WIDTH, OUTPUTS, SIZE, STRIDE, COLUMNS, READ_COLUMNS, READ_SIZE,
+        )  # fmt: skip
         total = tl.dot(tl.trans(tile), gradient, total)
-        tile, gradient = further, gradients
-    j, k = tl.arange(0, PIECE), tl.arange(0, COLUMNS * OUTPUTS)
-    at = (((tl.program_id(0) * COLUMNS * OUTPUTS + k) * SIZE + r) * WIDE + c) * INPUTS
-    tl.store(parts + at[:, None] + j[None, :], tl.trans(total), mask=(j < JOINT * INPUTS)[None, :])
+        tile, gradient = next_tile, next_gradient
+    j, k = tl.arange(0, READ_SIZE), tl.arange(0, COLUMNS * OUTPUTS)
+    at = (((tl.program_id(0) * COLUMNS * OUTPUTS + k) * SIZE + r) * WINDOW_COLUMNS + c) * INPUTS
+    tl.store(parts + at[:, None] + j[None, :], tl.trans(total), mask=(j < READ_COLUMNS * INPUTS)[None, :])
 
 
 @triton.jit
 def sum_kernel(
     parts, y, shares, count,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDE: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW_COLUMNS: tl.constexpr, MAX_SHARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient y, the sum of its parts over the shares and over the pixels of a patch."""
+    """Sum the parts of a weight's gradient over the shares and over the pixels of a patch into y."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.arange(0, SHARES)[:, None]
-    tap, above = i // INPUTS % SIZE, i // INPUTS // SIZE
-    total = tl.zeros([SHARES, BLOCK], tl.float32)
+    s = tl.arange(0, MAX_SHARES)[:, None]
+    tap_column, output_tap_row = i // INPUTS % SIZE, i // INPUTS // SIZE
+    total = tl.zeros([MAX_SHARES, BLOCK], tl.float32)
     for b in tl.static_range(COLUMNS):
-        at = ((b * OUTPUTS * SIZE + above) * WIDE + b * STRIDE + tap) * INPUTS + i % INPUTS
-        at = s * (COLUMNS * OUTPUTS * SIZE * WIDE * INPUTS) + at[None, :]
+        at = ((b * OUTPUTS * SIZE + output_tap_row) * WINDOW_COLUMNS + b * STRIDE + tap_column) * INPUTS + i % INPUTS
+        at = s * (COLUMNS * OUTPUTS * SIZE * WINDOW_COLUMNS * INPUTS) + at[None, :]
         total += tl.load(parts + at, mask=(s < shares) & (i < count)[None, :], other=0.0)
     tl.store(y + i, tl.sum(total, 0), mask=i < count)
 
 
 def forward(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """The convolution, and the sums over it, for which warps wait for each other: the fewer, the better."""
+    """Return the convolution and its channel sums.
+
+    The warps of a program wait for each other to take the sums, so few of them are faster.
+    """
     y, sums = allocate_outputs(x, weight, stride)
     columns, block = tile_config(weight, stride)
-    launch_product(x, weight, y, sums, Windows.forward(weight.shape[2], stride, 1, columns), block, 4)
+    launch_product(x, weight, y, sums, PatchGeometry.forward(weight.shape[2], stride, 1, columns), block, 4)
     return y, sums
 
 
 def input_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The gradient of the input."""
+    """Return the gradient of the input."""
     columns = 2 if stride == 2 else tile_config(weight, stride)[0]
-    plan = Windows.backward(weight.shape[2], stride, stride, columns)
+    geometry = PatchGeometry.backward(weight.shape[2], stride, stride, columns)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    launch_product(g, weight.transpose(0, 1), y, None, plan, 128, 4 if max(weight.shape[:2]) < 32 else 8)
+    launch_product(g, weight.transpose(0, 1), y, None, geometry, 128, 4 if max(weight.shape[:2]) < 32 else 8)
     return y
 
 
 def launch_product(
-    x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, plan: Windows, block: int, warps: int
+    x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, geometry: PatchGeometry, block: int, warps: int
 ) -> None:
-    """Run the product kernel, for so many patches a program."""
+    """Launch the product kernel with `block` patches and `warps` warps for each program."""
     (count, inputs, *image), (_, outputs, height, width), size = x.shape, y.shape, weight.shape[2]
-    joint, piece = piece_size(plan.wide, inputs)
-    part = min(outputs, 64 // (plan.rows * plan.columns))
-    patches = count * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
+    read_columns, read_size = read_config(geometry.window_columns, inputs)
+    part = min(outputs, 64 // (geometry.rows * geometry.columns))
+    patches = count * triton.cdiv(height, geometry.rows) * triton.cdiv(width, geometry.columns)
     grid = triton.cdiv(patches, block), outputs // part
-    out, into, _, tap = weight.stride()
-    shapes = *image, inputs, height, width, outputs, size, *plan, joint, piece, part, block
-    product_kernel[grid](x, weight, y, sums, patches, out, into, tap, *shapes, num_warps=warps)
+    stride_out, stride_in, _, stride_tap = weight.stride()
+    shapes = *image, inputs, height, width, outputs, size, *geometry, read_columns, read_size, part, block
+    product_kernel[grid](x, weight, y, sums, patches, stride_out, stride_in, stride_tap, *shapes, num_warps=warps)
 
 
 def statistics(
     sums: Tensor, count: int, running_mean: Tensor, running_var: Tensor, batches: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and 1/σ of a batch norm's channels."""
+    """Return mean and 1/σ of a batch norm's channels, and update its running statistics."""
     mean, scale = torch.empty_like(running_mean), torch.empty_like(running_mean)
     (_, rows, channels), part = sums.shape, 4
     numbers = rows, count, momentum, eps, channels, part, min(1024, triton.next_power_of_2(rows))
@@ -241,29 +260,31 @@ def statistics(
 
 
 def weight_gradient(g: Tensor, x: Tensor, weight: Tensor, stride: int, shares: int | None = None) -> Tensor:
-    """The gradient of the weight, in float32."""
+    """Return the gradient of the weight in float32, summed by `shares` programs."""
     (outputs, inputs, size, _), (count, _, height, width) = weight.shape, g.shape
     columns, block = tile_config(weight, stride)[0], 64
-    wide = (columns - 1) * stride + size
-    joint, piece = piece_size(wide, inputs)
+    window_columns = (columns - 1) * stride + size
+    read_columns, read_size = read_config(window_columns, inputs)
     patches = count * height * triton.cdiv(width, columns)
     shares = shares or min(
-        MAX_GRADIENT_PROGRAMS // max(3, size * wide // joint), triton.cdiv(patches, MIN_PATCH_BLOCKS // stride * block)
+        MAX_GRADIENT_PROGRAMS // max(3, size * window_columns // read_columns),
+        triton.cdiv(patches, MIN_PATCH_BLOCKS // stride * block),
     )
     share = triton.cdiv(triton.cdiv(patches, shares), block) * block
     shares = triton.cdiv(patches, share)
-    parts = weight.new_empty(shares, columns, outputs, size, wide, inputs)
-    shapes = *x.shape[2:], inputs, height, width, outputs, size, stride, columns, wide, joint, piece, block
-    grid = shares, size, wide // joint
-    # In one stage: a pipeline would read past the first cache, which has what other windows have read.
+    parts = weight.new_empty(shares, columns, outputs, size, window_columns, inputs)
+    windows = columns, window_columns, read_columns, read_size
+    shapes = *x.shape[2:], inputs, height, width, outputs, size, stride, *windows, block
+    grid = shares, size, window_columns // read_columns
+    # One stage, because a pipeline would bypass the L1 cache, which holds what neighbouring windows have read.
     weight_kernel[grid](x, g, parts, patches, share, *shapes, num_stages=1)
-    y, cut = weight.new_empty(outputs, size, size, inputs), 64
-    shapes = inputs, outputs, size, stride, columns, wide, triton.next_power_of_2(shares)
-    sum_kernel[(triton.cdiv(y.numel(), cut),)](parts, y, shares, y.numel(), *shapes, cut)
+    y, sum_block = weight.new_empty(outputs, size, size, inputs), 64
+    shapes = inputs, outputs, size, stride, columns, window_columns, triton.next_power_of_2(shares)
+    sum_kernel[(triton.cdiv(y.numel(), sum_block),)](parts, y, shares, y.numel(), *shapes, sum_block)
     return y.permute(0, 3, 1, 2)
 
 
-def piece_size(wide: int, inputs: int) -> tuple[int, int]:
-    """How many columns of a window are read as one, and how long that is as a power of two."""
-    joint = wide if inputs < 32 or (inputs < 64 and wide != 3) else 1
-    return joint, triton.next_power_of_2(max(16, joint * inputs))
+def read_config(window_columns: int, inputs: int) -> tuple[int, int]:
+    """Return how many columns of a window are read at once, and how many values that is as a power of two."""
+    read_columns = window_columns if inputs < 32 or (inputs < 64 and window_columns != 3) else 1
+    return read_columns, triton.next_power_of_2(max(16, read_columns * inputs))

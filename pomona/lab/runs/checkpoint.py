@@ -1,19 +1,16 @@
-"""Checkpoints that outlive a kill at any moment, a damaged file and a full disk.
+"""Checkpoints that survive a kill at any moment, a damaged file and a full disk.
 
-A checkpoint is a folder with `tensors.safetensors` and `state.json`. It is written whole under the
-name `checkpoint.part`, flushed to the disk, and only then renamed; the one before it stays as
-`checkpoint.previous`. Nothing is ever unpickled.
+A checkpoint is a folder with `tensors.safetensors` and `state.json`. It is written completely under the name
+`checkpoint.part`, flushed to the disk and only then renamed; the previous one stays as `checkpoint.previous`.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +20,25 @@ from safetensors import SafetensorError
 
 from pomona.errors import PomonaError
 
+from . import durable_files
+
 VERSION = 1
-CURRENT, PREVIOUS, PART = "checkpoint", "checkpoint.previous", "checkpoint.part"
-TENSORS, STATE = "tensors.safetensors", "state.json"
+CURRENT_FOLDER, PREVIOUS_FOLDER, PART_FOLDER = "checkpoint", "checkpoint.previous", "checkpoint.part"
+TENSORS_FILE, STATE_FILE = "tensors.safetensors", "state.json"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that is not whole."""
+    """A checkpoint that is incomplete or does not match its checksums."""
 
 
 def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
-    """Write `state`, a nest of tensors and plain values, as the folder's current checkpoint."""
+    """Write a state, nested tensors and plain values, as the current checkpoint of the folder.
+
+    Raises PomonaError if the disk refuses, and TypeError for a value that is neither.
+    """
     folder = Path(folder)
-    part = folder / PART
-    if part.exists():  # left by a kill: whole, it is the newest; else it is worth nothing
+    part = folder / PART_FOLDER
+    if part.exists():  # left by a kill: the newest checkpoint if it is complete, else useless
         if _is_complete(part):
             _make_current(folder)
         else:
@@ -44,99 +46,74 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_encode(state, "", tensors, {}))
     data = safetensors.torch.save(tensors)
-    head = {"version": VERSION, TENSORS: _digest(data), STATE: _digest(tree.encode())}
+    head = {"version": VERSION, TENSORS_FILE: _digest(data), STATE_FILE: _digest(tree.encode())}
     try:
         part.mkdir(parents=True)
-        write_file(part / TENSORS, data)
-        write_file(part / STATE, f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'.encode())
-        sync_folder(part)
+        durable_files.write_file(part / TENSORS_FILE, data)
+        durable_files.write_file(part / STATE_FILE, f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'.encode())
+        durable_files.sync_folder(part)
         _make_current(folder)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise describe_write_error(error, folder / CURRENT) from error
+        raise durable_files.describe_write_error(error, folder / CURRENT_FOLDER) from error
 
 
 def load(folder: Path | str, note: Callable[[str], None] | None = None) -> dict[Any, Any]:
-    """The newest whole checkpoint of the folder; `note` is told when an older one had to be taken."""
+    """Return the state of the newest complete checkpoint of the folder.
+
+    `note` is called with a sentence if an older checkpoint had to be used. Raises PomonaError if there is none.
+    """
     folder = Path(folder)
     if not exists(folder):
         raise PomonaError(f"there is no checkpoint in '{folder}': start the run without resuming.")
     damage = []
-    for name in (PART, CURRENT, PREVIOUS):
+    for name in (PART_FOLDER, CURRENT_FOLDER, PREVIOUS_FOLDER):
         try:
             state = _read_state(folder / name)
         except DamagedCheckpoint as error:
-            if name != PART and (folder / name).exists():  # an unfinished part is no damage
+            if name != PART_FOLDER and (folder / name).exists():  # an unfinished part is not damage
                 damage.append(f"'{name}' is damaged ({error})")
             continue
         if damage and note is not None:
-            note(f"{damage[0]}: going on from '{name}'.")
+            note(f"{damage[0]}: continuing from '{name}'.")
         return state
     raise PomonaError(
-        f"no checkpoint of '{folder}' can be used: {' and '.join(damage)}. Start the run anew in another folder."
+        f"no checkpoint of '{folder}' can be used: {' and '.join(damage)}. Start the run again in another folder."
     )
 
 
 def exists(folder: Path | str) -> bool:
-    """Whether the folder has a checkpoint, whole or not; one whose writing was cut short is none."""
+    """Return whether the folder has a checkpoint, damaged or not; one whose writing was cut short does not count."""
     folder = Path(folder)
-    return (folder / CURRENT).exists() or (folder / PREVIOUS).exists() or _is_complete(folder / PART)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, under a full disk too."""
-    part = path.with_name(path.name + ".part")
-    try:
-        write_file(part, data)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise describe_write_error(error, path) from error
+    return (
+        (folder / CURRENT_FOLDER).exists() or (folder / PREVIOUS_FOLDER).exists() or _is_complete(folder / PART_FOLDER)
+    )
 
 
 def _make_current(folder: Path) -> None:
-    """Make the whole part the current checkpoint. Killed between any two lines, one can be loaded."""
-    current, previous = folder / CURRENT, folder / PREVIOUS
+    """Make the complete part the current checkpoint. After a kill between any two lines, one can still be loaded."""
+    current, previous = folder / CURRENT_FOLDER, folder / PREVIOUS_FOLDER
     if current.exists():
         shutil.rmtree(previous, ignore_errors=True)
         current.rename(previous)
-    (folder / PART).rename(current)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename survives a power cut."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    (folder / PART_FOLDER).rename(current)
+    durable_files.sync_folder(folder)
 
 
 def _read_state(folder: Path) -> dict[Any, Any]:
-    """The state in one checkpoint folder, checked against its own digests."""
+    """Return the state in one checkpoint folder; raise DamagedCheckpoint unless it matches its checksums."""
     try:
-        head = json.loads((folder / STATE).read_bytes())
-        data = (folder / TENSORS).read_bytes()
+        head = json.loads((folder / STATE_FILE).read_bytes())
+        data = (folder / TENSORS_FILE).read_bytes()
         version = head["version"]
         if version > VERSION:
             raise PomonaError(
-                f"'{folder}' is of checkpoint version {version}, this is version {VERSION}: update pomona."
+                f"'{folder}' has checkpoint version {version}, and this is version {VERSION}: update pomona."
             )
-        if _digest(data) != head[TENSORS]:
-            raise DamagedCheckpoint(f"{TENSORS} does not match its checksum")
-        if _digest(json.dumps(head["state"]).encode()) != head[STATE]:
-            raise DamagedCheckpoint(f"{STATE} does not match its checksum")
+        if _digest(data) != head[TENSORS_FILE]:
+            raise DamagedCheckpoint(f"{TENSORS_FILE} does not match its checksum")
+        if _digest(json.dumps(head["state"]).encode()) != head[STATE_FILE]:
+            raise DamagedCheckpoint(f"{STATE_FILE} does not match its checksum")
         return _decode(head["state"], safetensors.torch.load(data))
     except OSError as error:
         raise DamagedCheckpoint(
@@ -145,10 +122,11 @@ def _read_state(folder: Path) -> dict[Any, Any]:
     except PomonaError:
         raise
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{STATE} cannot be understood") from error
+        raise DamagedCheckpoint(f"{STATE_FILE} cannot be understood") from error
 
 
 def _is_complete(folder: Path) -> bool:
+    """Return whether a checkpoint folder can be read and matches its checksums."""
     try:
         _read_state(folder)
     except (DamagedCheckpoint, PomonaError):
@@ -160,30 +138,11 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk as what they mean to the user."""
-    try:
-        yield
-    except OSError as error:
-        raise describe_write_error(error, path) from error
-
-
-def describe_write_error(error: OSError, path: Path) -> PomonaError:
-    """What went wrong when writing, in one sentence."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PomonaError(
-            f"the disk is full: '{path}' could not be written. The last good checkpoint is untouched: "
-            "free some space and go on with --resume."
-        )
-    return PomonaError(f"'{path}' cannot be written: {error.strerror or error}.")
-
-
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> Any:
-    """A plain JSON value for `value`, its tensors put aside by path.
+    """Return a JSON value for a state, and collect its tensors by path.
 
-    JSON knows neither tensors, tuples nor keys that are no strings; each of them becomes an object
-    with one key that begins with "$". A tensor met twice (a tied weight) is stored once.
+    JSON has no tensors, no tuples and no keys but strings; each of these becomes an object with one key that starts
+    with "$". A tensor that occurs twice (a tied weight) is stored once.
     """
     if isinstance(value, torch.Tensor):
         same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -208,7 +167,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[
 
 
 def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `_encode`."""
+    """Return the state that `_encode` turned into a JSON value."""
     if isinstance(value, list):
         return [_decode(v, tensors) for v in value]
     if not isinstance(value, dict):

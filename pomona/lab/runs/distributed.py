@@ -1,4 +1,4 @@
-"""Data-parallel runs: the processes that torchrun started, or just this one."""
+"""Data-parallel runs: the processes that torchrun started, or this process alone."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from pomona.errors import require
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among those that train together."""
+    """The place of this process among the processes that train one run together."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # the rank on this machine, which is also its GPU
+    local_rank: int = 0  # the rank on this machine, which is also the index of the GPU
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and talks."""
+        """Return whether this process writes files and reports progress."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model with its gradients averaged over the processes."""
+    def wrap_model(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the model with its gradients averaged over all processes."""
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the processes, entry by entry."""
+        """Return the elementwise mean of a tensor over all processes."""
         if self.world_size > 1:
             distributed.all_reduce(values)
             values /= self.world_size
         return values
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether the flag is up anywhere in the processes."""
+        """Return whether the flag is set in any process."""
         if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag), device=device)
@@ -50,22 +50,25 @@ class DistributedContext:
         return bool(flags > 0)
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes are here."""
         if self.world_size > 1:
             distributed.barrier()
 
 
+_TORCHRUN_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))  # with the values without torchrun
+
+
 def distributed_context() -> DistributedContext:
-    """This process's place, as torchrun tells it."""
+    """Return the place of this process, from the environment variables of torchrun."""
     return DistributedContext(*(int(os.environ.get(key, default)) for key, default in _TORCHRUN_VARIABLES))
 
 
 @contextmanager
 def joined_processes(device: str) -> Iterator[tuple[DistributedContext, torch.device]]:
-    """The processes and this process's device.
+    """Join the process group if there is one, and yield the place of this process and its device.
 
-    A process group that had to be opened stays open to the end of the process: in a second one a rank that is ahead
-    would meet the addresses of the first.
+    A process group that is opened here stays open until the process ends: in a second group, a rank that is ahead
+    would connect to addresses of the first.
     """
     processes = distributed_context()
     place = select_device(device, processes.local_rank)
@@ -78,12 +81,13 @@ def joined_processes(device: str) -> Iterator[tuple[DistributedContext, torch.de
 
 
 def close_process_group() -> None:
+    """Close the process group if it is open."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def select_device(device: str, local_rank: int = 0) -> torch.device:
-    """The device of that name; "auto" takes CUDA where there is one."""
+    """Return the device of that name, where "auto" is CUDA if available; raise PomonaError if it does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
@@ -96,6 +100,3 @@ def select_device(device: str, local_rank: int = 0) -> torch.device:
             f"device '{place}' was asked for, but there are {count} GPUs: take one of cuda:0 … cuda:{count - 1}.",
         )
     return place
-
-
-_TORCHRUN_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))  # as torchrun sets them

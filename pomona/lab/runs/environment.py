@@ -1,4 +1,4 @@
-"""What this machine is and has: for `env.json`, for a run's summary and for `pomona check`."""
+"""Facts about the software and the machine, for `env.json`, a run's summary and `pomona check`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("numpy", "scipy", "safetensors", "scikit-learn", "typer", "rich", "t
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, machine and commit, as plain values."""
+    """Return versions, machine, commit and command line as plain values."""
     return {
         "versions": package_versions(),
         "machine": describe_machine(),
@@ -30,11 +30,11 @@ def describe_environment() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of pomona, Python and what they run on; None where a package is missing."""
+    """Return the versions of pomona, Python and the packages they need; None for a missing package."""
     return {
         "pomona": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,  # which build it is, too
+        "torch": torch.__version__,  # including the build
         **{name: _package_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
@@ -42,7 +42,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, threads, and the GPUs with their memory."""
+    """Return the processor, its cores, torch's threads, and the GPUs with their memory."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _processor_name(),
@@ -54,12 +54,12 @@ def describe_machine() -> dict[str, Any]:
 
 @functools.cache
 def current_commit() -> str | None:
-    """The commit this code was run from, with "+" where the tree had changes.
+    """Return the commit of this code, followed by "+" if the working tree has changes; None if it is unknown.
 
-    A copy without git (on a cluster's node, say) is told it in POMONA_COMMIT; else it is None.
+    The environment variable POMONA_COMMIT sets it for a copy without git, such as on a cluster node.
     """
-    if told := os.environ.get("POMONA_COMMIT"):
-        return told
+    if given := os.environ.get("POMONA_COMMIT"):
+        return given
     root = Path(__file__).resolve().parents[3]
     head = _run_git(root, "rev-parse", "--short=12", "--show-toplevel", "HEAD")
     if head is None or Path(head.splitlines()[0]) != root:  # an installed copy inside another repository
@@ -69,11 +69,12 @@ def current_commit() -> str | None:
 
 
 def command_line() -> str:
-    """The command line of this process; of paths from the root, which tell of a machine, the last part alone."""
+    """Return the command line of this process; absolute paths, which describe a machine, are cut to their last part."""
     return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)
 
 
 def _package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -81,6 +82,7 @@ def _package_version(package: str) -> str | None:
 
 
 def _processor_name() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -89,6 +91,7 @@ def _processor_name() -> str:
 
 
 def _describe_gpu(index: int) -> dict[str, Any]:
+    """Return the name, memory and compute capability of a GPU."""
     gpu = torch.cuda.get_device_properties(index)
     return {
         "name": gpu.name,
@@ -98,6 +101,7 @@ def _describe_gpu(index: int) -> dict[str, Any]:
 
 
 def _run_git(root: Path, *arguments: str) -> str | None:
+    """Return the output of a git command, or None if it fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True

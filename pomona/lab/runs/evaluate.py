@@ -1,4 +1,4 @@
-"""How good a model is, and what fresh batch-norm statistics would make of it."""
+"""The evaluation of a model: loss and accuracy, and the re-estimation of batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Batch = tuple[Tensor, Tensor]
+LARGEST_EXPONENT = 700  # exp of more overflows a double
 
 
 def accuracy(model: nn.Module, batches: Iterable[Batch], precision: str = "float32") -> float:
-    """Top-1 accuracy in per cent."""
+    """Return the top-1 accuracy of a model in per cent."""
     return measure(model, batches, precision)["accuracy"]
 
 
 def measure(model: nn.Module, batches: Iterable[Batch], precision: str = "float32") -> dict[str, float]:
-    """`loss` (the mean cross-entropy), `accuracy` in per cent and `perplexity`.
+    """Return the mean cross-entropy `loss`, the `accuracy` in per cent and the `perplexity` of a model.
 
-    Targets may have any shape, labels per image or tokens per position: the classes are the last
-    dimension of the logits. The model's modes come back as they were; the device is asked once.
+    Targets may have any shape, one label for each image or one token for each position: the classes are the last
+    dimension of the logits. The training modes of the modules are restored. The device is synchronized once. Raises
+    ValueError if there are no batches.
     """
     loss: Tensor | float = 0.0
-    right: Tensor | float = 0.0
+    correct: Tensor | float = 0.0
     count = 0
     with torch.no_grad(), evaluation_mode(model):
         for inputs, targets in batches:
             with autocast(inputs.device, precision):
                 logits = model(inputs)
             loss = loss + cross_entropy(logits, targets, reduction="sum").double()
-            right = right + (logits.argmax(-1) == targets).sum()
+            correct = correct + (logits.argmax(-1) == targets).sum()
             count += targets.numel()
     if not count:
         raise ValueError("there is nothing to measure: the batches are empty")
     mean = float(loss) / count
     return {
         "loss": mean,
-        "accuracy": 100 * float(right) / count,
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "accuracy": 100 * float(correct) / count,
+        "perplexity": math.exp(mean) if mean < LARGEST_EXPONENT else math.inf,
     }
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, **options: object) -> Tensor:
-    """Cross-entropy in float32, over the last dimension of the logits."""
+    """Return the cross-entropy in float32 over the last dimension of the logits."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), **options)  # type: ignore[arg-type]
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The precision of a forward pass: "float32" as it is, "bf16" by autocast."""
+    """Return the context of a forward pass: autocast to bfloat16 for "bf16", nothing for "float32"."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own mode afterwards."""
+    """Set every module to evaluation mode in the block, and restore the mode of each afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -70,24 +72,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """The batch-norm layers that keep running statistics."""
+    """Return the batch-norm layers that have running statistics."""
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
 def reestimate_batchnorm(
     model: nn.Module, batches: Iterable[Batch], count: int, precision: str = "float32"
 ) -> nn.Module:
-    """A copy of the model whose batch-norm statistics are the mean over `count` training batches.
+    """Return a copy of the model whose batch-norm statistics are the mean over `count` training batches.
 
-    Right after a mask change the running statistics are those of the old mask. The model itself, its
-    buffers and the random state stay as they are; dropout is off while the statistics are gathered.
+    Right after a mask change the running statistics are those of the old mask. The model itself, its buffers and the
+    random state are unchanged; dropout is off while the statistics are computed.
     """
     fresh = copy.deepcopy(model).eval()
     norms = batchnorm_layers(fresh)
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # the cumulative mean
+        norm.momentum = None  # torch then takes the cumulative mean
         norm.train()
     with torch.no_grad(), torch.random.fork_rng(devices=_gpu_devices(model)):
         for inputs, _ in itertools.islice(batches, count):
@@ -99,4 +101,5 @@ def reestimate_batchnorm(
 
 
 def _gpu_devices(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs that hold parameters of the model."""
     return [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]

@@ -1,4 +1,4 @@
-"""Write a finished run's network in a form of its own: packed weights, or a ticket."""
+"""Exporting the network of a finished run: as packed weights, or as a ticket."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from ...errors import PomonaError, require
 from ...sparse import Compression, compress, save
 from ...sparse import ticket as tickets
 from . import checkpoint, masks
+from .durable_files import replace_file
+from .folder import MODEL_FILE
 from .shrink import load_finished_model
 
-FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # with the names of their files
+FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # format → file name
 
 
 def export_balanced(
@@ -27,7 +29,10 @@ def export_balanced(
     keep: str = "faster",
     patience: float = 1.0,
 ) -> tuple[Compression, Path]:
-    """What became of each layer, and the file, which `pm.load` turns into a network again."""
+    """Write the compressed network of a run, and return what became of each layer and the file.
+
+    `pm.load` makes a network of the file again. Raises PomonaError if no layer has balanced blocks.
+    """
     model, shape = load_finished_model(run)
     small = compress(model, shape, dtype=dtype, keep=keep, patience=patience)
     report: Compression = small.compression  # type: ignore[assignment]
@@ -39,9 +44,10 @@ def export_balanced(
 
 
 def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
-    """Write the ticket of a run of a score method, and tell how small it is.
+    """Write the ticket of a run of a score method, and return its file, size and method.
 
-    It is the seed, and what the seed cannot tell; `pomona.sparse.ticket.load(FILE).build()` is the network again.
+    A ticket holds the seed of the random weights and what the seed does not determine.
+    `pomona.sparse.ticket.load(FILE).build()` makes a network of it again. Raises PomonaError for another method.
     """
     model = load_finished_model(run)[0]
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
@@ -54,8 +60,8 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     drawn = {name: tickets.Drawn(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
     data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run))
     file = run / FORMATS["ticket"] if out is None else out
-    checkpoint.replace_file(file, data)
-    whole = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    replace_file(file, data)
+    state_bytes = sum(value.numel() * value.element_size() for value in model.state_dict().values())
     return {
         "file": str(file),
         "method": method.name,
@@ -63,12 +69,12 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
         "distribution": method.stream.distribution,
         "sparsity": 1 - sum(int(m.sum()) for m in kept.values()) / sum(m.numel() for m in kept.values()),
         "bytes": len(data),
-        "state_bytes": whole,
-        "ratio": whole / len(data),
+        "state_bytes": state_bytes,
+        "ratio": state_bytes / len(data),
     }
 
 
 def read_model_options(run: Path) -> dict[str, Any]:
-    """Name and options of a run's model."""
-    with safe_open(run / "model.safetensors", "pt") as stored:
-        return dict(json.loads(stored.metadata()["pomona"]))
+    """Return the name and the options of the model of a finished run."""
+    with safe_open(run / MODEL_FILE, "pt") as file:
+        return dict(json.loads(file.metadata()["pomona"]))

@@ -1,4 +1,4 @@
-"""The folder of a run: what was begun in it, the lines of its metrics, and that one process at a time is at it."""
+"""The folder of a run: the names of its files, its lock, its metrics, and whether a run may use it."""
 
 from __future__ import annotations
 
@@ -14,67 +14,57 @@ from torch import Tensor
 from pomona.errors import PomonaError, require
 
 from ..recipes.recipe import Recipe
-from . import checkpoint
+from .durable_files import write_errors
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing is locked
+except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-RECIPE_FILE, METRICS_FILE, MODEL_FILE, SUMMARY_FILE = (
-    "recipe.toml",
-    "metrics.jsonl",
-    "model.safetensors",
-    "summary.json",
-)
-
-
-def validate_folder(recipe: Recipe, folder: Path, resume: bool) -> dict[str, Any] | None:
-    """Refuse a folder that is in use, or of another recipe; the summary if its run is complete."""
-    if folder.exists() and not folder.is_dir():
-        raise PomonaError(f"'{folder}' is a file: give a folder for the run.")
-    if not resume:
-        refuse_used_folder(folder)
-        return None
-    written = folder / RECIPE_FILE
-    require(written.is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
-    require_same_recipe(recipe, Recipe.load(written), folder)
-    return read_summary(folder)
+RECIPE_FILE = "recipe.toml"
+ENVIRONMENT_FILE = "env.json"
+METRICS_FILE = "metrics.jsonl"
+MODEL_FILE = "model.safetensors"
+MASKS_FILE = "masks.safetensors"
+SUMMARY_FILE = "summary.json"
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Refuse a folder in which something was begun; a kill may have left no more than a recipe that is not whole."""
+    """Raise PomonaError if a run was started in the folder.
+
+    A partial recipe.toml does not count: a process killed while it wrote its first file leaves nothing else.
+    """
     used = folder.is_dir() and any(path.name != f"{RECIPE_FILE}.part" for path in folder.iterdir())
     require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What the run in a folder reached; None where it is not complete, or its summary is damaged."""
+    """Return the summary of the run in a folder; None if the run is not complete or the file is damaged."""
     with suppress(OSError, ValueError):
-        found = json.loads((folder / SUMMARY_FILE).read_bytes())
-        if isinstance(found, dict) and "fingerprint" in found:
-            return found
+        summary = json.loads((folder / SUMMARY_FILE).read_bytes())
+        if isinstance(summary, dict) and "fingerprint" in summary:
+            return summary
     return None
 
 
-def require_same_recipe(mine: Recipe, theirs: Recipe, folder: Path) -> None:
-    """Refuse to go on with a run under other settings, naming the first few."""
-    differences = mine.differences(theirs)
+def require_same_recipe(recipe: Recipe, started: Recipe, folder: Path) -> None:
+    """Raise PomonaError, with the first differences, unless the run in a folder was started with the same settings."""
+    differences = recipe.differences(started)
     require(
         not differences,
-        f"the run in '{folder}' was begun with other settings ({'; '.join(differences[:3])}): "
-        "resume it with the recipe it was begun with, or give another folder.",
+        f"the run in '{folder}' was started with other settings ({'; '.join(differences[:3])}): "
+        "resume it with the recipe it was started with, or give another folder.",
     )
 
 
-def require_same_tensors(theirs: dict[str, Tensor], mine: dict[str, Tensor], folder: Path) -> None:
-    """Refuse a checkpoint of another model, naming the first tensor that differs."""
-    for name in {**mine, **theirs}:
-        there, here = (_format_shape(side.get(name)) for side in (theirs, mine))
+def require_same_tensors(saved: dict[str, Tensor], model: dict[str, Tensor], folder: Path) -> None:
+    """Raise PomonaError, with the first tensor that differs, unless saved tensors have the shapes of the model's."""
+    for name in {**model, **saved}:
+        there, here = (_format_shape(side.get(name)) for side in (saved, model))
         require(
             there == here,
             f"the checkpoint in '{folder}' is of another model: '{name}' is {there} there and {here} here. "
-            "Resume with the recipe it was made by, or start anew in another folder.",
+            "Resume with the recipe it was made by, or start again in another folder.",
         )
 
 
@@ -84,11 +74,11 @@ def _format_shape(tensor: Tensor | None) -> str:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Have a folder, made where there is none, for this process alone.
+    """Create a folder if needed and lock it for this process; raise PomonaError if another process has it.
 
-    The lock is on the folder itself, so it leaves no file, and ends with the process however that ends.
+    The lock is on the folder itself, so it leaves no file and ends with the process, however that ends.
     """
-    with checkpoint.write_errors(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
@@ -99,7 +89,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise PomonaError(f"another process trains in '{folder}': wait for it, or give another folder.") from error
-        except OSError:  # a file system that knows no locks
+        except OSError:  # a file system without locks
             pass
         yield
     finally:
@@ -107,32 +97,33 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 class MetricsWriter:
-    """The lines of a run's metrics, of which those after its checkpoint, at `size`, are dropped."""
+    """Appends lines to metrics.jsonl; lines after the last checkpoint, which ends at `size` bytes, are dropped."""
 
     def __init__(self, folder: Path, size: int = 0) -> None:
         self.path = folder / METRICS_FILE
-        with checkpoint.write_errors(self.path):
+        with write_errors(self.path):
             if self.path.exists() and self.path.stat().st_size > size:
                 os.truncate(self.path, size)
             self.file = self.path.open("ab")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a line."""
-        with checkpoint.write_errors(self.path):
+        """Append one line."""
+        with write_errors(self.path):
             self.file.write(json.dumps(row).encode() + b"\n")
             self.file.flush()
 
     def sync(self) -> int:
-        """Have all lines safely on the disk; how long they are together."""
-        with checkpoint.write_errors(self.path):
+        """Flush all lines to the disk and return their size in bytes."""
+        with write_errors(self.path):
             os.fsync(self.file.fileno())
             return self.file.tell()
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk was told already, and closing would try again
+        """Close the file."""
+        with suppress(OSError):  # a full disk was reported by `write`, and closing tries to write again
             self.file.close()
 
 
 def encode_json(value: Any) -> bytes:
-    """A value as a file that people can read too."""
+    """Return a value as indented JSON, for files that people read too."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,20 +1,18 @@
 """The training loop of a run, in two forms.
 
-`Eager` is the loop that anyone would write. `Captured` records the whole step once, from the gathering
-of a batch on the GPU to the projection of the weights, as a CUDA graph and replays it: Python then costs
-some microseconds a step. Orders, crops and rates of an epoch lie on the device and are looked up there by
-a counter that lies there too, so nothing is copied between two steps. Masks are updated between replays,
-and a step that a method wants to look into (RigL's) is taken without the recording.
+`EagerLoop` is the usual PyTorch loop. `CapturedLoop` captures the whole step once as a CUDA graph, from gathering a
+batch on the GPU to projecting the weights, and replays it: Python then costs some microseconds a step. The sample
+order, the crops and the learning rates of an epoch lie on the device and are indexed there by a counter that lies on
+the device too, so nothing is copied between two steps. Masks are updated between replays, and a step whose gradient a
+method needs (RigL) is taken without the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,55 +22,62 @@ from pomona.core.fused.flat_buffers import RECORDING, aside
 from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
+from .concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK
 from .evaluate import autocast, cross_entropy
 
 if TYPE_CHECKING:
     from .run import Run
 
-# Held by a run that calls its model in Python or touches what all runs share: generators, the compiler, a tracer,
-# which while it works catches the calls of every model there is.
-SHARED_STATE_LOCK = threading.RLock()
-CONCURRENT_RUN = ContextVar("PACKED", default=False)  # whether this thread's run is one of several on a GPU
-COMPILE_FROM_STEPS = 5000  # steps from which on it pays to compile
-SYNC_INTERVAL = 16  # steps after which the host looks how far the device is
+COMPILE_FROM_STEPS = 5000  # shorter stages take less time without compilation
+SYNC_INTERVAL = 16  # steps between two events by which the host follows the device
+MAX_COMPILED_MODELS = 64  # architectures that one process may compile
+WARMUP_STEPS = 2  # before a capture: the first step allocates and tunes, the second must find nothing left to do
 
 
 class Loop(Protocol):
-    """Takes the steps of a stage."""
+    """The part of a run that takes the steps of a stage."""
 
-    interval: int  # steps between two looks at the loss; 0 looks at the end of an epoch alone
+    loss_interval: int  # steps between two readings of the loss; 0 reads it at the end of an epoch only
 
-    def epoch(self, epoch: int, start: int) -> Iterator[None]:
-        """Take the steps of an epoch from `start` on, with a stop after each."""
+    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+        """Take the steps of an epoch, beginning with `start`, and yield after each."""
 
-    def losses(self) -> Tensor | None:
-        """Of the steps since this was last called."""
+    def take_losses(self) -> Tensor | None:
+        """Return the losses of the steps since the last call, or None if there are none."""
 
 
 def choose_loop(run: Run) -> str:
-    """The loop that the recipe asks for; "auto" is the quickest that can do it."""
-    kind, why = run.options.loop, capture_obstacle(run)
+    """Return the kind of loop that the recipe asks for, where "auto" is the fastest possible one.
+
+    Raises PomonaError if the run cannot use that kind.
+    """
+    kind, obstacle = run.options.loop, capture_obstacle(run)
     require(
-        why is None or not CONCURRENT_RUN.get(),
-        f"'{run.recipe.name}' {why}, so it cannot be packed with others: run it without --packed.",
+        obstacle is None or not CONCURRENT_RUN.get(),
+        f"'{run.recipe.name}' {obstacle}, so it cannot run concurrently with others: run it without --concurrent.",
     )
     require(
         kind != "eager" or not CONCURRENT_RUN.get(),
-        f"'{run.recipe.name}' asks for train.loop = \"eager\", which cannot be packed with others: leave it out.",
+        f"'{run.recipe.name}' asks for train.loop = \"eager\", which cannot run concurrently with others: "
+        "leave it out.",
     )
     if kind == "auto":
-        return "eager" if why else "compiled" if run.steps >= COMPILE_FROM_STEPS and _has_triton() else "captured"
-    require(kind == "eager" or why is None, f'train.loop = "{kind}" {why}: set it to "eager", or leave it out.')
+        compiles = run.stage_steps >= COMPILE_FROM_STEPS and _has_triton()
+        return "eager" if obstacle else "compiled" if compiles else "captured"
+    require(
+        kind == "eager" or obstacle is None,
+        f'train.loop = "{kind}" {obstacle}: set it to "eager", or leave it out.',
+    )
     return kind
 
 
 def make_loop(run: Run, kind: str) -> Loop:
-    """The loop of that kind."""
+    """Return the loop of a kind that `choose_loop` returned."""
     return EagerLoop(run) if kind == "eager" else CapturedLoop(run, kind == "compiled")
 
 
 def capture_obstacle(run: Run) -> str | None:
-    """Why a step of this run cannot be captured, or None."""
+    """Return why a step of this run cannot be captured, as the end of a sentence, or None if it can."""
     if run.device.type != "cuda":
         return f"needs a GPU, and this run is on '{run.device}'"
     if run.processes.world_size > 1:
@@ -85,106 +90,108 @@ def capture_obstacle(run: Run) -> str | None:
 
 
 class EagerLoop:
-    """One step after another, as PyTorch is written."""
+    """One step after another in plain PyTorch."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # The loss is read at every step where that costs nothing, and from a GPU now and then.
-        self.interval = 1 if run.device.type == "cpu" else run.options.log_every
-        self.taken: list[Tensor] = []
+        # On a CPU reading the loss costs nothing; on a GPU it waits for the device.
+        self.loss_interval = 1 if run.device.type == "cpu" else run.options.log_every
+        self.losses: list[Tensor] = []
 
-    def epoch(self, epoch: int, start: int) -> Iterator[None]:
+    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
         run = self.run
-        for k, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
+        for index, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
             for group in run.optimizer.param_groups:
-                group["lr"] = run.rate(epoch * run.per_epoch + k - run.first)
-            self.taken.append(train_step(run, eager_forward, inputs, targets))
+                group["lr"] = run.rate(epoch * run.steps_per_epoch + index - run.stage_start)
+            self.losses.append(train_step(run, eager_forward, inputs, targets))
             yield
 
-    def losses(self) -> Tensor | None:
-        taken, self.taken = self.taken, []
-        return torch.stack(taken) if taken else None
+    def take_losses(self) -> Tensor | None:
+        losses, self.losses = self.losses, []
+        return torch.stack(losses) if losses else None
 
 
 class CapturedLoop:
-    """The step as a CUDA graph, and a second one where the last batch of an epoch is smaller."""
+    """The step as a CUDA graph, and as a second one where the last batch of an epoch is smaller."""
 
-    interval = 0
+    loss_interval = 0
 
     def __init__(self, run: Run, compiled: bool) -> None:
         self.run, self.compiled = run, compiled
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by the size of the batch
         new: Callable[..., Tensor] = lambda *shape, **options: torch.zeros(*shape, device=run.device, **options)  # noqa: E731
         self.counter = new(1, dtype=torch.int64)  # the step within the epoch
-        self.rates, self.record = new(run.per_epoch), new(run.per_epoch)
-        self.order, self.plan = (None if part is None else part.to(run.device) for part in run.batches.draw(0))
+        self.rates, self.loss_buffer = new(run.steps_per_epoch), new(run.steps_per_epoch)
+        self.order, self.augmentation = (None if part is None else part.to(run.device) for part in run.batches.draw(0))
         self.rate = new(())
-        self.read = self.now = 0  # the steps of the epoch whose loss was read, and that were taken
+        self.steps_read = self.steps_taken = 0  # steps of the epoch whose loss was read, and that were taken
 
-    def epoch(self, epoch: int, start: int) -> Iterator[None]:
+    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
         run = self.run
-        self.fill(epoch, start)
+        self.load_epoch(epoch, start)
         for group in run.optimizer.param_groups:
             group["lr"] = self.rate
-        marks: deque[torch.cuda.Event] = deque()
-        for k in range(start, run.per_epoch):
-            size = self.size(k)
+        events: deque[torch.cuda.Event] = deque()
+        for index in range(start, run.steps_per_epoch):
+            size = self.batch_size_at(index)
             if run.pruner is not None and run.pruner.wants_gradient():
                 with SHARED_STATE_LOCK:
-                    self.step(eager_forward, size)
+                    self.take_step(eager_forward, size)
             else:
                 if not self.graphs:
                     with SHARED_STATE_LOCK:
                         self.capture()
-                    self.counter.fill_(k)
+                    self.counter.fill_(index)
                 self.graphs[size].replay()
                 if run.pruner is not None:
                     run.pruner.tick()
-            self.now = k + 1
-            if k % SYNC_INTERVAL == 0:  # not too far ahead of the device: a full queue would block other runs
-                marks.append(torch.cuda.Event())
-                marks[-1].record()
-                if len(marks) > 2:
-                    marks.popleft().synchronize()
+            self.steps_taken = index + 1
+            if index % SYNC_INTERVAL == 0:  # not too far ahead of the device: a full queue would block other runs
+                events.append(torch.cuda.Event())
+                events[-1].record()
+                if len(events) > 2:
+                    events.popleft().synchronize()
             yield
 
-    def losses(self) -> Tensor | None:
-        taken = self.record[self.read : self.now].clone()
-        self.read = self.now
-        return taken if len(taken) else None
+    def take_losses(self) -> Tensor | None:
+        losses = self.loss_buffer[self.steps_read : self.steps_taken].clone()
+        self.steps_read = self.steps_taken
+        return losses if len(losses) else None
 
-    def size(self, k: int) -> int:
-        """Rows in batch k."""
+    def batch_size_at(self, index: int) -> int:
+        """Return the number of rows in a batch of the epoch."""
         batches = self.run.batches
-        return min(batches.batch_size, len(batches.split) - k * batches.batch_size)
+        return min(batches.batch_size, len(batches.split) - index * batches.batch_size)
 
-    def fill(self, epoch: int, start: int) -> None:
-        """Lay out an epoch on the device."""
+    def load_epoch(self, epoch: int, start: int) -> None:
+        """Copy the order, augmentation and learning rates of an epoch to the device."""
         run = self.run
-        first = epoch * run.per_epoch - run.first
-        rates = torch.tensor([run.rate(first + k) for k in range(run.per_epoch)])
-        for ours, theirs in zip((self.order, self.plan, self.rates), (*run.batches.draw(epoch), rates), strict=True):
-            if ours is not None and theirs is not None:
-                ours.copy_(theirs.pin_memory(), non_blocking=True)
+        first = epoch * run.steps_per_epoch - run.stage_start
+        rates = torch.tensor([run.rate(first + index) for index in range(run.steps_per_epoch)])
+        drawn = (*run.batches.draw(epoch), rates)
+        for buffer, values in zip((self.order, self.augmentation, self.rates), drawn, strict=True):
+            if buffer is not None and values is not None:
+                buffer.copy_(values.pin_memory(), non_blocking=True)
         self.counter.fill_(start)
-        self.read = self.now = start
+        self.steps_read = self.steps_taken = start
 
-    def step(self, forward: Forward, size: int) -> None:
-        """One step, all of it on the device."""
+    def take_step(self, forward: Forward, size: int) -> None:
+        """Take one step on a batch of `size` rows, with device operations only."""
         run = self.run
-        at = self.counter * run.batches.batch_size + torch.arange(size, device=run.device)
+        rows_at = self.counter * run.batches.batch_size + torch.arange(size, device=run.device)
         assert self.order is not None
-        rows, plan = self.order[at], None if self.plan is None else self.plan[at]
-        inputs, targets = run.batches.gather(rows, plan)
+        rows, augmentation = self.order[rows_at], None if self.augmentation is None else self.augmentation[rows_at]
+        inputs, targets = run.batches.gather(rows, augmentation)
         self.rate.copy_(self.rates.index_select(0, self.counter)[0])
         loss = train_step(run, forward, inputs, targets)
-        self.record.index_copy_(0, self.counter, loss.float()[None])
+        self.loss_buffer.index_copy_(0, self.counter, loss.float()[None])
         self.counter += 1
 
     def capture(self) -> None:
-        """Record the step. Whatever the rehearsals did is undone."""
-        run, record = self.run, self.record.clone()
-        sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
+        """Capture the step for each batch size. The effects of the warm-up steps are undone."""
+        run, losses = self.run, self.loss_buffer.clone()
+        # The smaller last batch is not worth a compilation.
+        sizes = {self.batch_size_at(run.steps_per_epoch - 1): False, self.batch_size_at(0): self.compiled}
         stream = aside(run.device)
         with (
             RECORDING,
@@ -196,21 +203,21 @@ class CapturedLoop:
                 stream.wait_stream(torch.cuda.current_stream(run.device))
                 with torch.cuda.stream(stream):
                     for size, compiled in sizes.items():
-                        for _ in range(2):
+                        for _ in range(WARMUP_STEPS):
                             self.counter.zero_()
-                            self.step(compiled_forward if compiled else eager_forward, size)
+                            self.take_step(compiled_forward if compiled else eager_forward, size)
                 torch.cuda.current_stream(run.device).wait_stream(stream)
-            self.record.copy_(record)
+            self.loss_buffer.copy_(losses)
             for group in run.optimizer.param_groups:
                 group["lr"] = self.rate
             run.stage.optimizer.initialize_state(run.optimizer)
             for size, compiled in sizes.items():
                 run.optimizer.zero_grad()
                 self.graphs[size] = torch.cuda.CUDAGraph()
-                # All are recorded on one stream, for which cuBLAS has one workspace: each graph is to have its own.
+                # All graphs are captured on one stream, for which cuBLAS has one workspace: each graph needs its own.
                 torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graphs[size], stream=stream, capture_error_mode="thread_local"):
-                    self.step(compiled_forward if compiled else eager_forward, size)
+                    self.take_step(compiled_forward if compiled else eager_forward, size)
             torch._C._cuda_clearCublasWorkspaces()
             run.optimizer.zero_grad()
 
@@ -219,22 +226,22 @@ Forward = Callable[[nn.Module, Tensor, torch.device, str], Tensor]
 
 
 def eager_forward(model: nn.Module, inputs: Tensor, device: torch.device, precision: str) -> Tensor:
-    """The logits."""
+    """Return the logits of a model in a precision."""
     with autocast(device, precision):
         return model(inputs)
 
 
 def compiled_forward(*arguments: Any) -> Tensor:
-    """The same, compiled; one compilation serves all runs of one architecture."""
-    # Without the second option inductor guesses the layout of convolutions wrongly where few are left to it.
+    """Return the logits of `eager_forward`, compiled; one compilation serves all runs of an architecture."""
+    # Without this option inductor chooses slow layouts for convolutions where few of them are left to it.
     compiled = torch.compile(eager_forward, dynamic=False, options={"force_layout_optimization": True})
-    with torch._dynamo.config.patch(recompile_limit=64):  # so many architectures may one process train
+    with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_MODELS):
         return compiled(*arguments)
 
 
 def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
-    """One step of training; the loss."""
-    logits = forward(run.network, inputs, run.device, run.options.precision)
+    """Take one training step on a batch and return its loss."""
+    logits = forward(run.parallel_model, inputs, run.device, run.options.precision)
     loss = cross_entropy(logits, targets, label_smoothing=run.options.label_smoothing)
     run.optimizer.zero_grad()
     loss.backward()
@@ -246,8 +253,8 @@ def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> T
 
 @contextlib.contextmanager
 def preserved_state(run: Run) -> Iterator[None]:
-    """Steps taken within leave no trace in model, optimizer and pruner."""
-    model, optimizer = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))  # the pruner's is in there
+    """Restore the model, the optimizer and the pruner, whose state is the optimizer's, when the block ends."""
+    model, optimizer = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     try:
         yield
     finally:
@@ -257,7 +264,7 @@ def preserved_state(run: Run) -> Iterator[None]:
 
 
 def _has_triton() -> bool:
-    """Whether torch.compile can make kernels for a GPU here."""
+    """Return whether Triton is installed, which torch.compile needs to make GPU kernels."""
     try:
         import triton  # noqa: F401
     except ImportError:

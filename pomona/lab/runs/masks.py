@@ -1,6 +1,6 @@
-"""The masks that a run found, in a file beside its model.
+"""The masks of a run, in a file beside its model.
 
-The zeros of the model do not tell them: a weight that was kept, or has just grown, may be zero too.
+They cannot be read off the model's zeros: a weight that is kept, or has just been regrown, may be zero too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from pomona.core.mask_bits import pack, unpack
 from pomona.core.method import Masks
 from pomona.errors import PomonaError
 
-from . import checkpoint
-
-MASKS_FILE = "masks.safetensors"
+from .durable_files import replace_file
+from .folder import MASKS_FILE
 
 
 def save(folder: Path, masks: Masks) -> None:
-    """Write masks as bits, eight entries a byte, with their shapes."""
+    """Write masks to the masks file of a run's folder."""
+    replace_file(folder / MASKS_FILE, encode(masks))
+
+
+def encode(masks: Masks) -> bytes:
+    """Return the contents of a masks file: bits, eight entries a byte, with the shapes as metadata."""
     bits = {name: pack(mask).cpu() for name, mask in masks.items()}
     shapes = {name: list(mask.shape) for name, mask in masks.items()}
-    checkpoint.replace_file(folder / MASKS_FILE, safetensors.torch.save(bits, {"shapes": json.dumps(shapes)}))
+    return safetensors.torch.save(bits, {"shapes": json.dumps(shapes)})
 
 
 def load(folder: Path) -> Masks:
-    """The masks of a finished run."""
+    """Return the masks of a finished run; raise PomonaError if there are none or the file is damaged."""
     path = folder / MASKS_FILE
     if not path.is_file():
         raise PomonaError(f"'{folder}' holds no masks ({MASKS_FILE}): give a finished run of a method that prunes.")
@@ -42,5 +46,5 @@ def load(folder: Path) -> Masks:
 
 
 def layer_sparsities(masks: Masks) -> dict[str, float]:
-    """The pruned fraction of each tensor."""
+    """Return the pruned fraction of each tensor."""
     return {name: 1 - int(mask.sum()) / mask.numel() for name, mask in masks.items()}

@@ -1,13 +1,13 @@
-"""Is the mask that a run found a lottery ticket? Train it from scratch, and compare (Figures 5, 8 and 13 of DPF).
+"""Retraining the mask of a finished run: is it a lottery ticket (Lin et al., 2020, Figures 5, 8 and 13)?
 
-The mask is fixed throughout. The weights begin as in the run that found it (`init`), drawn anew (`random`), or as
-that run left them (`final`), and the learning rate begins anew. The retraining takes as many epochs as the run, or
-as many as cost the same.
+The mask is fixed throughout. The weights start as in the run that found it (`init`), from another seed (`random`), or
+as that run left them (`final`), and the learning-rate schedule starts from its beginning. The retraining takes as many
+epochs as the run, or as many as cost the same.
 
-What a training costs: the multiply-accumulates of its forward passes, counting weights on the mask only, as the mask
-was at each step; a backward pass costs in proportion. The paper says no more than "same total flops". That DPF also
-takes gradients off its mask is not counted, nor is what the choice of masks takes. A method whose weights grow freely
-between its cuts (SFP) costs what a dense one does, and a lottery ticket the sum of its rounds.
+The cost of a training is the multiply-accumulates of its forward passes, counting only weights on the mask, with the
+mask of each step; a backward pass costs in proportion. The paper says no more than "same total flops". Two costs are
+left out: the gradients that DPF takes off its mask, and the selection of masks. A method whose weights grow freely
+between its cuts (SFP) costs as much as a dense training, and a lottery ticket costs the sum of its rounds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from ..recipes.learning_rates import LearningRate, StepDecay
 from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
 from . import masks
-from .folder import METRICS_FILE
-from .run import NoteCallback, ProgressListener, train
+from .folder import ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, RECIPE_FILE, SUMMARY_FILE
+from .recorder import NoteCallback, ProgressListener
+from .train import train
 
 STARTS = ("init", "random", "final")
 BUDGETS = ("epochs", "flops")
+RANDOM_START_SEED = 1_000_003  # added to the run's seed for other initial weights; larger than any seed of a sweep
 
 
 def retrain(
@@ -51,10 +53,10 @@ def retrain(
     stop: Callable[[], bool] | None = None,
     note: NoteCallback = warnings.warn,
 ) -> dict[str, Any]:
-    """Train the mask that a finished run found, in a folder of its own; both runs side by side under `runs`.
+    """Train the mask of a finished run in another folder, and return both runs side by side under `runs`.
 
-    The folder is `RUN-retrain-START`, with `-flops` behind it for that budget, unless `out` is given. `seed` is
-    that of a `random` start.
+    The folder is `RUN-retrain-START`, with the suffix `-flops` for that budget, unless `out` is given. `seed` is for a
+    `random` start.
     """
     recipe, folder = prepare_retraining(run, start, budget, out=out, seed=seed)
     summary = train(recipe, folder, resume=resume, data_dir=data_dir, progress=progress, stop=stop, note=note)
@@ -71,7 +73,7 @@ def prepare_retraining(
     out: str | Path | None = None,
     seed: int | None = None,
 ) -> tuple[Recipe, Path]:
-    """The recipe of a retraining, and its folder. Nothing is written."""
+    """Return the recipe of a retraining and its folder; nothing is written."""
     run = Path(run)
     if start not in STARTS:
         raise unknown("start of a retraining", start, STARTS)
@@ -82,14 +84,14 @@ def prepare_retraining(
     found = masks.load(run)
     require(
         start != "init" or source.origin.run is None or source.origin.weights == "new",
-        f"'{run}' itself began with the weights of '{source.origin.run}': retrain it from random or final.",
+        f"'{run}' itself started from the weights of '{source.origin.run}': retrain it from random or final.",
     )
     name = f"{run.resolve().name}-retrain-{start}{'-flops' if budget == 'flops' else ''}"
-    once = source.train.epochs + source.finetune.epochs
-    epochs = once if budget == "epochs" else max(1, round(training_cost(run) / final_epoch_cost(summary)))
+    run_epochs = source.train.epochs + source.finetune.epochs
+    epochs = run_epochs if budget == "epochs" else max(1, round(training_cost(run) / final_epoch_cost(summary)))
     settings = source.to_dict() | {
         "name": name,
-        "seed": source.seed if start != "random" else source.seed + 1_000_003 if seed is None else seed,
+        "seed": source.seed if start != "random" else source.seed + RANDOM_START_SEED if seed is None else seed,
         "origin": {
             "run": str(run.resolve()),
             "weights": "final" if start == "final" else "new",
@@ -104,17 +106,17 @@ def prepare_retraining(
 
 
 def load_finished_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
-    """Recipe and summary of a run that is complete and has pruned something."""
-    require((run / "recipe.toml").is_file(), f"'{run}' is no run: it has no recipe.toml.")
-    done = run / "summary.json"
-    require(done.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
-    recipe = Recipe.load(run / "recipe.toml")
+    """Return the recipe and the summary of a run; raise PomonaError unless it is complete and pruned something."""
+    require((run / RECIPE_FILE).is_file(), f"'{run}' is not a run: it has no recipe.toml.")
+    summary = run / SUMMARY_FILE
+    require(summary.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
+    recipe = Recipe.load(run / RECIPE_FILE)
     require(recipe.method["name"] != DENSE, f"the run in '{run}' is dense: there is no mask to retrain.")
-    return recipe, json.loads(done.read_bytes())
+    return recipe, json.loads(summary.read_bytes())
 
 
 def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
-    """The same rate with its milestones as shares of training, so that another length keeps their places."""
+    """Return a learning rate with its milestones as shares of training, so that they fit any number of epochs."""
     if not isinstance(rate, StepDecay):
         return rate
     shares = tuple(min(1.0, m / epochs) if isinstance(m, int) else m for m in rate.milestones)
@@ -122,8 +124,8 @@ def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
 
 
 def summarize_run(run: Path, how: str) -> dict[str, Any]:
-    """A run in a few numbers; its cost is in epochs of dense training."""
-    summary = json.loads((run / "summary.json").read_bytes())
+    """Return the main numbers of a run; its cost is in epochs of dense training."""
+    summary = json.loads((run / SUMMARY_FILE).read_bytes())
     measure = "accuracy" if "accuracy" in summary else "perplexity"
     return {
         "run": str(run),
@@ -136,16 +138,16 @@ def summarize_run(run: Path, how: str) -> dict[str, Any]:
     }
 
 
-# ---- what a training costs
+# ---- the cost of a training
 
 
 def final_epoch_cost(summary: Mapping[str, Any]) -> float:
-    """The cost of an epoch with the final mask, where a dense one costs 1."""
+    """Return the cost of an epoch with the final mask, in epochs of dense training."""
     return summary["macs_left"] / summary["macs"]
 
 
 def training_cost(run: Path) -> float:
-    """What a finished run took to train, in epochs of dense training."""
+    """Return the cost of a finished run in epochs of dense training."""
     recipe, summary = load_finished_run(run)
     lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
     weights = mac_shares(run)
@@ -156,7 +158,7 @@ def training_cost(run: Path) -> float:
         updates = [line for line in lines if line["kind"] == "update" and line["stage"] == stage["stage"]]
         if free and stage["stage"] != "finetune":
             spent += stage["step"] - first
-        elif not updates:  # the masks were held
+        elif not updates:  # the masks were fixed
             spent += (stage["step"] - first) * remaining_macs(weights, list(stage["layers"].values()))
         else:
             times = [first, *(line["step"] for line in updates), stage["step"]]
@@ -167,16 +169,16 @@ def training_cost(run: Path) -> float:
 
 
 def remaining_macs(weights: Mapping[str, float], sparsities: Sequence[float]) -> float:
-    """The share of all MACs that is left where the pruned tensors have these sparsities."""
+    """Return the share of all MACs that remains when the pruned tensors have these sparsities."""
     *pruned, rest = weights.values()
     return rest + sum(share * (1 - sparsity) for share, sparsity in zip(pruned, sparsities, strict=True))
 
 
 def mac_shares(run: Path) -> dict[str, float]:
-    """The share that each pruned tensor has of the model's MACs, and at the end that of all others."""
-    with safe_open(run / "model.safetensors", "pt") as file:
+    """Return the share of each pruned tensor in the model's MACs and, under the last key, that of all others."""
+    with safe_open(run / MODEL_FILE, "pt") as file:
         model = models.build(**json.loads(file.metadata()["pomona"]))
-    shape = json.loads((run / "env.json").read_bytes())["data"]["input_shape"]
+    shape = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
     cost = models.summary(model, shape)
     layers = {layer.name: layer.macs for layer in cost.layers}
     shares: dict[str, float] = {}

@@ -1,171 +1,66 @@
-"""A run: one recipe trained into one folder, which can be stopped, killed and resumed at any step.
+"""A run: one recipe trained in one folder, which can be stopped, killed and resumed at any step.
 
     recipe.toml        all settings, resolved
     env.json           versions, machine, commit and command
-    metrics.jsonl      one line an epoch, one line a mask update
-    checkpoint/        the state to resume from, and checkpoint.previous/ the one before
+    metrics.jsonl      one line for each epoch, one line for each mask update
+    checkpoint/        the state to resume from; checkpoint.previous/ is the one before
     model.safetensors  the trained weights
-    masks.safetensors  what is kept of those that were pruned
-    summary.json       what was reached; its presence says that the run is complete
+    masks.safetensors  the masks of the pruned weights
+    summary.json       the result; its presence means that the run is complete
 
-A run is one stage or several (see `stages`). A line of an epoch has its `stage`, `epoch` and `step`
-(counted over all stages), `loss`, `lr`, `sparsity` (of what is pruned), `seconds` and
-`images_per_second`, and where it was evaluated `test_loss` and `accuracy` in per cent (for a text
-`perplexity`), these again with `valid_` before them where there is a validation part, and with
-`_reestimated` behind them where fresh batch-norm statistics were called for. Where weights are averaged,
-the summary has what the last ones reached with `_last` behind it. A line of an update is one of
-`pruner.history`; its `layers` are in the order of the summary's. Masks that are held have none.
+A run has one stage or several (see `stages`). The line of an epoch has its `stage`, `epoch` and `step` (counted over
+all stages), `loss`, `lr`, `sparsity` (of the pruned weights), `seconds` and `images_per_second`. After an evaluation it
+also has `test_loss` and `accuracy` in per cent (`perplexity` for text), these again with the prefix `valid_` for the
+validation part, and with the suffix `_reestimated` where the batch-norm statistics were stale. Where weights are
+averaged, the summary has the results of the last weights with the suffix `_last`. The line of an update is an entry of
+`pruner.history`; its `layers` are in the order of the summary's. Stages with fixed masks have no updates.
 
-The order of the data, the rate and the model's first weights are pure functions of the recipe, so a
-resumed run is the uninterrupted one, bit for bit on a CPU. Under torchrun it is data parallel.
+The order of the data, the learning rate and the initial weights are pure functions of the recipe, so a resumed run is
+the uninterrupted one, bit for bit on a CPU. Under torchrun a run is data parallel.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import signal
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
-from pomona import data, models
+from pomona import models
 from pomona.core.method import Masks
-from pomona.data import Batches, Dataset
-from pomona.errors import PomonaError, require
+from pomona.data import Batches
+from pomona.errors import PomonaError
 from pomona.methods.lottery import Holder
-from pomona.registry import describe
 
-from ..recipes.recipe import Recipe
 from . import checkpoint, loops, masks
-from . import environment as env
+from .concurrency import SHARED_STATE_LOCK, isolated_random_state
 from .distributed import DistributedContext, joined_processes
-from .evaluate import autocast, batchnorm_layers, cross_entropy, measure, reestimate_batchnorm
-from .folder import (
-    MODEL_FILE,
-    RECIPE_FILE,
-    SUMMARY_FILE,
-    MetricsWriter,
-    encode_json,
-    locked_folder,
-    refuse_used_folder,
-    require_same_recipe,
-    require_same_tensors,
-    validate_folder,
-)
-from .folder import read_summary as summary_of
-from .loops import CONCURRENT_RUN, SHARED_STATE_LOCK
-from .stages import make_stages
+from .environment import describe_environment
+from .evaluate import autocast, cross_entropy
+from .folder import MASKS_FILE, MODEL_FILE, locked_folder, refuse_used_folder
+from .interruption import Interrupted
+from .recorder import NoteCallback, ProgressListener, Recorder
+from .resume import collect_state, restore_state
+from .run_evaluation import evaluate_run, install_average
+from .run_inputs import load_data, load_origin, model_options
+from .strategy import TrainingStrategy
 from .weight_average import WeightAverage
-
-NoteCallback = Callable[[str], None]
-EXECUTION_OPTIONS = (
-    "foreach",
-    "fused",
-    "capturable",
-)  # an optimizer's options that say how a step is computed, not which
-
-
-class ProgressListener(Protocol):
-    """Who is told how a run goes. A resumed run first tells the steps it has behind it."""
-
-    def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None: ...
-
-    def step(self, loss: float | None = None) -> None:
-        """After every step; with the loss where it was read."""
-
-    def epoch(self, row: dict[str, Any]) -> None:
-        """After every epoch, with its line of the metrics."""
-
-    def close(self) -> None:
-        """At the end, whatever it was."""
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; a checkpoint was written first."""
-
-    def __init__(self, folder: Path, step: int, total: int) -> None:
-        super().__init__(
-            f"stopped after step {step} of {total}, with a checkpoint in '{folder}': "
-            "the same command with --resume goes on from there."
-        )
-        self.folder, self.step, self.total = folder, step, total
-
-
-def train(
-    recipe: Recipe,
-    folder: Path | str,
-    *,
-    resume: bool = False,
-    data_dir: Path | str | None = None,
-    progress: ProgressListener | None = None,
-    stop: Callable[[], bool] | None = None,
-    note: NoteCallback = warnings.warn,
-) -> dict[str, Any]:
-    """Train a recipe in a folder and return its summary, which is also in `summary.json`.
-
-    Nothing is written before the whole recipe is known to work. Ctrl-C, SIGTERM or `stop()`, asked
-    after every step, end the run with `Interrupted` once a checkpoint is written. With `resume` it
-    goes on from there; a complete run gives its summary back. `note` is told what a person should
-    know, such as a damaged checkpoint.
-    """
-    folder = Path(folder)
-    with joined_processes(recipe.train.device) as (processes, device), isolated_random_state(device):
-        done = validate_folder(recipe, folder, resume)
-        processes.wait()  # all have looked before one begins to write
-        if done is not None:
-            return done
-        with SHARED_STATE_LOCK:
-            run = Run(recipe, folder, processes, device, data_dir, progress, note)
-        try:
-            with SHARED_STATE_LOCK:
-                run.open(resume)
-            with catch_stop_signals() as asked:
-                run.train(lambda: asked() or (stop is not None and stop()))
-            with SHARED_STATE_LOCK:
-                summary = run.finish()
-            processes.wait()  # until the first has written it all
-            return summary
-        finally:
-            run.close()
-
-
-def describe_run(recipe: Recipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
-    """What `train` would do, after all the checks it would make; nothing is trained or written."""
-    with joined_processes(recipe.train.device) as (processes, device), isolated_random_state(device):
-        run = Run(recipe, Path(), processes, device, data_dir)
-        run.begin(0)
-        cost = models.summary(run.model, run.data.input_shape)
-        return {
-            "fingerprint": recipe.fingerprint(),
-            "device": str(device),
-            "data": run.data.describe(),
-            "model": run.built,
-            "params": cost.params,
-            "macs": cost.macs,
-            "pruned": {} if run.pruner is None else {k: m.numel() for k, m in run.pruner.masks().items()},
-            "stages": {stage.name: stage.epochs for stage in run.stages},
-            "steps_per_epoch": run.per_epoch,
-            "steps": run.total,
-        }
 
 
 class Run:
-    """The state of a run and what is done with it. Making one checks everything and writes nothing."""
+    """The state of a run. Making one validates everything and writes nothing."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        strategy: TrainingStrategy,
         folder: Path,
         processes: DistributedContext,
         device: torch.device,
@@ -173,101 +68,76 @@ class Run:
         progress: ProgressListener | None = None,
         note: NoteCallback = warnings.warn,
     ) -> None:
-        self.recipe, self.folder, self.processes, self.device = recipe, folder, processes, device
-        self.options = recipe.train
-        self.progress = progress if processes.is_first else None
+        self.strategy, self.recipe = strategy, strategy.recipe
+        self.folder, self.processes, self.device = folder, processes, device
+        self.options = self.recipe.train
+        self.recorder = Recorder(folder, strategy.allowed_outputs, progress, enabled=processes.is_first)
         self.note: NoteCallback = note if processes.is_first else lambda text: None
-        torch.manual_seed(recipe.seed)
-        self.data = load_data(recipe, data_dir, device)
-        self.built = model_options(recipe, self.data)
-        self.model = models.build(**self.built).to(device)
-        self.masks: Masks | None = None  # that the last stage left, or another run
-        self.inherit()
+        torch.manual_seed(self.recipe.seed)
+        self.data = load_data(self.recipe, data_dir, device)
+        self.model_options = model_options(self.recipe, self.data)
+        self.model = models.build(**self.model_options).to(device)
+        # The masks that the last stage, or the run of the recipe's origin, left.
+        self.masks: Masks | None = load_origin(self.recipe, self.model, device)
         if not processes.is_first:
-            torch.manual_seed(recipe.seed + processes.rank)  # the same weights, but other draws for dropout
+            torch.manual_seed(self.recipe.seed + processes.rank)  # the same weights, but other dropout
         self.channels_last = device.type == "cuda" and self.data.kind == "image"
         if self.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         models.summary(self.model, self.data.input_shape)  # refuses a model that does not run on this data
-        self.batches = self.training(rank=processes.rank, world=processes.world_size)
-        self.per_epoch = len(self.batches)
-        self.stages = make_stages(recipe, self.model)
+        self.batches = self.training_batches(rank=processes.rank, world=processes.world_size)
+        self.steps_per_epoch = len(self.batches)
+        self.stages = strategy.make_stages(self.model)
         self.epochs = sum(stage.epochs for stage in self.stages)
-        self.total = self.per_epoch * self.epochs
-        self.network = processes.wrap(self.model, device)
-        self.results: list[dict[str, Any]] = []  # of the stages that are over
-        self.rewound: dict[str, Tensor] = {}  # early weights, to which a lottery goes back
-        self.step = 0  # of all stages together
-        self.loss = 0.0  # summed over the epoch, as far as it was read
-        self.seconds = 0.0  # of the sessions before this one
-        self.started = self.lap = time.perf_counter()
-        self.lap_steps = 0  # steps since the lap began: with the epoch, or when resumed within it
-        self.pace = 0.0  # samples per second of the last lap
-        self.written = 0  # bytes of the metrics that a checkpoint knows of
-        self.metrics: MetricsWriter | None = None
-        self.opened = ExitStack()  # what is to be closed
-        if self.progress is not None:
-            self.opened.callback(self.progress.close)
+        self.total_steps = self.steps_per_epoch * self.epochs
+        self.parallel_model = processes.wrap_model(self.model, device)
+        self.stage_results: list[dict[str, Any]] = []  # of the stages that are complete
+        self.saved_rewind_weights: dict[str, Tensor] = {}  # of a stage that is complete, or from a checkpoint
+        self.step = 0  # over all stages
+        self.loss_sum = 0.0  # of the steps of this epoch whose loss was read
+        self.previous_seconds = 0.0  # of the sessions before this one
+        self.session_start = self.timing_start = time.perf_counter()
+        self.timed_steps = 0  # since `timing_start`: the start of the epoch, or of a session within it
+        self.images_per_second = 0.0  # of the last epoch
+        self.metrics_size = 0  # bytes of the metrics at the last checkpoint
+        strategy.validate_run(self)
 
-    def inherit(self) -> None:
-        """Take over what the recipe asks of another run."""
-        origin = self.recipe.origin
-        if origin.run is None:
-            return
-        folder = Path(origin.run)
-        done = summary_of(folder)
-        if done is None:
-            raise PomonaError(f"the run '{folder}', with which this one begins, is not there (any more).")
-        theirs = done["fingerprint"]
-        require(
-            theirs == origin.fingerprint,
-            f"the run in '{folder}' has the fingerprint {theirs}, and this one began with {origin.fingerprint}.",
-        )
-        if origin.weights == "final":
-            try:
-                weights = safetensors.torch.load_file(folder / MODEL_FILE)
-            except (OSError, SafetensorError) as error:
-                raise PomonaError(f"the weights of the run '{folder}' cannot be read: train it again.") from error
-            require_same_tensors(weights, self.model.state_dict(), folder)
-            self.model.load_state_dict(weights)
-        if self.recipe.method["name"] == "finetune":
-            self.masks = {name: mask.to(self.device) for name, mask in masks.load(folder).items()}
-
-    def begin(self, index: int, resumed: bool = False) -> None:
-        """Begin a stage, with a new optimizer; where it is resumed its state is still to come."""
-        self.index, self.stage = index, self.stages[index]
-        self.first = self.per_epoch * sum(stage.epochs for stage in self.stages[:index])
-        self.steps = self.per_epoch * self.stage.epochs
+    def begin_stage(self, index: int, resumed: bool = False) -> None:
+        """Begin a stage with a new optimizer and pruner; the state of a resumed stage is loaded after that."""
+        self.stage_index, self.stage = index, self.stages[index]
+        self.stage_start = self.steps_per_epoch * sum(stage.epochs for stage in self.stages[:index])
+        self.stage_steps = self.steps_per_epoch * self.stage.epochs
         if not resumed:
             self.stage.prepare(self)
-        self.rate = self.stage.rate.rate_function(self.stage.optimizer.lr, self.steps, self.per_epoch)
+        self.rate = self.stage.rate.rate_function(self.stage.optimizer.lr, self.stage_steps, self.steps_per_epoch)
         kind = loops.choose_loop(self)
-        learning = (p for p in self.model.parameters() if p.requires_grad)
-        self.optimizer = self.stage.optimizer.build(learning, captured=kind != "eager")
-        self.loop = loops.make_loop(self, kind)
-        self.pruner = self.stage.pruner(self)
-        self.mean = WeightAverage(self.model)
-        self.updates = 0  # of the pruner's history that stand in metrics.jsonl
+        trainable = (p for p in self.model.parameters() if p.requires_grad)
+        self.optimizer = self.stage.optimizer.build(trainable, captured=kind != "eager")
+        self.loop = self.strategy.make_loop(self, kind)
+        self.pruner = self.stage.make_pruner(self)
+        self.average = WeightAverage(self.model)
+        self.updates_written = 0  # entries of the pruner's history that are in metrics.jsonl
 
     @property
-    def end(self) -> int:
-        """The last step of this stage."""
-        return self.first + self.steps
+    def stage_end(self) -> int:
+        """Return the last step of this stage, counted over all stages."""
+        return self.stage_start + self.stage_steps
 
     @property
-    def rewind(self) -> dict[str, Tensor]:
-        """The weights of a lottery's first round to which the later ones go back, as soon as they are known."""
-        return getattr(self.pruner, "snapshot", None) or self.rewound
+    def rewind_weights(self) -> dict[str, Tensor]:
+        """Return the weights of a lottery's first round to which the later rounds go back, once they are known."""
+        return getattr(self.pruner, "snapshot", None) or self.saved_rewind_weights
 
     @property
-    def elapsed(self) -> float:
-        return self.seconds + time.perf_counter() - self.started
+    def elapsed_seconds(self) -> float:
+        """Return the seconds that this run took so far, over all sessions."""
+        return self.previous_seconds + time.perf_counter() - self.session_start
 
-    def training(self, **options: Any) -> Batches:
-        """The training batches."""
-        choice = self.recipe.data.augment
-        if choice != "auto":
-            options["augment"] = None if choice == "none" else choice
+    def training_batches(self, **options: Any) -> Batches:
+        """Return the training batches."""
+        augment = self.recipe.data.augment
+        if augment != "auto":
+            options["augment"] = None if augment == "none" else augment
         return self.data.batches(
             self.options.batch_size,
             seed=self.recipe.seed,
@@ -276,9 +146,9 @@ class Run:
             **options,
         )
 
-    def unseen_loss(self) -> Tensor:
-        """The loss of a batch that training never draws, for methods that look at a gradient before it."""
-        inputs, targets = next(self.training().epoch(self.epochs))
+    def unseen_batch_loss(self) -> Tensor:
+        """Return the loss of a batch that training never draws, for methods that need a gradient before training."""
+        inputs, targets = next(self.training_batches().epoch(self.epochs))
         with autocast(self.device, self.options.precision):
             logits = self.model(inputs)
         return cross_entropy(logits, targets)
@@ -286,147 +156,87 @@ class Run:
     # ---- the folder
 
     def open(self, resume: bool) -> None:
-        """Begin the folder, or take up what is in it."""
-        begun = resume and checkpoint.exists(self.folder)
-        if not begun:
-            self.begin(0)  # refuses what does not work before there is a folder
+        """Start the run's folder, or continue from the checkpoint in it."""
+        continues = resume and checkpoint.exists(self.folder)
+        if not continues:
+            self.begin_stage(0)  # refuses what does not work before there is a folder
         if self.processes.is_first:
-            self.opened.enter_context(locked_folder(self.folder))
+            self.recorder.resources.enter_context(locked_folder(self.folder))
             if not resume:
-                refuse_used_folder(self.folder)  # by one that was quicker
-        if begun:
-            self.restore(checkpoint.load(self.folder, self.note))
+                refuse_used_folder(self.folder)  # by a process that was faster
+        if continues:
+            restore_state(self, checkpoint.load(self.folder, self.note))
         else:
-            self.make_folder()
-        if self.processes.is_first:
-            checkpoint.replace_file(
-                self.folder / "env.json", encode_json(env.describe_environment() | {"data": self.data.describe()})
-            )
-            self.metrics = MetricsWriter(self.folder, self.written)
-            self.opened.callback(self.metrics.close)
-        if self.progress is not None:
-            self.progress.start(self.epochs, self.per_epoch, self.recipe.name)
-            for _ in range(self.step):
-                self.progress.step()
+            self.recorder.write_recipe(self.strategy.recipe_toml())
+        self.recorder.write_environment(describe_environment() | {"data": self.data.describe()})
+        self.recorder.open_metrics(self.metrics_size)
+        self.recorder.report_start(self.epochs, self.steps_per_epoch, self.recipe.name, self.step)
 
-    def make_folder(self) -> None:
-        """What is in the folder of a run that has not taken a step."""
-        if self.processes.is_first:
-            checkpoint.replace_file(self.folder / RECIPE_FILE, self.recipe.to_toml().encode())
-
-    def state(self) -> dict[str, Any]:
-        """All that a resumed run needs; the pruner's part rides in the optimizer's."""
-        return {
-            "recipe": self.recipe.to_dict(),
-            "stage": self.index,
-            "results": self.results,
-            "rewind": self.rewind,
-            "step": self.step,
-            "loss": self.loss,
-            "updates": self.updates,
-            "seconds": self.elapsed,
-            "metrics": self.metrics.sync() if self.metrics is not None else 0,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer_state(),
-            "mean": self.mean.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's; its rate is a function of the step, and the same number whatever loop it comes from."""
-        state = self.optimizer.state_dict()
-        rate = self.rate(self.step - self.first)
-        return state | {"param_groups": [group | {"lr": rate} for group in state["param_groups"]]}
-
-    def save(self) -> None:
-        """Write a checkpoint, with all metrics up to here safely on the disk before it."""
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint, after all metrics up to this step are on the disk."""
         self.read_losses()
         if self.processes.is_first:
             self.write_updates()
-            checkpoint.save(self.folder, self.state())
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
-        require_same_tensors(state["model"], self.model.state_dict(), self.folder)
-        require_same_recipe(self.recipe, Recipe.load(state["recipe"]), self.folder)
-        self.begin(state["stage"], resumed=True)
-        self.model.load_state_dict(state["model"])
-        ways = [{key: group[key] for key in EXECUTION_OPTIONS if key in group} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, way in zip(self.optimizer.param_groups, ways, strict=True):
-            group.update(way)  # that of this loop, which may not be the one the checkpoint is from
-        self.mean.load_state_dict(state.get("mean", self.mean.state_dict()))  # earlier checkpoints have none
-        self.results, self.rewound = state["results"], state["rewind"]
-        if isinstance(self.pruner, Holder) and state["rewind"]:
-            self.pruner.snapshot = state["rewind"]
-        self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
-        self.seconds, self.written = state["seconds"], state["metrics"]
-        if self.processes.is_first:
-            torch.set_rng_state(state["random"])
-            if self.device.type == "cuda" and state["random_cuda"] is not None:
-                torch.cuda.set_rng_state(state["random_cuda"], self.device)
-        else:  # only the first rank's dropout is continued; the others draw anew
-            torch.manual_seed(self.recipe.seed + self.step + self.processes.rank)
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a line to the metrics."""
-        assert self.metrics is not None
-        self.metrics.write(row)
+            self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict())
 
     def write_updates(self) -> None:
-        """The pruner's mask updates since the last time."""
+        """Write the mask updates since the last call to the metrics."""
         history = [] if self.pruner is None or isinstance(self.pruner, Holder) else self.pruner.history
-        for record in history[self.updates :]:
-            self.write({"kind": "update", "stage": self.stage.name, **record, "step": self.first + record["step"]})
-        self.updates = len(history)
+        for entry in history[self.updates_written :]:
+            step = self.stage_start + entry["step"]
+            self.recorder.write_metrics({"kind": "update", "stage": self.stage.name, **entry, "step": step})
+        self.updates_written = len(history)
 
     def close(self) -> None:
-        self.opened.close()
+        """Close the files, the lock and the progress listener."""
+        self.recorder.close()
 
     # ---- training
 
     def train(self, stop: Callable[[], bool]) -> None:
-        """All stages to their end, from where the run is."""
+        """Train all stages to their end, from the step at which the run is."""
         while True:
             self.train_stage(stop)
             self.end_stage()
-            if len(self.results) == len(self.stages):
+            if len(self.stage_results) == len(self.stages):
                 return
             with SHARED_STATE_LOCK:
-                self.begin(self.index + 1)
+                self.begin_stage(self.stage_index + 1)
 
     def train_stage(self, stop: Callable[[], bool]) -> None:
-        """Train to the last step of the stage; stopped before it, leave a checkpoint and raise `Interrupted`."""
-        interval = self.loop.interval
-        while self.step < self.end:
-            epoch, start = divmod(self.step, self.per_epoch)
-            for _ in self.loop.epoch(epoch, start):
+        """Train to the last step of the stage. If `stop()` is true, write a checkpoint and raise `Interrupted`."""
+        interval = self.loop.loss_interval
+        while self.step < self.stage_end:
+            epoch, start = divmod(self.step, self.steps_per_epoch)
+            for _ in self.loop.run_epoch(epoch, start):
                 self.step += 1
-                self.lap_steps += 1
-                last = self.step % self.per_epoch == 0
+                self.timed_steps += 1
+                last = self.step % self.steps_per_epoch == 0
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
                 if last:
-                    self.end_lap()
-                    self.average()
-                if self.progress is not None:
-                    self.progress.step(loss)
-                if last and self.step < self.end:
+                    self.measure_speed()
+                    self.update_average()
+                self.recorder.report_step(loss)
+                if last and self.step < self.stage_end:
                     self.end_epoch()
-                stopped = self.step < self.total and self.agree(stop())
-                if stopped or self.due():
-                    self.save()
+                stopped = self.step < self.total_steps and self.any_process_stops(stop())
+                if stopped or self.is_checkpoint_due():
+                    self.save_checkpoint()
                 if stopped:
-                    raise Interrupted(self.folder, self.step, self.total)
+                    raise Interrupted(self.folder, self.step, self.total_steps)
 
-    def due(self) -> bool:
-        """Whether a checkpoint is to be written after this step; a stage's last step always has one."""
-        every, steps = self.options.checkpoint_every * self.per_epoch, self.options.checkpoint_steps
-        return self.step == self.end or (every > 0 and self.step % every == 0) or (steps > 0 and self.step % steps == 0)
+    def is_checkpoint_due(self) -> bool:
+        """Return whether a checkpoint is written after this step; the last step of a stage always has one."""
+        every, steps = self.options.checkpoint_every * self.steps_per_epoch, self.options.checkpoint_steps
+        return (
+            self.step == self.stage_end
+            or (every > 0 and self.step % every == 0)
+            or (steps > 0 and self.step % steps == 0)
+        )
 
     def read_losses(self) -> float | None:
-        """Take the losses since the last reading off the device; the last one, or an error if one is not finite."""
-        taken = self.loop.losses()
+        """Read the losses since the last call from the device and return the last; raise if one is not finite."""
+        taken = self.loop.take_losses()
         if taken is None:
             return None
         losses = self.processes.mean(taken).tolist()
@@ -434,118 +244,78 @@ class Run:
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
                 raise PomonaError(
-                    f"the loss is {loss} at step {step} of {self.total}: lower optimizer.lr "
-                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start anew."
+                    f"the loss is {loss} at step {step} of {self.total_steps}: lower optimizer.lr "
+                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start again."
                 )
-            self.loss += loss
+            self.loss_sum += loss
         return float(losses[-1])
 
-    def average(self) -> None:
-        """Take the weights into their mean, at the end of each of the stage's last epochs: of one at least."""
+    def update_average(self) -> None:
+        """Add the weights to their average at the end of each of the stage's last epochs, of one at least."""
         epochs = max(1, round(self.options.average * self.stage.epochs))
-        if self.options.average and self.end - self.step < epochs * self.per_epoch:
-            self.mean.add()
+        if self.options.average and self.stage_end - self.step < epochs * self.steps_per_epoch:
+            self.average.add()
 
-    def install(self) -> None:
-        """Give the model its mean, sparse as it was, and batch-norm statistics that belong to it."""
-        self.mean.install()
-        if self.pruner is not None:
-            self.pruner.apply(self.model)
-        if batchnorm_layers(self.model) and self.options.reestimate:
-            self.model.load_state_dict(self.refreshed().state_dict())
-
-    def refreshed(self) -> nn.Module:
-        """A copy of the model with batch-norm statistics from training batches."""
-        batches = self.training().epoch(max(self.step - 1, 0) // self.per_epoch)
-        return reestimate_batchnorm(self.model, batches, self.options.reestimate, self.options.precision)
-
-    def agree(self, stop: bool) -> bool:
-        """Whether any rank was asked to stop; asked of all of them at the steps where losses are read."""
+    def any_process_stops(self, stop: bool) -> bool:
+        """Return whether any process was asked to stop; they exchange it at the steps at which losses are read."""
         if self.processes.world_size == 1:
             return stop
-        return self.step % self.loop.interval == 0 and self.processes.any(stop, self.device)
+        return self.step % self.loop.loss_interval == 0 and self.processes.any(stop, self.device)
 
-    # ---- measuring
+    def measure_speed(self) -> None:
+        """Measure the images per second of this epoch, before anything is evaluated or written."""
+        rows = min(len(self.batches.split), self.steps_per_epoch * self.options.batch_size) / self.steps_per_epoch
+        self.images_per_second = rows * self.timed_steps / max(time.perf_counter() - self.timing_start, 1e-9)
+
+    # ---- results
 
     def end_epoch(self) -> dict[str, Any]:
-        """Evaluate where it is due, and write the epoch's line."""
-        epoch = self.step // self.per_epoch
+        """Evaluate if it is due, record the epoch, and return its row."""
+        epoch = self.step // self.steps_per_epoch
         row = {
             "kind": "epoch",
             "stage": self.stage.name,
             "epoch": epoch,
             "step": self.step,
-            "loss": self.loss / self.per_epoch,
-            "lr": self.rate(self.step - self.first - 1),
+            "loss": self.loss_sum / self.steps_per_epoch,
+            "lr": self.rate(self.step - self.stage_start - 1),
             "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
         }
-        if epoch % self.options.eval_every == 0 or self.step == self.end:
+        if epoch % self.options.eval_every == 0 or self.step == self.stage_end:
             with SHARED_STATE_LOCK:
-                row |= self.evaluate()
-        row |= {"seconds": self.elapsed, "images_per_second": self.pace}
+                row |= evaluate_run(self)
+        row |= {"seconds": self.elapsed_seconds, "images_per_second": self.images_per_second}
+        row |= self.strategy.epoch_fields()
         if self.processes.is_first:
             self.write_updates()
-            self.write(row)
-        if self.progress is not None:
-            self.progress.epoch(row)
-        self.loss, self.lap_steps, self.lap = 0.0, 0, time.perf_counter()
+            self.recorder.write_metrics(row)
+        self.recorder.report_epoch(row)
+        self.loss_sum, self.timed_steps, self.timing_start = 0.0, 0, time.perf_counter()
         return row
 
-    def end_lap(self) -> None:
-        """Note the pace of the epoch's training, before anything is measured or written."""
-        rows = min(len(self.batches.split), self.per_epoch * self.options.batch_size) / self.per_epoch
-        self.pace = rows * self.lap_steps / max(time.perf_counter() - self.lap, 1e-9)
-
-    def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy (perplexity of a text) on test, and on valid where there is one.
-
-        Soon after a mask change the batch-norm statistics are stale: the accuracy with fresh ones, of
-        a copy, is then given beside it.
-        """
-        scores = self.score(self.model, "test")
-        if self.data.valid is not None:
-            scores |= {f"valid_{key}": value for key, value in self.score(self.model, "valid").items()}
-        if self.stale():
-            scores |= {f"{key}_reestimated": value for key, value in self.score(self.refreshed(), "test").items()}
-        return scores
-
-    def score(self, model: nn.Module, part: str) -> dict[str, float]:
-        text = self.data.kind == "text"
-        size = self.options.batch_size if text else self.options.eval_batch_size
-        batches = self.data.batches(size, part=part, channels_last=self.channels_last)
-        scores = measure(model, batches.evaluate(), self.options.precision)
-        return {"test_loss" if part == "test" else "loss": scores["loss"]} | (
-            {"perplexity": scores["perplexity"]} if text else {"accuracy": scores["accuracy"]}
-        )
-
-    def stale(self) -> bool:
-        """Whether the mask changed so lately that running statistics cannot have followed."""
-        if self.pruner is None or not self.options.reestimate or not batchnorm_layers(self.model):
-            return False
-        every = getattr(self.pruner.method, "every", 0)  # None is once an epoch
-        return self.step - self.first - self.pruner.last_change <= (self.per_epoch if every is None else every)
-
     def end_stage(self) -> None:
-        """Let go of the pruner, and measure what is left."""
-        self.rewound = self.rewind
+        """Detach the pruner, install averaged weights, and record the result of the stage."""
+        self.saved_rewind_weights = self.rewind_weights
         if self.pruner is not None:
-            with SHARED_STATE_LOCK, warnings.catch_warnings(record=True) as caught:  # which all threads share
+            with SHARED_STATE_LOCK, warnings.catch_warnings(record=True) as caught:  # all threads share the filters
                 warnings.simplefilter("always")
                 self.pruner.finish()
             for warning in caught:
                 self.note(str(warning.message))
             self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}
+        self.strategy.end_stage(self)
         last: dict[str, float] = {}
-        if self.mean.count:
+        if self.average.count:
             with SHARED_STATE_LOCK:
-                last = {f"{key}_last": value for key, value in self.evaluate().items()}
-                self.install()
-        self.results.append(self.end_epoch() | last | self.stage.outcome(self))
+                last = {f"{key}_last": value for key, value in evaluate_run(self).items()}
+                install_average(self)
+        result = self.end_epoch() | last | self.stage.result_fields(self) | self.strategy.stage_fields()
+        self.stage_results.append(self.recorder.select_stage_result(result))
 
     def finish(self) -> dict[str, Any]:
-        """Write the model, its masks and the summary."""
-        ends = [{key: value for key, value in row.items() if key not in ("kind", "lr")} for row in self.results]
-        settled = {"settled": ends[0].pop("settled")} if "settled" in ends[0] else {}
+        """Write the model, its masks and the summary, and return the summary."""
+        stages = [{key: value for key, value in row.items() if key not in ("kind", "lr")} for row in self.stage_results]
+        settled = {"settled": stages[0].pop("settled")} if "settled" in stages[0] else {}
         cost = models.summary(self.model, self.data.input_shape)
         summary = {
             "name": self.recipe.name,
@@ -554,93 +324,34 @@ class Run:
             "data": self.recipe.data.name,
             "model": self.recipe.model["name"],
             "method": self.recipe.method["name"],
-            **{key: value for key, value in ends[-1].items() if key not in ("stage", "layers")},
+            **{key: value for key, value in stages[-1].items() if key not in ("stage", "layers")},
             "model_sparsity": cost.sparsity,
             "params": cost.params,
             "nonzeros": cost.nonzeros,
             "macs": cost.macs,
             "macs_left": cost.macs_left,
             **settled,
-            "stages": ends,
+            "stages": stages,
             "device": str(self.device),
             "world": self.processes.world_size,
-            **env.describe_environment(),
+            **describe_environment(),
         }
         if self.processes.is_first:
             weights = {
                 name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                 for name, tensor in self.model.state_dict().items()
             }
-            about = {"pomona": json.dumps(self.built)}
-            checkpoint.replace_file(self.folder / MODEL_FILE, safetensors.torch.save(weights, about))
+            metadata = {"pomona": json.dumps(self.model_options)}
+            self.recorder.write_file(MODEL_FILE, safetensors.torch.save(weights, metadata))
             if self.masks is not None:
-                masks.save(self.folder, self.masks)
-            checkpoint.replace_file(self.folder / SUMMARY_FILE, encode_json(summary))
-        return summary
-
-
-_shared_datasets: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary()
-
-
-def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
-    """The recipe's data set, on the device; runs that are packed read one copy of it."""
-    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
-    key = repr(options)
-    found = _shared_datasets.get(key) if loops.CONCURRENT_RUN.get() else None
-    if found is None:
-        found = data.load(options.pop("name"), **options)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # others will read it on streams of their own
-        _shared_datasets[key] = found
-    return found
-
-
-def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
-    """Name and options of the model, with what follows from the data unless the recipe says otherwise."""
-    info = models.info(recipe.model["name"])
-    if not _is_for_data(info, dataset.kind):
-        fitting = [name for name in models.names() if _is_for_data(models.info(name), dataset.kind)]
-        raise PomonaError(
-            f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
-            f"choose one of {', '.join(fitting)}."
-        )
-    follows = info.fit(dataset.input_shape, dataset.classes)
-    if info.tokens:
-        follows["vocabulary"] = dataset.vocab
-    return {**follows, **recipe.model}
-
-
-def _is_for_data(info: models.Info, kind: str) -> bool:
-    """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
-    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+                self.recorder.write_file(MASKS_FILE, masks.encode(self.masks))
+        return self.recorder.write_summary(summary)
 
 
 @contextmanager
-def isolated_random_state(device: torch.device) -> Iterator[None]:
-    """A run seeds torch's generators; its caller's are given back afterwards."""
-    if CONCURRENT_RUN.get():  # whoever packs runs gives them back for all
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-
-
-@contextmanager
-def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C or SIGTERM came. A second one is not waited for: it raises KeyboardInterrupt."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
-        yield lambda: False
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(caught)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+def prepared_run(strategy: TrainingStrategy, data_dir: Path | str | None = None) -> Iterator[Run]:
+    """Yield a run at the beginning of its first stage that is never trained and has no folder."""
+    with joined_processes(strategy.recipe.train.device) as (processes, device), isolated_random_state(device):
+        run = Run(strategy, Path(), processes, device, data_dir)
+        run.begin_stage(0)
+        yield run

@@ -1,4 +1,4 @@
-"""Take the removed filters of a finished run out for good."""
+"""Physical removal of the pruned filters of a finished run."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from torch import nn
 from ... import models
 from ...errors import require
 from ...sparse import Shrunk
-from ...sparse import shrink as remove
-from . import checkpoint
+from ...sparse import shrink as shrink_model
+from .durable_files import write_errors
+from .folder import ENVIRONMENT_FILE, MODEL_FILE
 
 SHRUNK_FILE = "shrunk.pt2"
 
 
 def shrink_run(run: Path, out: Path | None = None) -> tuple[Shrunk, Path]:
-    """The smaller network of a run, and the file it was written to.
+    """Write the network of a run without its pruned filters, and return it with the file.
 
-    The file is an exported program: `torch.export.load(FILE).module()` runs it, with any batch size and
-    without Pomona.
+    The file is an exported program: `torch.export.load(FILE).module()` runs it with any batch size and without
+    Pomona.
     """
     model, shape = load_finished_model(run)
-    shrunk = remove(model, shape, latency=True)
-    place = run / SHRUNK_FILE if out is None else out
+    shrunk = shrink_model(model, shape, latency=True)
+    file = run / SHRUNK_FILE if out is None else out
     example = torch.zeros(2, *shape)
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(shrunk.model.eval(), (example,), dynamic_shapes=({0: batch},))
-    partial = place.with_name(place.name + ".partial.pt2")
-    with checkpoint.write_errors(place.parent):
+    partial = file.with_name(file.name + ".partial.pt2")
+    with write_errors(file.parent):
         torch.export.save(program, partial)
-        partial.replace(place)
-    return shrunk, place
+        partial.replace(file)
+    return shrunk, file
 
 
 def load_finished_model(run: Path) -> tuple[nn.Module, list[int]]:
-    """The trained network of a run, and the shape of its input."""
-    file = run / "model.safetensors"
+    """Return the trained network of a finished run and the shape of one input; raise PomonaError if it is not one."""
+    file = run / MODEL_FILE
     require(file.is_file(), f"'{run}' is not a finished run: it has no {file.name}; pomona train makes one.")
     with safe_open(file, "pt") as stored:
         model = models.build(**json.loads(stored.metadata()["pomona"]))
     model.load_state_dict(load_file(file))
-    return model.eval(), json.loads((run / "env.json").read_bytes())["data"]["input_shape"]
+    return model.eval(), json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]

@@ -1,8 +1,8 @@
-"""The stages of a run: trainings one after another, each with an optimizer, a rate and a pruner of its own.
+"""The stages of a run: consecutive trainings, each with its own optimizer, learning rate and pruner.
 
-train              the recipe's method at work
-finetune           the masks that were found, held fixed
-round 0, 1, …      of a lottery ticket, in place of `train`: each prunes more, and begins with early weights
+train              the recipe's method
+finetune           training with the masks of the stage before, fixed
+round 0, 1, …      the rounds of a lottery ticket in place of `train`: each prunes more and starts from early weights
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One training, with nothing pruned."""
+    """A training without pruning."""
 
     name: str
     epochs: int
@@ -41,52 +41,53 @@ class Stage:
     rate: LearningRate
 
     def prepare(self, run: Run) -> None:
-        """What is done to the trained model before the stage begins; a resumed stage has it behind it."""
+        """Change the trained model before the stage begins; a resumed stage has already done so."""
 
-    def pruner(self, run: Run) -> Pruner | None:
-        """The stage's pruner, at work on the run's model and optimizer."""
+    def make_pruner(self, run: Run) -> Pruner | None:
+        """Return the pruner of the stage, attached to the run's model and optimizer, or None."""
         return None
 
-    def outcome(self, run: Run) -> dict[str, Any]:
-        """What the summary tells of the stage besides its last measurements: the sparsity of each tensor."""
+    def result_fields(self, run: Run) -> dict[str, Any]:
+        """Return the fields of the stage's result besides its last scores: the sparsity of each pruned tensor."""
         return {"layers": masks.layer_sparsities(run.masks or {})}
 
 
 @dataclass(frozen=True)
 class PruningStage(Stage):
-    """The recipe's method at work."""
+    """A training with the recipe's method."""
 
     method: Method
 
-    def pruner(self, run: Run) -> Pruner:
+    def make_pruner(self, run: Run) -> Pruner:
         if isinstance(self.method, Finetune) and run.masks is not None:
             return attach_pruner(make_mask_holder(self.method, run), run)
-        looks = self.method.before and self.method.due(Time(0, run.steps, run.per_epoch))  # at a gradient, first
-        loss = run.unseen_loss if looks else None
+        time = Time(0, run.stage_steps, run.steps_per_epoch)
+        needs_gradient = self.method.before and self.method.due(time)  # before the first step
+        loss = run.unseen_batch_loss if needs_gradient else None
         return attach_pruner(Pruner(self.method), run, loss=loss, track=run.options.track)
 
-    def outcome(self, run: Run) -> dict[str, Any]:
-        """And where that was tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
-        found = super().outcome(run)
+    def result_fields(self, run: Run) -> dict[str, Any]:
+        """Return the sparsities and, if tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
+        fields = super().result_fields(run)
         if run.options.track and run.pruner is not None and not isinstance(run.pruner, Holder):
             shares = run.pruner.settled()
-            found["settled"] = shares + [1.0] * (self.epochs + 1 - len(shares))
-        return found
+            fields["settled"] = shares + [1.0] * (self.epochs + 1 - len(shares))
+        return fields
 
 
 @dataclass(frozen=True)
 class FinetuneStage(Stage):
-    """Training goes on with the masks that the stage before has left."""
+    """A training with the masks of the stage before, fixed."""
 
-    method: Method  # whose masks they are
+    method: Method  # the method that found the masks
 
-    def pruner(self, run: Run) -> Pruner:
+    def make_pruner(self, run: Run) -> Pruner:
         return attach_pruner(make_mask_holder(self.method, run), run)
 
 
 @dataclass(frozen=True)
 class LotteryStage(Stage):
-    """A round of the lottery: prune what the last one trained, go back to early weights, train."""
+    """A round of the lottery: prune the weights of the last round, go back to early weights, train."""
 
     method: Lottery
     index: int
@@ -97,14 +98,14 @@ class LotteryStage(Stage):
             targets = self.method.targets(run.model)
             kept = Rounds(self.method).prune(targets, masks_outputs_first(targets, run.masks), self.sparsity)
             run.masks = {t.name: kept[t.name].movedim(0, t.rows) for t in targets}
-            run.model.load_state_dict(run.rewind)
+            run.model.load_state_dict(run.rewind_weights)
 
-    def pruner(self, run: Run) -> Pruner:
+    def make_pruner(self, run: Run) -> Pruner:
         return attach_pruner(make_mask_holder(self.method, run, rewind=None if self.index else self.method.rewind), run)
 
 
 def make_stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
-    """What a run of the recipe does, in order."""
+    """Return the stages of a recipe in their order; those without epochs are left out."""
     first = recipe.train.epochs, recipe.optimizer, recipe.rate
     second = recipe.finetune.epochs, recipe.finetune.optimizer, recipe.finetune.rate
     method = make_method(recipe)
@@ -122,7 +123,7 @@ def make_stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
 
 
 def make_method(recipe: Recipe) -> Method | None:
-    """The recipe's method, or None for a dense run; a method's own seed is counted from the run's."""
+    """Return the recipe's method, or None for a dense run; the method's seed is added to the run's."""
     if recipe.method["name"] == DENSE:
         return None
     options = dict(recipe.method)
@@ -132,19 +133,22 @@ def make_method(recipe: Recipe) -> Method | None:
 
 
 def make_mask_holder(method: Method, run: Run, rewind: int | None = None) -> Holder:
-    """A pruner that holds the run's masks on what a method prunes; where a stage is resumed its state brings them."""
+    """Return a pruner that holds the run's masks fixed on what a method prunes.
+
+    The masks of a resumed stage come with its state.
+    """
     targets = method.targets(run.model)
-    held = Finetune(include=tuple(t.name for t in targets), pattern=method.pattern)
-    return Holder(held, masks_outputs_first(targets, run.masks), rewind)
+    finetune = Finetune(include=tuple(t.name for t in targets), pattern=method.pattern)
+    return Holder(finetune, masks_outputs_first(targets, run.masks), rewind)
 
 
 def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
-    """Masks as methods see them; what has none is kept whole."""
+    """Return masks with the output dimension first, as methods need them; a target without a mask is kept whole."""
     names = {target.name: target.shape for target in targets}
     for name, mask in (found or {}).items():
         require(
             names.get(name) == mask.shape,
-            f"there is a mask of {tuple(mask.shape)} for '{name}', which is not among what is to be held here.",
+            f"there is a mask of {tuple(mask.shape)} for '{name}', which is not a weight whose mask is fixed here.",
         )
     found = found or {}
     return {
@@ -154,5 +158,5 @@ def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks
 
 
 def attach_pruner(pruner: Pruner, run: Run, **options: Any) -> Pruner:
-    """Put a pruner to work on the run's model."""
-    return pruner.attach(run.model, run.optimizer, run.steps, run.per_epoch, **options)
+    """Attach a pruner to the run's model and optimizer for this stage."""
+    return pruner.attach(run.model, run.optimizer, run.stage_steps, run.steps_per_epoch, **options)

@@ -1,4 +1,4 @@
-"""The mean of a model's weights over the last epochs of a stage."""
+"""The average of a model's weights over the last epochs of a stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """The mean of the weights that a model had each time it was asked to look; it stays on the device."""
+    """The mean of the weights that a model had at each call of `add`, on the model's device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(model.named_parameters())
@@ -19,7 +19,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Take in the weights as they are now."""
+        """Add the present weights to the mean."""
         self.count += 1
         if self.count == 1:
             self.values = {name: parameter.clone() for name, parameter in self.parameters.items()}
@@ -28,13 +28,17 @@ class WeightAverage:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Give the model the mean."""
+        """Copy the mean into the model."""
         torch._foreach_copy_(list(self.parameters.values()), list(self.values.values()))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the mean and how many weights it is of."""
         return {"count": self.count, "values": self.values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, in the memory layout of the model."""
         self.count = state["count"]
-        like = self.parameters
-        self.values = {k: torch.empty_like(like[k], requires_grad=False).copy_(v) for k, v in state["values"].items()}
+        self.values = {
+            name: torch.empty_like(self.parameters[name], requires_grad=False).copy_(value)
+            for name, value in state["values"].items()
+        }

@@ -19,9 +19,10 @@ import torch
 
 from pomona.errors import require
 
+from ..runs.concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK, isolated_random_state
 from ..runs.distributed import select_device
-from ..runs.loops import CONCURRENT_RUN, SHARED_STATE_LOCK
-from ..runs.run import Interrupted, NoteCallback, catch_stop_signals, isolated_random_state
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback
 from .job import Job
 
 MAX_CONCURRENT = 24  # torch has a pool of 32 streams, some of which it uses itself

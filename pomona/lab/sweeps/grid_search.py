@@ -17,7 +17,7 @@ from pomona.errors import PomonaError, require, unknown
 
 from ..recipes.overrides import read_recipe, set_setting
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted
+from ..runs.interruption import Interrupted
 from . import sweep
 from .axes import SweepRun, run_folder, run_label
 

@@ -10,7 +10,9 @@ from typing import Any
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.run import Interrupted, NoteCallback, ProgressListener, train
+from ..runs.interruption import Interrupted
+from ..runs.recorder import NoteCallback, ProgressListener
+from ..runs.train import train
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..runs.run import Interrupted, NoteCallback, catch_stop_signals
+from ..runs.interruption import Interrupted, catch_stop_signals
+from ..runs.recorder import NoteCallback
 from .job import Job
 
 # A fork of this process would inherit its threads and its CUDA context. A fork server has only imported modules.

@@ -21,7 +21,7 @@ from pomona.errors import PomonaError, require
 
 from ..recipes.options import DENSE, FinetuneOptions
 from ..recipes.recipe import Recipe
-from ..runs import checkpoint, retrain
+from ..runs import durable_files, retrain
 from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary
 
@@ -208,7 +208,7 @@ def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path 
     ):
         return None
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
-    with checkpoint.write_errors(records):
+    with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    checkpoint.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
     return file

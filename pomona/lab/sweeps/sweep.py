@@ -15,10 +15,11 @@ import torch
 from pomona.errors import require
 
 from ..recipes.recipe import Recipe
-from ..runs import checkpoint, environment
+from ..runs import durable_files, environment
 from ..runs.distributed import distributed_context, select_device
 from ..runs.folder import encode_json
-from ..runs.run import Interrupted, NoteCallback, ProgressListener
+from ..runs.interruption import Interrupted
+from ..runs.recorder import NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
 from .job import Job
@@ -85,7 +86,7 @@ def sweep(
     comparison = summarize_runs(runs, [results[i] for i in range(len(runs))])
     comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.describe_environment()}
     if distributed_context().is_first:
-        checkpoint.replace_file(out / "sweep.json", encode_json(comparison))
+        durable_files.replace_file(out / "sweep.json", encode_json(comparison))
     return comparison
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pomona.errors import require
 
 from ..runs.folder import read_summary
-from ..runs.run import Interrupted
+from ..runs.interruption import Interrupted
 from ..sweeps import sweep
 from ..sweeps.axes import SweepRun
 from ..sweeps.run_store import (

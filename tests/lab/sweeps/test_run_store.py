@@ -14,7 +14,7 @@ from run_helpers import StopAfter
 from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
 from pomona.lab.runs import retrain
-from pomona.lab.runs.run import Interrupted
+from pomona.lab.runs.interruption import Interrupted
 from pomona.lab.sweeps.run_store import RunStore, read_record, without_finetune, write_record
 
 BASE = {
@@ -203,7 +203,7 @@ def test_a_run_is_resumed_with_other_settings_without_effect(tmp_path):
     other = Recipe.load(BASE, ["train.eval_every=2", "train.log_every=1", "train.checkpoint_steps=1"])
     assert other.fingerprint() == SHORT.fingerprint()
     assert train(other, tmp_path, resume=True)["accuracy"] == train(SHORT, tmp_path / "whole")["accuracy"]
-    with pytest.raises(PomonaError, match=r"begun with other settings \(train.clip"):
+    with pytest.raises(PomonaError, match=r"started with other settings \(train.clip"):
         train(Recipe.load(BASE, ["train.clip=1.0"]), tmp_path, resume=True)
 
 

@@ -1,0 +1,108 @@
+"""The implementations that `pomona bench` compares: dense, CSR, 2:4, block-sparse and balanced matrix products.
+
+All implementations but the dense one keep the same number of weights; balanced and CSR keep the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...patterns import Balanced, Block
+from ...sparse import BalancedTensor
+
+DENSE, BALANCED = "dense", "balanced"
+TILE_SIZES = {"cpu": 8, "cuda": 32}  # of the block-sparse implementation
+# The largest error that rounding explains, relative to the largest value.
+ROUNDING_LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of the product; of several with one name the fastest counts."""
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    weight: Tensor  # the dense weight that the implementation represents
+    nbytes: int  # bytes of the weight that it reads
+    arrange: Callable[[Tensor], Tensor] = lambda x: x  # brings an input into the layout that `run` takes
+
+
+def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
+    """Return every implementation for one matrix, and name → reason of those that are not available."""
+    mask = Balanced(block=block, pad=True).masks([weight.abs()], sparsity)[0]
+    pruned = torch.where(mask, weight, 0)
+    packed = BalancedTensor.from_dense(pruned, block)
+    implementations = [
+        Implementation(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
+        *csr_implementations(pruned),
+        Implementation(BALANCED, packed.linear, pruned, packed.nbytes),
+    ]
+    missing: dict[str, str] = {}
+    for name, make in (("block-sparse", block_sparse_implementation), ("2:4", two_of_four_implementation)):
+        try:
+            implementations.insert(-1, make(name, weight, sparsity))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            missing[name] = first_line(error)
+    return implementations, missing
+
+
+def csr_implementations(pruned: Tensor) -> list[Implementation]:
+    """Return CSR (MKL, cuSPARSE) with 32-bit indices, for inputs in rows and for inputs transposed to columns."""
+    csr = pruned.to_sparse_csr()
+    csr = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
+    nbytes = csr.values().nbytes + csr.col_indices().nbytes + csr.crow_indices().nbytes
+
+    def run(x: Tensor) -> Tensor:
+        return (csr @ x[0]).unsqueeze(0) if len(x) == 1 else (csr @ x.T).T
+
+    return [
+        Implementation("CSR", run, pruned, nbytes),
+        Implementation("CSR", lambda transposed: (csr @ transposed).T, pruned, nbytes, lambda x: x.T.contiguous()),
+    ]
+
+
+def block_sparse_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
+    """Return BSR, which keeps whole tiles, with the same number of weights."""
+    size = TILE_SIZES[weight.device.type]
+    if any(side % size for side in weight.shape):
+        raise ValueError(f"tiles of {size}×{size} do not divide it")
+    mask = Block((size, size)).masks([weight.abs()], sparsity)[0]
+    pruned = torch.where(mask, weight, 0)
+    bsr = pruned.to_sparse_bsr((size, size))
+    nbytes = bsr.values().nbytes + bsr.col_indices().nbytes + bsr.crow_indices().nbytes
+    return Implementation(
+        f"{name} {size}×{size}", lambda x: linear(x, bsr) if x.is_cuda else (bsr @ x.T).T, pruned, nbytes
+    )
+
+
+def two_of_four_implementation(name: str, weight: Tensor, sparsity: float) -> Implementation:
+    """Return the 2:4 format of the GPU, whose sparsity is always 50 %."""
+    if weight.device.type != "cuda":
+        raise ValueError("needs a GPU")
+    from torch.sparse import to_sparse_semi_structured
+
+    pruned = torch.where(Balanced(block=4).masks([weight.abs()], 0.5)[0], weight, 0)
+    semi_structured = to_sparse_semi_structured(pruned)
+    return Implementation(name, lambda x: linear(x, semi_structured), pruned, weight.nbytes * 9 // 16)
+
+
+def measure_error(implementation: Implementation, x: Tensor) -> float:
+    """Return the error of an output relative to float64; raise AssertionError if rounding does not explain it."""
+    exact = x.double() @ implementation.weight.double().T
+    output = implementation.run(implementation.arrange(x)).double()
+    error = float((output - exact).abs().max() / exact.abs().max())
+    if not error <= ROUNDING_LIMITS[x.dtype]:
+        raise AssertionError(
+            f"{implementation.name} is wrong: it differs from float64 by {error:.1e} of the largest value"
+        )
+    return error
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's message, short enough for a column."""
+    return str(error).splitlines()[0][:60]

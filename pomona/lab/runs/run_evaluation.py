@@ -1,0 +1,62 @@
+"""The evaluation of a run: its model on test and validation data, batch-norm statistics and averaged weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .evaluate import batchnorm_layers, measure, reestimate_batchnorm
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+def evaluate_run(run: Run) -> dict[str, float]:
+    """Return loss and accuracy (perplexity for text) on the test part, and on the validation part if there is one.
+
+    Soon after a mask change the batch-norm statistics are stale. The scores of a copy with new statistics are then
+    added with the suffix `_reestimated`.
+    """
+    scores = score_model(run, run.model, "test")
+    if run.data.valid is not None:
+        scores |= {f"valid_{key}": value for key, value in score_model(run, run.model, "valid").items()}
+    if has_stale_statistics(run):
+        fresh = with_new_statistics(run)
+        scores |= {f"{key}_reestimated": value for key, value in score_model(run, fresh, "test").items()}
+    return scores
+
+
+def score_model(run: Run, model: nn.Module, part: str) -> dict[str, float]:
+    """Return the loss and the accuracy or perplexity of a model on one part of the run's data."""
+    text = run.data.kind == "text"
+    size = run.options.batch_size if text else run.options.eval_batch_size
+    batches = run.data.batches(size, part=part, channels_last=run.channels_last)
+    scores = measure(run.strategy.evaluated_model(model), batches.evaluate(), run.options.precision)
+    return {"test_loss" if part == "test" else "loss": scores["loss"]} | (
+        {"perplexity": scores["perplexity"]} if text else {"accuracy": scores["accuracy"]}
+    )
+
+
+def has_stale_statistics(run: Run) -> bool:
+    """Return whether the mask changed so recently that running batch-norm statistics cannot have adapted."""
+    if run.pruner is None or not run.options.reestimate or not batchnorm_layers(run.model):
+        return False
+    every = getattr(run.pruner.method, "every", 0)  # None is once an epoch
+    since_change = run.step - run.stage_start - run.pruner.last_change
+    return since_change <= (run.steps_per_epoch if every is None else every)
+
+
+def with_new_statistics(run: Run) -> nn.Module:
+    """Return a copy of the model with batch-norm statistics from training batches."""
+    batches = run.training_batches().epoch(max(run.step - 1, 0) // run.steps_per_epoch)
+    return reestimate_batchnorm(run.model, batches, run.options.reestimate, run.options.precision)
+
+
+def install_average(run: Run) -> None:
+    """Give the model its averaged weights, pruned by the masks, and batch-norm statistics for them."""
+    run.average.install()
+    if run.pruner is not None:
+        run.pruner.apply(run.model)
+    if batchnorm_layers(run.model) and run.options.reestimate:
+        run.model.load_state_dict(with_new_statistics(run).state_dict())
