@@ -20,10 +20,10 @@ def shrink(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove the pruned filters of a run and write the smaller dense network.
+    """Write the network of a run without its pruned filters.
 
-    The file is a program that torch.export.load runs without pomona. Shows parameters, MACs and the time on one CPU
-    thread of both networks.
+    The smaller dense network is a program that torch.export.load runs without pomona. Shows parameters, MACs and the
+    time on one CPU thread of both networks.
     """
     from pomona.lab.runs import shrink as lab
 

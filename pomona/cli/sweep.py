@@ -97,8 +97,9 @@ def sweep(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe for every combination of settings, or the runs of a paper's table, and compare.
+    """Train a grid of runs, or the runs of a table, and compare them.
 
+    A recipe is trained for every combination of values on its axes, a table of a paper with all runs that it needs.
     The axes are the recipe's [sweep] section and --over. Each run has its own folder FOLDER/NAME-FINGERPRINT; the
     comparison is also written to FOLDER/sweep.json. After Ctrl-C, --only-missing continues.
     """

@@ -34,10 +34,10 @@ def table(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a paper's table: our results, by the accuracy of the last epoch, beside the paper's.
+    """Show a paper's table with our results beside the paper's.
 
-    Finished runs are searched under runs/ and among the records in results/runs. `pomona sweep NAME --only-missing`
-    trains the missing runs. Without a name, all tables are listed.
+    Runs are compared by the accuracy of the last epoch. Finished runs are searched under runs/ and among the records in
+    results/runs. `pomona sweep NAME --only-missing` trains the missing runs. Without a name, all tables are listed.
     """
     from pomona.lab.sweeps.run_store import RUNS, RunStore
     from pomona.lab.tables import catalog, rendering

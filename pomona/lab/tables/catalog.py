@@ -1,7 +1,8 @@
 """The catalog of tables by name: those of runs, defined in TOML files, and those that a function computes.
 
 Each module in `COMPUTED_TABLE_MODULES` has a dictionary TABLES of functions by the name of their table. A function
-returns a dictionary with `title`, `paper` and `cells`, and may take `progress(done, total)`.
+returns a dictionary with `title`, `paper` and `cells`, and may take `progress(done, total)`. The first line of its
+docstring is the title in the list of tables.
 """
 
 from __future__ import annotations
