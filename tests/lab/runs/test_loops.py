@@ -61,12 +61,12 @@ def test_an_unknown_loop_is_refused():
         recipe(loop="capture")
 
 
-def test_packing_is_refused_without_a_gpu(tmp_path):
+def test_concurrent_runs_are_refused_without_a_gpu(tmp_path):
     with pytest.raises(PomonaError, match="concurrent runs need a GPU, and 'test' is for 'cpu'"):
         list(concurrent_runs.train_concurrently([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
 
 
-def test_an_eager_loop_is_not_packed():
+def test_an_eager_loop_cannot_run_concurrently():
     one = recipe(loop="eager")
     run = SimpleNamespace(
         recipe=one,
@@ -83,7 +83,7 @@ def test_an_eager_loop_is_not_packed():
         packed_run.run(loops.choose_loop, run)
 
 
-def test_packed_runs_read_one_copy_of_the_data():
+def test_concurrent_runs_share_one_copy_of_the_data():
     context, cpu = contextvars.copy_context(), torch.device("cpu")
     context.run(CONCURRENT_RUN.set, True)
     first, again = (context.run(load_data, recipe(), None, cpu) for _ in range(2))
@@ -93,7 +93,7 @@ def test_packed_runs_read_one_copy_of_the_data():
     assert load_data(recipe(), None, cpu) is not first  # one that is alone reads its files
 
 
-def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
+def test_a_thread_that_fails_reports_its_error(monkeypatch, tmp_path):
     """Else whoever waits for its job would wait for ever."""
     told: queue.SimpleQueue = queue.SimpleQueue()
     waiting: queue.SimpleQueue = queue.SimpleQueue()
@@ -111,7 +111,7 @@ def test_a_thread_that_fails_tells_it(monkeypatch, tmp_path):
 
 @gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_trains_as_eager_does(tmp_path, method):
+def test_the_captured_loop_trains_like_the_eager_loop(tmp_path, method):
     ends = {loop: train(recipe(method, loop), tmp_path / loop) for loop in ("eager", "captured")}
     eager, captured = (losses(tmp_path / loop) for loop in ("eager", "captured"))
     torch.testing.assert_close(captured[0], eager[0], rtol=5e-3, atol=1e-3)  # then rounding is amplified
@@ -123,7 +123,7 @@ def test_captured_trains_as_eager_does(tmp_path, method):
 
 
 @gpu
-def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
+def test_the_compiled_loop_in_bf16_trains_like_the_eager_loop_in_float32(tmp_path):
     for loop, precision in (("eager", "float32"), ("compiled", "bf16")):
         train(recipe("dpf(sparsity=0.8, every=4)", loop, precision=precision), tmp_path / loop)
     torch.testing.assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), rtol=0.1, atol=0.05)
@@ -132,7 +132,7 @@ def test_compiled_in_bf16_trains_as_eager_in_float32(tmp_path):
 @gpu
 @pytest.mark.parametrize("method", ["dpf(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)"])
 @pytest.mark.parametrize("steps", [22, 30])  # at the end of an epoch, and within one
-def test_captured_is_resumed_as_if_never_stopped(tmp_path, method, steps):
+def test_a_resumed_captured_run_is_bit_identical(tmp_path, method, steps):
     one = recipe(method, model="lenet300", checkpoint_steps=5)  # cuDNN's convolutions add up in any order
     train(one, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -153,7 +153,7 @@ def test_the_loops_share_their_checkpoints(tmp_path):
 
 @gpu
 @pytest.mark.parametrize("model", ["digits_cnn", "lenet300"])
-def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_path, model):
+def test_concurrent_runs_train_as_alone_and_fail_alone(tmp_path, model):
     """Bit for bit without convolutions, for which each thread has cuDNN choose anew."""
     exact = model == "lenet300"
     methods = [method for method in METHODS if not (exact and method.startswith("sfp"))]  # it has no filters
@@ -173,7 +173,7 @@ def test_packed_runs_are_what_they_are_alone_and_one_that_fails_fails_alone(tmp_
 
 
 @gpu
-def test_packed_runs_that_are_cut_off_go_on(tmp_path):
+def test_interrupted_concurrent_runs_leave_checkpoints(tmp_path):
     jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
     coming = concurrent_runs.train_concurrently([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
     assert next(coming)[0] == 0
@@ -183,7 +183,7 @@ def test_packed_runs_that_are_cut_off_go_on(tmp_path):
 
 
 @gpu
-def test_a_model_with_dropout_is_trained_eagerly_and_not_packed(tmp_path):
+def test_a_model_with_dropout_is_trained_eagerly_and_not_concurrently(tmp_path):
     settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
     one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
     ((_, outcome),) = concurrent_runs.train_concurrently([Job(one, tmp_path / "packed")], 2, print)

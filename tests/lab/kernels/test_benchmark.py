@@ -25,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FLUSH", 1 << 20)
 
 
-def test_all_sides_of_a_small_matrix() -> None:
+def test_all_implementations_of_a_small_matrix() -> None:
     found = bench.benchmark_matrices([(64, 96)], [1, 3], device="cpu", states=["warm"], patience=0.01)
     assert [r.side for r in found.rows if r.batch == 3] == ["dense", "CSR", "block-sparse 8×8", "balanced", "2:4"]
     sides = {(r.side, r.batch): r for r in found.rows}
@@ -46,14 +46,14 @@ def test_a_matrix_that_no_tile_divides_is_still_measured() -> None:
     assert [r.note for r in found.rows if r.side == "block-sparse"] == ["tiles of 8×8 do not divide it"]
 
 
-def test_a_wrong_side_is_told() -> None:
+def test_a_wrong_implementation_is_reported() -> None:
     weight = torch.eye(4)
     wrong = implementations.Implementation("wrong", lambda x: x @ weight * 1.001, weight, 0)
     with pytest.raises(AssertionError, match="wrong is wrong: it differs from float64 by 1.0e-03"):
         implementations.measure_error(wrong, torch.randn(2, 4))
 
 
-def test_of_several_ways_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_of_several_variants_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.eye(4)
     sides = [
         implementations.Implementation("dense", lambda x: x @ weight, weight, 64),
@@ -79,7 +79,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_command(capsys: pytest.CaptureFixture[str]) -> None:
     quick = ("--device", "cpu", "--seconds", "0.01")
     options = ("--block", "16", "--sparsity", "0.75", "--batch", "1,2")
     (result,) = call(capsys, "bench", "32x64", *options, *quick)
@@ -132,7 +132,7 @@ def trained(folder: Path, pattern: str) -> Path:
     return folder
 
 
-def test_a_run_is_exported_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_run_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "run", "balanced(block=4, pad=True)")
     told = call(capsys, "export", str(run), "--keep", "all", "--format", "balanced", "--seconds", "0")
     assert told["file"] == str(run / "balanced.safetensors")
@@ -168,7 +168,7 @@ def test_a_run_without_zeros_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.gpu
-def test_what_is_timed_on_a_gpu_is_a_replay():
+def test_gpu_timings_replay_a_graph():
     x = torch.zeros(3, device="cuda")
     replay, calls = clock.recorded(lambda: x.add_(1), 3)
     before = x[0].item()

@@ -53,12 +53,12 @@ nests = st.recursive(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(keys, nests, max_size=4))
-def test_a_nest_of_tensors_and_values_survives(tmp_path, state):
+def test_nested_tensors_and_values_round_trip(tmp_path, state):
     checkpoint.save(tmp_path, state)
     assert same(checkpoint.load(tmp_path), state)
 
 
-def test_an_optimizer_resumes_from_it(tmp_path):
+def test_an_optimizer_state_round_trips(tmp_path):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     weight.grad = torch.tensor([1.0, -2.0, 3.0])
@@ -82,7 +82,7 @@ def test_a_tied_tensor_is_stored_once_and_strides_do_not_matter(tmp_path):
     assert size < 24 * 4 + 6 * 4 + 400
 
 
-def test_bfloat16_survives(tmp_path):
+def test_bfloat16_round_trips(tmp_path):
     state = {"x": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     checkpoint.save(tmp_path, state)
     loaded = checkpoint.load(tmp_path)["x"]
@@ -90,7 +90,7 @@ def test_bfloat16_survives(tmp_path):
     assert torch.equal(loaded, state["x"])
 
 
-def test_an_object_is_refused_by_its_place(tmp_path):
+def test_an_unsupported_object_is_refused_by_its_path(tmp_path):
     with pytest.raises(TypeError, match="/a/0, a object"):
         checkpoint.save(tmp_path, {"a": [object()]})
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def two(folder):
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["truncate", "empty", "remove", "flip"])
-def test_a_damaged_checkpoint_falls_back_and_says_so(tmp_path, file, harm):
+def test_a_damaged_checkpoint_falls_back_with_a_note(tmp_path, file, harm):
     two(tmp_path)
     path = tmp_path / "checkpoint" / file
     data = path.read_bytes()
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_falls_back_and_says_so(tmp_path, file, harm):
     assert "'checkpoint.previous'" in notes[0]
 
 
-def test_both_damaged_is_an_error(tmp_path):
+def test_two_damaged_checkpoints_are_an_error(tmp_path):
     two(tmp_path)
     for name in ("checkpoint", "checkpoint.previous"):
         (tmp_path / name / "state.json").write_text("{")
@@ -132,7 +132,7 @@ def test_both_damaged_is_an_error(tmp_path):
         checkpoint.load(tmp_path)
 
 
-def test_none_at_all_is_an_error(tmp_path):
+def test_loading_without_a_checkpoint_is_an_error(tmp_path):
     assert not checkpoint.exists(tmp_path)
     with pytest.raises(PomonaError, match="there is no checkpoint"):
         checkpoint.load(tmp_path)
@@ -147,7 +147,7 @@ def test_a_newer_version_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
-def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file):
     two(tmp_path)
     write = durable_files.write_file
 
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path, monkeypatch, file):
     assert checkpoint.load(tmp_path)["step"] == 2
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_replace_file_writes_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     durable_files.replace_file(path, b"old")
 
@@ -220,7 +220,7 @@ def test_a_kill_between_any_two_operations_leaves_a_loadable_state(tmp_path, mon
     assert not (tmp_path / "checkpoint.part").exists()
 
 
-def test_a_kill_during_the_first_save_leaves_none(tmp_path):
+def test_a_kill_during_the_first_save_leaves_no_checkpoint(tmp_path):
     part = tmp_path / "checkpoint.part"
     part.mkdir()
     (part / "tensors.safetensors").write_bytes(b"half")

@@ -37,7 +37,7 @@ def test_bar_on_a_terminal_lines_elsewhere():
     assert isinstance(make_reporter(console()), ProgressLines)
 
 
-def test_bar_tells_epoch_loss_accuracy_sparsity_speed_and_time_left(now):
+def test_bar_shows_epoch_loss_accuracy_sparsity_speed_and_time_left(now):
     bar = ProgressBar(console(terminal=True))
     bar.start(10, 20, "run")
     for _ in range(40):
@@ -62,7 +62,7 @@ def test_steps_before_a_resume_count_as_done_but_not_as_speed(now):
     bar.close()
 
 
-def test_lines_are_one_an_epoch():
+def test_one_line_is_printed_for_each_epoch():
     out = console()
     lines = ProgressLines(out)
     lines.start(10, 20, "[run]")
@@ -116,7 +116,7 @@ def test_bar_draws_both_lines_within_eighty_columns(now):
     assert "epoch 1/300 · loss 0.500 · accuracy 97.12 % · sparsity 80.0 % · 1.0 steps/s" in out.file.getvalue()
 
 
-def test_transfer_is_told_on_a_terminal_only():
+def test_downloads_are_shown_on_a_terminal_only():
     with progress.download_progress(console()) as tell:
         assert tell is None
     out = console(terminal=True)
@@ -126,10 +126,10 @@ def test_transfer_is_told_on_a_terminal_only():
     assert "0.5/1.0 MB" in out.file.getvalue()
 
 
-def test_numbers_that_are_not_there_are_left_out():
+def test_missing_measurements_are_left_out():
     assert format_measurements({"loss": 1.0, "sparsity": 0.0, "perplexity": 12.34}) == ["loss 1.000", "perplexity 12.3"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(7.4, "0:07"), (59.6, "1:00"), (750, "12:30"), (11100, "3:05:00")])
-def test_clock(seconds, text):
+def test_format_duration(seconds, text):
     assert format_duration(seconds) == text

@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
+def test_the_exported_program_computes_the_same_as_the_run(run: Path) -> None:
     shrunk, file = shrink.shrink_run(run)
     assert shrunk.params.after < shrunk.params.before
     model, shape = shrink.load_finished_model(run)
@@ -38,7 +38,7 @@ def test_the_written_program_gives_what_the_run_gives(run: Path) -> None:
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PomonaError, match="is not a finished run: it has no model.safetensors"):
         shrink.shrink_run(tmp_path)
 

@@ -23,7 +23,7 @@ from pomona.lab.runs.run_evaluation import score_model
 from pomona.lab.runs.weight_average import WeightAverage
 
 DPF = "dpf(sparsity=0.9, every=4, settle=0.5, schedule='cubic(until=0.25)')"
-RECORDS = Path(__file__).parents[2] / "results" / "runs"
+RECORDS = Path(__file__).parents[3] / "results" / "runs"
 
 
 def recipe(method=DPF, device="cpu", finetune=0, **options) -> Recipe:
@@ -53,7 +53,7 @@ def watched(monkeypatch) -> type[Watcher]:
     return Watcher
 
 
-def test_by_hand() -> None:
+def test_the_average_by_hand() -> None:
     layer = nn.Linear(2, 1)
     mean = WeightAverage(layer)
     for weight in ([1.0, 2.0], [2.0, 4.0], [6.0, 0.0]):
@@ -70,7 +70,7 @@ def test_by_hand() -> None:
     ("device", "loop"),
     [("cpu", "eager"), *(pytest.param("cuda", loop, marks=pytest.mark.gpu) for loop in ("eager", "captured"))],
 )
-def test_a_run_ends_with_the_mean_of_its_last_epochs(watched, tmp_path, device, loop) -> None:
+def test_a_run_ends_with_the_average_of_its_last_epochs(watched, tmp_path, device, loop) -> None:
     summary = train(recipe(device=device, loop=loop), tmp_path / "run")
     run, third, fourth = watched.last, *watched.seen[2:]
     masks = run.masks
@@ -89,7 +89,7 @@ def test_a_run_ends_with_the_mean_of_its_last_epochs(watched, tmp_path, device, 
     assert summary["sparsity"] == pytest.approx(0.9, abs=1e-3)
 
 
-def test_training_itself_is_untouched(watched, tmp_path) -> None:
+def test_averaging_does_not_change_training(watched, tmp_path) -> None:
     train(recipe(), tmp_path / "on")
     on = list(watched.seen)
     watched.seen.clear()
@@ -105,7 +105,7 @@ def test_training_itself_is_untouched(watched, tmp_path) -> None:
     assert checkpoint.load(tmp_path / "off")["mean"] == {"count": 0, "values": {}}
 
 
-def test_masks_that_change_meanwhile_are_obeyed_in_the_end(watched, tmp_path) -> None:
+def test_averaged_weights_obey_the_final_masks(watched, tmp_path) -> None:
     method = "dpf(sparsity=0.5, every=4, settle=0, schedule='cubic(until=0.9)', pattern='filter')"
     train(recipe(method, average=1.0), tmp_path / "run")
     modules, removed = list(watched.last.model.features), 0
@@ -121,7 +121,7 @@ def test_masks_that_change_meanwhile_are_obeyed_in_the_end(watched, tmp_path) ->
 
 
 @pytest.mark.parametrize("at", [4, 8, 9, 11])  # before, within, at an epoch's end, one step before the last
-def test_resumed_to_the_last_bit(tmp_path, at) -> None:
+def test_a_resumed_run_with_averaging_is_bit_identical(tmp_path, at) -> None:
     whole = train(recipe(), tmp_path / "whole")
     assert whole["step"] == 12  # four epochs of three steps
     with pytest.raises(Interrupted):
@@ -132,7 +132,7 @@ def test_resumed_to_the_last_bit(tmp_path, at) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_killed_between_the_last_step_and_the_mean(tmp_path, monkeypatch) -> None:
+def test_killed_between_the_last_step_and_the_average(tmp_path, monkeypatch) -> None:
     train(recipe(), tmp_path / "whole")
 
     def killed(run) -> None:
@@ -147,7 +147,7 @@ def test_killed_between_the_last_step_and_the_mean(tmp_path, monkeypatch) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_checkpoint_from_before_there_were_means(tmp_path) -> None:
+def test_a_checkpoint_without_an_average_resumes(tmp_path) -> None:
     with pytest.raises(Interrupted):
         train(recipe(average=0.0), tmp_path / "run", stop=StopAfter(5))
     state = checkpoint.load(tmp_path / "run")
@@ -156,20 +156,20 @@ def test_a_checkpoint_from_before_there_were_means(tmp_path) -> None:
     assert train(recipe(average=0.0), tmp_path / "run", resume=True)["step"] == 12
 
 
-def test_every_stage_has_a_mean_of_its_own(watched, tmp_path) -> None:
+def test_every_stage_has_its_own_average(watched, tmp_path) -> None:
     train(recipe(finetune=2), tmp_path / "run")
     (last,) = watched.seen[5:]  # half of two epochs is one
     assert all(torch.equal(value, last[name]) for name, value in watched.last.model.named_parameters())
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_every_stage_has_one_however_short(tmp_path, epochs) -> None:
+def test_short_stages_are_averaged_over_one_epoch(tmp_path, epochs) -> None:
     summary = train(recipe(epochs=epochs, finetune=1, average=0.2), tmp_path / "run")
     assert all("accuracy_last" in stage for stage in summary["stages"])
 
 
 @pytest.mark.parametrize("at", [2, 5, 6, 7, 9, 13])
-def test_a_lottery_is_resumed_to_the_last_bit(tmp_path, at) -> None:
+def test_a_resumed_lottery_is_bit_identical(tmp_path, at) -> None:
     made = recipe("lottery(sparsity=0.8, retrainings=1, rewind=2)", epochs=2, finetune=1, average=1.0)
     train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -179,14 +179,14 @@ def test_a_lottery_is_resumed_to_the_last_bit(tmp_path, at) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_without_fresh_statistics_they_stay(watched, tmp_path) -> None:
+def test_without_reestimation_statistics_are_unchanged(watched, tmp_path) -> None:
     train(recipe(average=0.0), tmp_path / "off")
     before = dict(watched.last.model.named_buffers())
     train(recipe(reestimate=0), tmp_path / "on")
     assert all(torch.equal(value, before[name]) for name, value in watched.last.model.named_buffers())
 
 
-def test_the_names_of_earlier_runs_stand() -> None:
+def test_fingerprints_of_earlier_runs_are_unchanged() -> None:
     plain = recipe(average=0.0).to_dict()
     assert plain["train"].pop("average") == 0.0
     before = Recipe.load(plain)
@@ -208,6 +208,6 @@ def test_the_names_of_earlier_runs_stand() -> None:
         ({"method": "edge_popup"}, "edge_popup selects among random ones"),
     ],
 )
-def test_refused(change, message) -> None:
+def test_bad_averages_are_refused(change, message) -> None:
     with pytest.raises(PomonaError, match=message):
         recipe(**change)

@@ -44,7 +44,7 @@ def test_nothing_to_measure_is_an_error():
         measure(Fixed(), [])
 
 
-def test_modes_come_back_one_by_one():
+def test_the_mode_of_each_module_is_restored():
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2))
     model[1].eval()  # frozen by its user
     with evaluation_mode(model):

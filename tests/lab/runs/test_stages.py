@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_helpers import StopAfter, read_metrics, untimed_metrics, without_timings
 from safetensors.torch import load_file
@@ -50,7 +50,7 @@ def tuned(tmp_path_factory):
     return folder, train(recipe(epochs=3, finetune=TUNED), folder)
 
 
-def test_a_fine_tuned_run_tells_what_it_was_before(tuned):
+def test_the_summary_has_the_results_before_and_after_fine_tuning(tuned):
     folder, summary = tuned
     before, after = summary["stages"]
     assert (before["stage"], after["stage"]) == ("train", "finetune")
@@ -68,7 +68,7 @@ def test_the_second_stage_has_its_own_optimizer_and_rate(tuned):
     assert rates == pytest.approx([0.1, 0.01, 0.001, 0.02, 0.02])  # decay after 4.5 and 6.75 of 9 steps
 
 
-def test_the_masks_are_those_of_the_first_stage(tuned):
+def test_fine_tuning_keeps_the_masks_of_the_first_stage(tuned):
     folder, summary = tuned
     first, second = summary["stages"]
     assert first["layers"] == second["layers"]
@@ -92,7 +92,7 @@ def test_the_masks_are_those_of_the_first_stage(tuned):
         ("lottery(sparsity=0.7, retrainings=2, rewind=2)", 1),
     ],
 )
-def test_stopped_anywhere_and_resumed_is_never_stopped(tmp_path, method, finetune):
+def test_a_run_resumed_in_any_stage_is_bit_identical(tmp_path, method, finetune):
     made = recipe(method, epochs=2, finetune={"epochs": finetune}, clip=1.0)
     train(made, tmp_path / "whole", note=quiet)
     steps = read_metrics(tmp_path / "whole", "epoch")[-1]["step"]
@@ -109,7 +109,7 @@ def test_stopped_anywhere_and_resumed_is_never_stopped(tmp_path, method, finetun
     assert [*map(without_timings, ours)] == [*map(without_timings, theirs)]
 
 
-def test_killed_right_behind_a_border_goes_back_to_it(tmp_path):
+def test_killed_after_a_stage_ends_resumes_from_its_last_step(tmp_path):
     made = recipe(epochs=1, finetune={"epochs": 1})
     train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -122,7 +122,7 @@ def test_killed_right_behind_a_border_goes_back_to_it(tmp_path):
     assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
 
 
-def test_weights_that_were_kept_at_zero_are_still_trained(tmp_path):
+def test_kept_weights_with_value_zero_are_still_trained(tmp_path):
     # RigL's last update comes with the last step, so that what it grew is zero when the first stage ends.
     summary = train(
         recipe("rigl(sparsity=0.8, every=2, until=1.0)", epochs=1, finetune={"epochs": 1}), tmp_path / "run"
@@ -132,13 +132,13 @@ def test_weights_that_were_kept_at_zero_are_still_trained(tmp_path):
     assert all(weights[name][mask].all() for name, mask in found.items())
 
 
-def test_a_plan_counts_all_stages():
+def test_describe_run_counts_all_stages():
     told = describe_run(recipe("lottery(sparsity=0.75, retrainings=2)", epochs=2, finetune={"epochs": 1}))
     assert told["stages"] == {"round 0": 2, "round 1": 2, "round 2": 2, "finetune": 1}
     assert told["steps"] == 7 * told["steps_per_epoch"] == 21
 
 
-def test_what_is_not_said_of_the_second_stage_is_as_in_the_first():
+def test_the_second_stage_defaults_to_the_optimizer_and_rate_of_the_first():
     base = {"data": "digits", "model": "mlp", "optimizer": "adam(lr=0.01, beta1=0.8)", "rate": "cosine(warmup=1)"}
     made = Recipe.load(base, ["finetune.epochs=3", "finetune.optimizer.lr=0.001"])
     assert made.finetune.optimizer == dataclasses.replace(made.optimizer, lr=0.001)
@@ -163,7 +163,7 @@ def test_what_is_not_said_of_the_second_stage_is_as_in_the_first():
         ("train.track=1", "train.track takes bool"),
     ],
 )
-def test_mistakes_are_named(change, says):
+def test_mistakes_are_refused(change, says):
     with pytest.raises(PomonaError, match=says):
         Recipe.load({"data": "digits", "model": "mlp"}, [change])
 
@@ -176,7 +176,7 @@ def test_fine_tuning_would_undo_a_compressor():
 # ---- the lottery
 
 
-def test_rounds_are_those_of_the_library(tmp_path):
+def test_lottery_rounds_match_those_of_the_library(tmp_path):
     made = recipe("lottery(sparsity=0.75, retrainings=2, rewind=1)", epochs=2)
     summary = train(made, tmp_path / "run")
     data = load_data(made, None, torch.device("cpu"))
@@ -216,7 +216,7 @@ def test_a_rewind_past_the_end_is_refused_before_anything_is_written(tmp_path):
 # ---- SNIP
 
 
-def test_snip_loses_no_step(tmp_path):
+def test_snip_takes_no_training_step_for_its_scores(tmp_path):
     made = recipe("snip(sparsity=0.8)", model="mlp(hidden=[12])")
     with pytest.raises(Interrupted):
         train(made, tmp_path / "run", stop=StopAfter(1))
@@ -278,15 +278,16 @@ def test_updates_are_in_the_metrics_and_settled_in_the_summary(tmp_path):
     assert "settled" not in summary["stages"][0]
 
 
-def test_nothing_is_tracked_unasked(tuned):
+def test_nothing_is_tracked_by_default(tuned):
     assert "settled" not in tuned[1]
 
 
 # ---- masks, and runs that begin with another
 
 
+@settings(deadline=None)  # every example writes a file
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=3), st.integers(0, 99))
-def test_masks_come_back_as_they_were(tmp_path_factory, shapes, seed):
+def test_masks_round_trip(tmp_path_factory, shapes, seed):
     generator = torch.Generator().manual_seed(seed)
     written = {f"layer{i}.weight": torch.rand(s, generator=generator) < 0.5 for i, s in enumerate(shapes)}
     folder = tmp_path_factory.mktemp("masks")
@@ -296,7 +297,7 @@ def test_masks_come_back_as_they_were(tmp_path_factory, shapes, seed):
     assert all(torch.equal(found[name], mask) for name, mask in written.items())
 
 
-def test_masks_that_are_missing_or_damaged_are_named(tmp_path):
+def test_missing_or_damaged_masks_are_refused(tmp_path):
     with pytest.raises(PomonaError, match="holds no masks"):
         masks.load(tmp_path)
     masks.save(tmp_path, {"a": torch.ones(40, 40, dtype=torch.bool)})
@@ -306,7 +307,7 @@ def test_masks_that_are_missing_or_damaged_are_named(tmp_path):
         masks.load(tmp_path)
 
 
-def test_a_run_begins_with_the_weights_of_another(tmp_path):
+def test_a_run_starts_from_the_weights_of_another(tmp_path):
     train(recipe("dense", epochs=2), tmp_path / "dense")
     made = recipe("oneshot(sparsity=0.5)", origin={"run": str(tmp_path / "dense")}, epochs=1, model=SMALL)
     assert made.origin.fingerprint == json.loads((tmp_path / "dense" / "summary.json").read_text())["fingerprint"]
@@ -323,7 +324,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     assert all(torch.equal(found[name], mask) for name, mask in kept.masks().items())
 
 
-def test_an_origin_that_is_gone_or_another_is_refused(tmp_path):
+def test_a_missing_or_changed_origin_is_refused(tmp_path):
     train(recipe("dense"), tmp_path / "dense")
     origin = {"run": str(tmp_path / "dense")}
     with pytest.raises(PomonaError, match="'.*dense' holds no masks"):

@@ -14,7 +14,7 @@ from pomona.lab.runs import environment as env
 from pomona.version import __version__
 
 
-def test_facts_are_plain_values():
+def test_the_environment_is_described_by_plain_values():
     facts = env.describe_environment()
     assert json.loads(json.dumps(facts)) == facts
     assert set(facts) == {"versions", "machine", "commit", "command"}
@@ -29,12 +29,12 @@ def test_a_package_that_is_missing_has_no_version():
     assert env._package_version("no-such-package-anywhere") is None
 
 
-def test_the_command_leaves_out_where_the_program_lies(monkeypatch):
+def test_the_command_line_has_no_absolute_paths(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/pomona", "train", "a b.toml"])
     assert env.command_line() == "pomona train 'a b.toml'"
 
 
-def test_the_commit_is_this_repositorys_or_none(monkeypatch, tmp_path):
+def test_the_commit_is_that_of_this_repository_or_none(monkeypatch, tmp_path):
     env.current_commit.cache_clear()
     found = env.current_commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{12,}\+?", found)
@@ -65,7 +65,7 @@ def test_without_git_there_is_no_commit(monkeypatch):
     env.current_commit.cache_clear()
 
 
-def test_no_path_of_this_machine_is_told():
+def test_the_environment_names_no_path_of_this_machine():
     assert str(Path.home()) not in json.dumps(env.describe_environment()["machine"]) + json.dumps(
         env.describe_environment()["versions"]
     )

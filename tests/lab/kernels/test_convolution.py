@@ -109,7 +109,7 @@ class TestKernel:
             assert all(map(torch.equal, one, two))
 
     @pytest.mark.parametrize("channels", [16, 64])
-    def test_what_a_norm_remembers(self, channels):
+    def test_running_statistics_of_a_norm(self, channels):
         from pomona.lab.kernels import convolution_triton as kernels
 
         torch.manual_seed(0)
@@ -228,7 +228,7 @@ def compiled(model, x):
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("call", [compiled, nn.Module.__call__])
-def test_norms_are_what_they_were(call, affine):
+def test_norms_compute_the_same_with_fast_convolutions(call, affine):
     torch._dynamo.reset()
     torch.manual_seed(1)
     x, g = torch.randn(4, 3, 6, 6), torch.randn(4, 16, 3, 3)
@@ -262,7 +262,7 @@ class Given(nn.Module):
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_norm_that_is_given_its_sums(affine, monkeypatch):
+def test_a_norm_uses_given_sums(affine, monkeypatch):
     torch._dynamo.reset()
     torch.manual_seed(0)
     monkeypatch.setattr(lab, "FastConv2d", Given)
@@ -286,7 +286,7 @@ def test_a_norm_that_is_given_its_sums(affine, monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_sums_are_taken_where_they_belong(monkeypatch):
+def test_norms_use_the_sums_of_their_own_convolution(monkeypatch):
     torch._dynamo.reset()
     counts = []
     statistics = lab.statistics
@@ -308,7 +308,7 @@ def test_sums_are_taken_where_they_belong(monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("most", "outputs"), [(18432, [16, 32, 16]), (18431, [16]), (6911, [])])
-def test_much_work_is_left_to_others(monkeypatch, most, outputs):
+def test_large_convolutions_are_left_to_cudnn(monkeypatch, most, outputs):
     calls = []
     monkeypatch.setattr(lab, "MAX_WORK", most)
     monkeypatch.setattr(lab, "convolution", lambda x, w, stride: calls.append(len(w)) or convolution(x, w, stride))
@@ -331,7 +331,7 @@ def test_one_compilation_serves_two_models():
     assert count.frame_count == 1
 
 
-def test_which_norms_take_sums():
+def test_which_norms_are_supported():
     assert is_supported_norm(nn.BatchNorm2d(16))
     assert is_supported_norm(nn.BatchNorm2d(16, affine=False))
     assert not is_supported_norm(nn.BatchNorm2d(16, momentum=None))
@@ -348,7 +348,7 @@ def test_the_shapes_are_known_without_a_kernel(shape):
     assert sums.shape[::2] == (2, shape[2])
 
 
-def test_what_is_not_on_a_gpu_is_left_alone():
+def test_models_on_the_cpu_are_unchanged():
     model = pm.models.build("resnet20", num_classes=10)
     assert not any(is_supported_convolution(module) for module in model.modules())
     with fast_convolutions(model):
@@ -374,6 +374,6 @@ def test_what_is_not_on_a_gpu_is_left_alone():
         (False, {"in_channels": 128}),
     ],
 )
-def test_which_convolutions_are_known(known, options):
+def test_which_convolutions_are_supported(known, options):
     plain = {"in_channels": 16, "out_channels": 32, "kernel_size": 3, "padding": 1, "bias": False}
     assert is_supported_convolution(nn.Conv2d(**(plain | options)).cuda()) is known

@@ -70,7 +70,7 @@ def test_a_random_start_has_other_weights_and_the_same_mask(tmp_path, pruned):
         assert all(not weights(folder)[name][~mask].any() for name, mask in found.items())
 
 
-def test_the_final_weights_go_on_with_the_rate_begun_anew(tmp_path):
+def test_retraining_from_final_restarts_the_learning_rate(tmp_path):
     train(recipe("oneshot(sparsity=0.5, at=0.5)", optimizer="sgd(lr=1e-7)"), tmp_path / "run")
     retrain(tmp_path / "run", "final")
     before, after = weights(tmp_path / "run"), weights(tmp_path / "run-retrain-final")
@@ -114,7 +114,7 @@ def test_the_cost_of_one_shot_pruning_by_hand(pruned):
     assert training_cost(pruned) == pytest.approx(1 + HALF)  # an epoch dense, an epoch with half
 
 
-def test_as_many_epochs_as_cost_the_same(pruned):
+def test_the_flops_budget_sets_the_number_of_epochs(pruned):
     made, folder = prepare_retraining(pruned, budget="flops")
     assert made.train.epochs == round((1 + HALF) / HALF) == 3
     assert folder.name == "run-retrain-init-flops"
@@ -154,7 +154,7 @@ def test_the_cost_follows_the_mask(tmp_path):
     assert 4 > training_cost(tmp_path / "run") > 4 * (1024 * 0.2 + 160) / 1184
 
 
-def test_milestones_keep_their_places():
+def test_milestones_as_shares_of_training():
     assert milestones_as_shares(StepDecay(milestones=(150, 225)), 300) == StepDecay(milestones=(0.5, 0.75))
     assert milestones_as_shares(StepDecay(milestones=(0.3, 0.6)), 300) == StepDecay(milestones=(0.3, 0.6))
     assert milestones_as_shares(CosineDecay(), 300) == CosineDecay()

@@ -73,7 +73,7 @@ numbers = st.floats(1e-6, 1e3, allow_nan=False)
         }
     )
 )
-def test_what_is_written_is_what_is_read(given):
+def test_recipes_round_trip_through_toml(given):
     recipe = Recipe.load({**BASE, **given})
     again = Recipe.load(tomllib.loads(recipe.to_toml()))
     assert again == recipe
@@ -83,13 +83,13 @@ def test_what_is_written_is_what_is_read(given):
 
 
 @given(st.text())
-def test_any_text_can_be_written(text):
+def test_any_text_can_be_written_as_toml(text):
     text = text.encode("utf-8", "ignore").decode()
     assert tomllib.loads(f"x = {toml_writer.format_value(text)}") == {"x": text}
     assert tomllib.loads(f"{toml_writer.format_key(text)} = 1") == {text: 1}
 
 
-def test_a_file_is_called_after_itself(tmp_path):
+def test_a_file_without_a_name_is_named_after_itself(tmp_path):
     path = tmp_path / "quick.toml"
     path.write_text('data = "digits"\nmodel = "mlp"\n[train]\nepochs = 3\n')
     recipe = Recipe.load(path, ["seed=7"])
@@ -133,7 +133,7 @@ def test_an_optimizer_without_a_name_is_the_default_one():
     assert Recipe.load({**BASE, "optimizer": {"lr": 0.3}}).optimizer.name == "sgd"
 
 
-def test_the_fingerprint_knows_settings_and_not_the_name():
+def test_the_fingerprint_depends_on_settings_and_not_on_the_name():
     recipe = Recipe.load({**BASE, "name": "a"})
     assert recipe.fingerprint() == Recipe.load({**BASE, "name": "b"}).fingerprint()
     assert recipe.fingerprint() == Recipe.load({**BASE, "train": {"clip": 0}}).fingerprint()
@@ -150,7 +150,7 @@ def test_differences_name_the_setting():
     assert b.differences(a) == ["train.epochs: 3, not 10"]
 
 
-def test_augmentation_is_a_choice():
+def test_augmentation_is_a_named_choice():
     assert Recipe.load(BASE).data.augment == "auto"
     recipe = Recipe.load(BASE, ["data.augment=standard(pad=1)"])
     assert recipe.data.to_dict() == {
@@ -200,7 +200,7 @@ def test_augmentation_is_a_choice():
         ({"rate": {"gama": 0.1}}, "did you mean 'gamma'"),
     ],
 )
-def test_mistakes_are_named(change, says):
+def test_mistakes_are_refused(change, says):
     with pytest.raises(PomonaError, match=says):
         Recipe.load({**BASE, **change})
 
@@ -222,12 +222,12 @@ def test_data_and_model_are_needed(section):
         ("trian.epochs=3", "did you mean 'train'"),
     ],
 )
-def test_bad_overrides_are_named(override, says):
+def test_bad_overrides_are_refused(override, says):
     with pytest.raises(PomonaError, match=says):
         Recipe.load({**BASE, "seed": 5}, [override])
 
 
-def test_unreadable_files_are_named(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     with pytest.raises(PomonaError, match="cannot be read: No such file"):
         Recipe.load(tmp_path / "none.toml")
     bad = tmp_path / "bad.toml"
@@ -252,7 +252,7 @@ class Ops(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_a_recipe_draws_no_weights_to_check_its_model(name):
+def test_validating_a_model_initializes_no_weights(name):
     """That takes seconds in a table of hundreds, most of them to load torch's compiler."""
     with Ops() as ops:
         sections.validate_model.__wrapped__(name, "{}")

@@ -52,7 +52,7 @@ def recipe(method: str = "gip", **options) -> PrivateRecipe:
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd", "random"])
-def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
+def test_a_private_run_learns_and_records_what_it_spent(tmp_path, method):
     summary = train(recipe(method), tmp_path / "run")
     assert summary["accuracy"] > 30
     assert summary["method"] == method
@@ -66,7 +66,7 @@ def test_a_private_run_learns_and_tells_what_it_spent(tmp_path, method):
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["fingerprint"] == recipe(method).fingerprint()
 
 
-def test_the_folder_holds_no_training_loss(tmp_path):
+def test_the_folder_of_a_private_run_has_no_training_loss(tmp_path):
     train(recipe(), tmp_path / "run")
     for row in read_metrics(tmp_path / "run"):
         assert "loss" not in row
@@ -78,7 +78,7 @@ def test_the_folder_holds_no_training_loss(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd"])
-def test_an_output_that_plain_runs_gain_is_not_recorded_unless_allowed(tmp_path, monkeypatch, method):
+def test_a_new_output_of_plain_runs_is_not_recorded_unless_allowed(tmp_path, monkeypatch, method):
     """A private run records what its list names: a new field of plain runs, here a secret, is not on it."""
     end_epoch, result_fields = Run.end_epoch, Stage.result_fields
     describe_environment, collect_state = run_module.describe_environment, run_module.collect_state
@@ -130,7 +130,7 @@ def test_an_output_that_plain_runs_gain_is_not_recorded_unless_allowed(tmp_path,
     assert "secret" not in (tmp_path / "allowed" / "summary.json").read_text()
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_resumed_private_run_is_bit_identical(tmp_path):
     whole = train(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
         train(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
@@ -182,7 +182,7 @@ def test_a_budget_for_another_run_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_budget_that_does_not_keep_its_promise_is_refused(tmp_path):
+def test_a_budget_that_exceeds_delta_is_refused(tmp_path):
     pytest.importorskip("dp_accounting")
     with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve it anew"):
         train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
@@ -217,7 +217,7 @@ def test_views_are_augmented_copies(tmp_path):
     assert all(count == labels for _, count, labels in seen)
 
 
-def test_secure_runs_keep_no_generator(tmp_path):
+def test_secure_runs_save_no_generator_state(tmp_path):
     with pytest.raises(Interrupted):
         train(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
@@ -255,7 +255,7 @@ def test_models_and_data_that_cannot_be_private_are_refused(tmp_path):
             train(recipe(**options, budget=None), tmp_path / "run")
 
 
-def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
+def test_the_private_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(recipe().to_toml())
     assert main(["private", "tiny.toml", "--json"]) == 0
@@ -277,7 +277,7 @@ def test_the_command_trains_resumes_and_refuses(tmp_path, capsys, monkeypatch):
     assert "budget = {" in capsys.readouterr().out
 
 
-def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
+def test_the_private_command_compares_shares(tmp_path, capsys, monkeypatch):
     pytest.importorskip("dp_accounting")
     asked = {"epsilon": 8.0, "delta": 1e-5, "rows": 100, "batch_size": 100, "steps": 1}
     splits = private.predict_splits([100], [10], clip=1.0, shares=(0.5,), **asked)
@@ -295,7 +295,7 @@ def test_the_command_compares_shares(tmp_path, capsys, monkeypatch):
     assert "only gip splits" in capsys.readouterr().err
 
 
-def test_shipped_private_recipes_load():
+def test_bundled_private_recipes_load():
     found = {name: PrivateRecipe.load(file) for name, file in bundled_files().items() if name.startswith("private-")}
     assert set(found) >= {"private-digits", "private-cifar10", "private-wrn16_4", "private-imdb"}
     authors = found["private-wrn16_4"]

@@ -95,7 +95,7 @@ def test_a_rate_stays_within_lr(schedule, epochs, per_epoch):
         ("adamw(lr=0.01)", torch.optim.AdamW),
     ],
 )
-def test_optimizers_are_torchs(choice, kind):
+def test_optimizers_are_those_of_torch(choice, kind):
     record = OPTIMIZERS.make(choice)
     optimizer = record.build([torch.nn.Parameter(torch.ones(2))])
     assert type(optimizer) is kind
