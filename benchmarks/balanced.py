@@ -83,7 +83,7 @@ def pruned_vgg16(block: int) -> nn.Sequential:
     model = vgg16()
     weights = [m.weight for m in model if isinstance(m, (nn.Conv2d, nn.Linear))]
     for weight, percent in zip(weights, VGG_SPARSITY, strict=True):
-        mask = Balanced(block=block, pad=True).masks([weight.abs()], percent / 100)[0]
+        mask = Balanced(block=block, pad=True).select_masks([weight.abs()], percent / 100)[0]
         weight.copy_(torch.where(mask, weight, 0))
     return model
 

@@ -61,8 +61,8 @@ def redraws(name: str, device: str, rho: float, repeats: int) -> dict[str, Any]:
     pruner = pm.IteRand(sparsity=0.6, rate=0.1)
     attached(name, device, rho, pruner)
     numbers = iter(range(1, 10**6))
-    (arena,) = pruner._attached().arenas
-    taken = seconds(lambda: arena.redraw(next(numbers)), device, repeats)
+    (buffers,) = pruner.attached_engine().buffers
+    taken = seconds(lambda: buffers.redraw_weights(next(numbers)), device, repeats)
     weights = sum(mask.numel() for mask in pruner.masks().values())
     return {"model": name, "rho": rho, "weights": weights, "ms": 1e3 * taken, "paper_ms": PAPER[name]}
 
@@ -128,13 +128,13 @@ def steps(name: str, device: str, rho: float, batch: int, turns: int) -> dict[st
 
 def select(pruner: pm.Pruner, device: str, repeats: int) -> float:
     """The exact selection of every layer by itself."""
-    (arena,) = pruner._attached().arenas
-    if arena.selection is None:
+    (buffers,) = pruner.attached_engine().buffers
+    if buffers.top_k is None:
         return seconds(pruner.choose, device, repeats)
 
     def several() -> None:
         for _ in range(20):  # so that one launch is not what is measured
-            arena.selection.run(arena.latent, arena.mask)
+            buffers.top_k.run(buffers.latent, buffers.mask)
 
     return seconds(recorded(several), device, repeats) / 20
 
@@ -151,13 +151,15 @@ def tickets(rho: float) -> list[dict[str, Any]]:
         for slot in pruner.slots if redraw else ():
             # About 117 re-draws of a tenth: the last of them is long ago for most weights.
             age = torch.empty(slot.mask.shape).geometric_(0.1 * 0.6)
-            slot.drawn.copy_((117 - age).clamp(min=0).int())
+            slot.draw_number.copy_((117 - age).clamp(min=0).int())
             key = slot.name, slot.target.fan_in, slot.parameter.detach()
-            slot.weight.copy_(pruner.method.stream.weights(*key, slot.drawn))
+            slot.weight.copy_(pruner.method.stream.weights(*key, slot.draw_number))
         pruner.refresh()
         pruner.finish()
         state = model.state_dict()
-        drawn = {slot.name: ticket.Drawn(slot.target.fan_in, slot.mask, slot.drawn) for slot in pruner.slots}
+        drawn = {
+            slot.name: ticket.DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots
+        }
         start = time.perf_counter()
         data = ticket.dumps(state, drawn, pruner.method.stream)
         packed = time.perf_counter()

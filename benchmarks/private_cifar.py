@@ -35,6 +35,7 @@ import record
 from pomona.lab import describe_run, train
 from pomona.lab.recipes.overrides import read_recipe
 from pomona.lab.recipes.private_recipe import PrivateRecipe
+from pomona.lab.runs.private import PrivateStrategy
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "private-cifar10.toml"
@@ -77,7 +78,9 @@ def solve(options: argparse.Namespace) -> None:
     for _, recipe in recipes(options, None):
         key = key_of(recipe.private.epsilon, recipe.private.share)
         if key not in budgets:
-            budgets[key] = describe_run(recipe, data_dir=options.data_dir)["recipe"]["private"]["budget"]
+            budgets[key] = describe_run(PrivateStrategy(recipe), data_dir=options.data_dir)["recipe"]["private"][
+                "budget"
+            ]
             print(f"{key}: σ = {budgets[key]['sigma']:.4f}, index draw ε = {budgets[key]['index']:.3g}", flush=True)
     options.budgets.write_text(json.dumps(budgets, indent=1) + "\n")
 
@@ -86,7 +89,7 @@ def one(arm: str, recipe: PrivateRecipe, data_dir: str | None) -> dict[str, Any]
     """A run in a folder that is not kept."""
     folder = Path(tempfile.mkdtemp(prefix="private-"))
     try:
-        done = train(recipe, folder / "run", data_dir=data_dir)
+        done = train(PrivateStrategy(recipe), folder / "run", data_dir=data_dir)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     kept = (

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pomona.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown_name_error
 from pomona.version import __version__
 
 from .output import print_note, print_status
@@ -26,7 +26,7 @@ class CommandGroup(TyperGroup):
         """Return the command of this name; raise PomonaError where there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
-            raise unknown("command", cmd_name, self.list_commands(ctx))
+            raise unknown_name_error("command", cmd_name, self.list_commands(ctx))
         return command
 
 

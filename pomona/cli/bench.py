@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 
 from .application import app
 from .options import Json
@@ -46,9 +46,9 @@ def bench(
 
     batches = parse_batch_sizes(batch)
     if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name_error("dtype", dtype, DTYPES)
     if device not in DEVICES:
-        raise unknown("device", device, DEVICES)
+        raise unknown_name_error("device", device, DEVICES)
     require(device != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     what = what or list(DEFAULT_SHAPES)
     shapes = [shape for shape in map(lab.parse_matrix_shape, what) if shape is not None]

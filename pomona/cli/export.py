@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pomona.errors import unknown
+from pomona.errors import unknown_name_error
 
 from .application import app
 from .bench import DTYPES
@@ -51,9 +51,9 @@ def export(
     from pomona.lab.runs import export as lab
 
     if file_format not in lab.FORMATS:
-        raise unknown("format", file_format, lab.FORMATS)
+        raise unknown_name_error("format", file_format, lab.FORMATS)
     if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name_error("dtype", dtype, DTYPES)
     if file_format == "ticket":
         made = lab.export_ticket(run, out)
         if as_json:

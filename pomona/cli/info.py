@@ -21,11 +21,11 @@ from .output import facts_table, print_json, print_status, print_table
 def methods(as_json: Json = False) -> None:
     """List the pruning methods, with all options and their defaults."""
     from pomona.methods import METHODS
-    from pomona.registry import describe
+    from pomona.registry import spec_to_dict
 
     found = []
     for spec in (METHODS[name] for name in METHODS):
-        options = describe(spec())
+        options = spec_to_dict(spec())
         found.append(
             {
                 "name": options.pop("name"),
@@ -75,7 +75,7 @@ def data(
         present = "[green]yes[/]" if entry.present else "no"
         table.add_row(f"[bold]{entry.name}[/]", present, entry.size, escape(entry.path or entry.get))
     print_table(table)
-    searched = ", ".join(map(str, sources.roots(data_dir)))
+    searched = ", ".join(map(str, sources.data_folders(data_dir)))
     print(f"searched {searched}; --data-dir and POMONA_DATA add other folders.")
 
 
@@ -85,6 +85,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
 
     Versions of Python, torch and triton, GPUs, kernels, cores, memory and data sets.
     """
+    from pomona.cpu_features import describe_amx
     from pomona.data import catalog
     from pomona.lab.runs import environment
     from pomona.sparse import cpu as native
@@ -92,7 +93,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     versions, machine = environment.package_versions(), environment.describe_machine()
     found: dict[str, Any] = {
         "versions": versions,
-        "machine": machine | {"memory_gib": memory_gib()},
+        "machine": machine | {"memory_gib": memory_gib(), "amx": describe_amx()},
         "kernels": {
             "triton": bool(machine["gpus"]) and versions["triton"] is not None,
             "native": native.levels()[0] if native.library() is not None else None,
@@ -108,6 +109,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
         "GPUs": "; ".join(gpus) or "none that torch can use",
         "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads in use",
         "memory": f"{memory_gib()} GiB",
+        "AMX": describe_amx(),
         "triton kernels": "in use" if found["kernels"]["triton"] else "not in use: they need triton and a GPU",
         "native kernels": found["kernels"]["native"] or "not in use: they need a C compiler",
         "data": ", ".join(found["data"]),

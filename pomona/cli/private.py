@@ -56,9 +56,10 @@ def private(
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)
         print_json(found) if as_json else print_table(shares_table(found))
         return
+    strategy = lab.PrivateStrategy(resolved)
     if dry_run:
-        validate_folder(resolved, folder, resume)
-        plan = describe_run(resolved, data_dir=data_dir)
+        validate_folder(strategy, folder, resume)
+        plan = describe_run(strategy, data_dir=data_dir)
         if as_json:
             print_json({"folder": str(folder), **plan})
         else:
@@ -68,7 +69,7 @@ def private(
         return
     progress = None if as_json else make_reporter(Console(stderr=True))
     with resume_hint("private", folder, data_dir):
-        summary = train(resolved, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
+        summary = train(strategy, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
     if as_json:
         print_json(summary)
     else:

@@ -133,7 +133,7 @@ def half_normal_quantile(u: Array, rest: Array) -> Array:
 
 def pruned_per_block(sparsity: float, block: int | None) -> float:
     """Return the number of weights that the pattern prunes from a block; without blocks, the pruned share."""
-    return sparsity if block is None else Balanced(block=block).pruned(sparsity, block)
+    return sparsity if block is None else Balanced(block=block).pruned_per_block(sparsity, block)
 
 
 def require_valid_arguments(sparsity: float, **scale: float) -> None:

@@ -21,7 +21,7 @@ def test_methods_lists_the_registry(run_command):
     assert dpf["options"]["every"] == 16
     assert dpf["options"]["schedule"] == {"name": "cubic", "start": 0.0, "until": 0.75}
     for method in listed.values():  # the options as printed make the method they were read from
-        assert METHODS.make({"name": method["name"], **method["options"]}) == METHODS[method["name"]]()
+        assert METHODS.resolve({"name": method["name"], **method["options"]}) == METHODS[method["name"]]()
 
 
 def test_data_lists_present_and_missing_data_sets(run_command, work_folder):

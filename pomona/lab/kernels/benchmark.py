@@ -27,6 +27,7 @@ from ...patterns import Balanced
 from ...sparse import Compression, compress
 from ...sparse import cpu as native
 from ...sparse.timing import FLUSH, empty, race
+from .hardware import processor_name
 from .implementations import DENSE, ROUNDING_LIMITS, Implementation, first_line, make_implementations, measure_error
 
 CACHE_STATES = ("warm", "cold")  # each implementation right after itself, or after the caches were flushed
@@ -123,7 +124,7 @@ def benchmark_matrices(
     require(dtype in ROUNDING_LIMITS, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
     states = states if place.type == "cpu" else [s for s in states if s == "cold"] or ["cold"]
     draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(seed), device=place)
-    kept = block - Balanced(block=block).pruned(sparsity, block)
+    kept = block - Balanced(block=block).pruned_per_block(sparsity, block)
     found: list[Measurement] = []
     with benchmark_threads(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
@@ -200,10 +201,8 @@ def describe_device(device: torch.device) -> str:
     """Return the name of a device, and for a CPU the instruction set that the kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from ..runs import environment as env
-
     level = native.levels()[0] if native.library() is not None else "PyTorch only"
-    return f"{env.describe_machine()['cpu']}, {level}"
+    return f"{processor_name()}, {level}"
 
 
 # ---- whole models
@@ -214,7 +213,7 @@ def prune_balanced(model: nn.Module, sparsity: float, block: int) -> nn.Module:
     pattern = Balanced(block=block, pad=True)
     for target in prunable(model).targets:
         weight = target.parameter.detach()
-        weight.copy_(torch.where(pattern.masks([weight.abs()], sparsity)[0], weight, 0))
+        weight.copy_(torch.where(pattern.select_masks([weight.abs()], sparsity)[0], weight, 0))
     return model.eval()
 
 

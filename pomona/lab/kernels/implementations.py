@@ -34,7 +34,7 @@ class Implementation:
 
 def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
     """Return every implementation for one matrix, and name → reason of those that are not available."""
-    mask = Balanced(block=block, pad=True).masks([weight.abs()], sparsity)[0]
+    mask = Balanced(block=block, pad=True).select_masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     packed = BalancedTensor.from_dense(pruned, block)
     implementations = [
@@ -71,7 +71,7 @@ def block_sparse_implementation(name: str, weight: Tensor, sparsity: float) -> I
     size = TILE_SIZES[weight.device.type]
     if any(side % size for side in weight.shape):
         raise ValueError(f"tiles of {size}×{size} do not divide it")
-    mask = Block((size, size)).masks([weight.abs()], sparsity)[0]
+    mask = Block((size, size)).select_masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     bsr = pruned.to_sparse_bsr((size, size))
     nbytes = bsr.values().nbytes + bsr.col_indices().nbytes + bsr.crow_indices().nbytes
@@ -86,7 +86,7 @@ def two_of_four_implementation(name: str, weight: Tensor, sparsity: float) -> Im
         raise ValueError("needs a GPU")
     from torch.sparse import to_sparse_semi_structured
 
-    pruned = torch.where(Balanced(block=4).masks([weight.abs()], 0.5)[0], weight, 0)
+    pruned = torch.where(Balanced(block=4).select_masks([weight.abs()], 0.5)[0], weight, 0)
     semi_structured = to_sparse_semi_structured(pruned)
     return Implementation(name, lambda x: linear(x, semi_structured), pruned, weight.nbytes * 9 // 16)
 

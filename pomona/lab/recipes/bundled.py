@@ -6,7 +6,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from pomona.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown_name_error
 
 
 def find_recipe(given: str) -> Path:
@@ -20,7 +20,7 @@ def find_recipe(given: str) -> Path:
     if path.suffix == ".toml" or path.name != given:
         names = ", ".join(bundled_recipes())
         raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {names}.")
-    raise unknown("recipe", given, bundled)
+    raise unknown_name_error("recipe", given, bundled)
 
 
 def bundled_recipes() -> dict[str, Path]:

@@ -55,7 +55,7 @@ class LearningRate:
         return rate
 
 
-@LEARNING_RATES.add("constant")
+@LEARNING_RATES.register("constant")
 @dataclass(frozen=True)
 class ConstantRate(LearningRate):
     """A constant learning rate after the warm-up."""
@@ -64,7 +64,7 @@ class ConstantRate(LearningRate):
         return 1.0
 
 
-@LEARNING_RATES.add("step")
+@LEARNING_RATES.register("step")
 @dataclass(frozen=True)
 class StepDecay(LearningRate):
     """A learning rate that is multiplied by `gamma` at every milestone."""
@@ -82,7 +82,7 @@ class StepDecay(LearningRate):
         return float(self.gamma ** bisect.bisect_right(times, time))
 
 
-@LEARNING_RATES.add("cosine")
+@LEARNING_RATES.register("cosine")
 @dataclass(frozen=True)
 class CosineDecay(LearningRate):
     """A learning rate that falls from `lr` to `final` along half a cosine and stays there for `rest` epochs."""

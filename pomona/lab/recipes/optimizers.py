@@ -38,7 +38,7 @@ class OptimizerSpec:
         raise NotImplementedError
 
 
-@OPTIMIZERS.add("sgd")
+@OPTIMIZERS.register("sgd")
 @dataclass(frozen=True)
 class SGD(OptimizerSpec):
     """Stochastic gradient descent with Nesterov momentum by default."""
@@ -70,7 +70,7 @@ class SGD(OptimizerSpec):
                 _set_state(state, "momentum_buffer", torch.zeros_like(parameter))
 
 
-@OPTIMIZERS.add("adam")
+@OPTIMIZERS.register("adam")
 @dataclass(frozen=True)
 class Adam(OptimizerSpec):
     """Adam, with weight decay added to the gradient."""
@@ -106,7 +106,7 @@ class Adam(OptimizerSpec):
                 _set_state(state, key, torch.zeros_like(parameter))
 
 
-@OPTIMIZERS.add("adamw")
+@OPTIMIZERS.register("adamw")
 @dataclass(frozen=True)
 class AdamW(Adam):
     """Adam, with weight decay applied to the weights themselves."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pomona.data import Source
-from pomona.errors import require, unknown
-from pomona.registry import describe
+from pomona.errors import require, unknown_name_error
+from pomona.registry import spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
@@ -36,7 +36,7 @@ class DataOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options of the data set together with those that all data sets have."""
-        return describe(self.source) | {"validation": self.validation, "augment": self.augment}
+        return spec_to_dict(self.source) | {"validation": self.validation, "augment": self.augment}
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class TrainOptions:
         )
         require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
         if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
+            raise unknown_name_error("precision", self.precision, PRECISIONS)
         if self.loop not in LOOPS:
-            raise unknown("loop", self.loop, LOOPS)
+            raise unknown_name_error("loop", self.loop, LOOPS)
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
-            raise unknown("device", self.device, ("auto", "cpu", "cuda")) from error
+            raise unknown_name_error("device", self.device, ("auto", "cpu", "cuda")) from error
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class OriginOptions:
 
     def __post_init__(self) -> None:
         if self.weights not in ORIGIN_WEIGHTS:
-            raise unknown("origin.weights", self.weights, ORIGIN_WEIGHTS)
+            raise unknown_name_error("origin.weights", self.weights, ORIGIN_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,4 @@ class FinetuneOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as nested plain values."""
-        return {"epochs": self.epochs, "optimizer": describe(self.optimizer), "rate": describe(self.rate)}
+        return {"epochs": self.epochs, "optimizer": spec_to_dict(self.optimizer), "rate": spec_to_dict(self.rate)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pomona.errors import PomonaError, require
-from pomona.registry import parse
+from pomona.registry import parse_spec
 
 
 def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def normalize_choice(given: Any, default: str | None = None) -> Any:
     Anything else is returned unchanged, for the caller to refuse.
     """
     if isinstance(given, str):
-        name, options = parse(given)
+        name, options = parse_spec(given)
         return {"name": name, **options}
     if isinstance(given, Mapping) and default is not None:
         return {"name": default, **given}

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 from pomona.privacy import METHODS, Budget
-from pomona.privacy.step import WHOLE
-from pomona.registry import check_type, describe
+from pomona.privacy.private_step import DEFAULT_SCHEDULE
+from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
 
 from .options import DENSE
@@ -42,7 +42,7 @@ class PrivateOptions:
     delta: float = 1e-5
     method: str = "gip"
     keep: float = 0.1  # share of coordinates kept at the end of the schedule
-    schedule: Schedule = WHOLE
+    schedule: Schedule = DEFAULT_SCHEDULE
     group: int = 256  # coordinates among which one top-k is taken; 0 takes one over all coordinates
     share: float = 0.01  # share of ε spent on the indices by gip
     clip: float = 1.0
@@ -54,7 +54,7 @@ class PrivateOptions:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise unknown("private method", self.method, METHODS)
+            raise unknown_name_error("private method", self.method, METHODS)
         require(0 <= self.average < 1, f"private.average is a decay in [0, 1), got {self.average}.")
         require(self.group >= 0, f"private.group is a count of coordinates, or 0, got {self.group}.")
 
@@ -65,14 +65,14 @@ class PrivateOptions:
         options = dict(given)
         for key, value in options.items():
             if key not in hints:
-                raise unknown("option of private", key, hints)
-            check_type(f"private.{key}", value, hints[key])
+                raise unknown_name_error("option of private", key, hints)
+            validate_type(f"private.{key}", value, hints[key])
             options[key] = float(value) if hints[key] is float else value  # 8 is 8.0
         require("epsilon" in options, "a private recipe needs private.epsilon.")
         if "schedule" in options:
-            options["schedule"] = SCHEDULES.make(options["schedule"])
+            options["schedule"] = SCHEDULES.resolve(options["schedule"])
         if options.get("budget") is not None:
-            options["budget"] = Budget.of(options["budget"])
+            options["budget"] = Budget.from_dict(options["budget"])
         if options.get("method", cls.method) != "gip":
             require(not options.get("share"), f"private.share is for gip: '{options['method']}' has no use for it.")
             options["share"] = 0.0
@@ -82,7 +82,7 @@ class PrivateOptions:
         """Return the options as nested plain values, every default included."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         budget = None if self.budget is None else self.budget.to_dict()
-        return options | {"schedule": describe(self.schedule), "budget": budget}
+        return options | {"schedule": spec_to_dict(self.schedule), "budget": budget}
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide the result."""

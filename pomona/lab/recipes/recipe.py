@@ -31,7 +31,7 @@ from typing import Any
 
 from pomona.errors import require
 from pomona.methods import METHODS
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
@@ -111,8 +111,8 @@ class Recipe:
             "model": self.model,
             "origin": dataclasses.asdict(self.origin),
             "method": self.method,
-            "optimizer": describe(self.optimizer),
-            "rate": describe(self.rate),
+            "optimizer": spec_to_dict(self.optimizer),
+            "rate": spec_to_dict(self.rate),
             "train": dataclasses.asdict(self.train),
             "finetune": self.finetune.to_dict(),
         }

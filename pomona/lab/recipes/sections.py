@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from pomona import models
 from pomona.compressors import COMPRESSORS
 from pomona.data import AUGMENTS, SOURCES
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.methods import METHODS
-from pomona.registry import check_type, describe, plain
+from pomona.registry import spec_to_dict, to_plain_data, validate_type
 
 from .learning_rates import LEARNING_RATES, LearningRate, StepDecay
 from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
@@ -28,13 +28,13 @@ from .overrides import normalize_choice
 
 def parse_name(given: Any) -> str:
     """Return the name of a run."""
-    check_type("name", given, str)
+    validate_type("name", given, str)
     return str(given)
 
 
 def parse_seed(given: Any) -> int:
     """Return the seed of a run, an integer that torch accepts."""
-    check_type("seed", given, int)
+    validate_type("seed", given, int)
     require(0 <= given < 2**63, f"seed must be in [0, 2⁶³), got {given}.")
     return int(given)
 
@@ -45,14 +45,14 @@ def parse_data(given: Any) -> DataOptions:
     common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
     shared = {key: options.pop(key) for key in common & options.keys()}
     if "validation" in shared:
-        check_type("data.validation", shared["validation"], int | float)
+        validate_type("data.validation", shared["validation"], int | float)
     if shared.get("augment") not in (None, "auto", "none"):
-        shared["augment"] = describe(AUGMENTS.make(shared["augment"]))
+        shared["augment"] = spec_to_dict(AUGMENTS.resolve(shared["augment"]))
     known = {f.name for f in dataclasses.fields(SOURCES[name])} | common
     for key in options:
         if key not in known:
-            raise unknown(f"option of data set '{name}'", key, known)
-    return DataOptions(SOURCES.make({"name": name, **options}), **shared)
+            raise unknown_name_error(f"option of data set '{name}'", key, known)
+    return DataOptions(SOURCES.resolve({"name": name, **options}), **shared)
 
 
 def parse_model(given: Any) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def parse_model(given: Any) -> dict[str, Any]:
     name, options = split_name("model", given)
     info = models.info(name)
     validate_model(name, json.dumps(options, default=str))
-    from_data = {"vocabulary", *info.fit((1, 1, 1), 1)}
+    from_data = {"vocabulary", *info.fit_options((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in from_data}
-    return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
+    return {"name": name} | {key: to_plain_data(value) for key, value in {**defaults, **options}.items()}
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def validate_model(name: str, options: str) -> None:
     hundreds of recipes.
     """
     with torch.device("meta"), _SkipInitialization():
-        models.info(name).make(**json.loads(options))
+        models.info(name).constructor(**json.loads(options))
 
 
 class _SkipInitialization(TorchFunctionMode):
@@ -94,8 +94,8 @@ def parse_method(given: Any) -> dict[str, Any]:
         require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
         return {"name": DENSE}
     if isinstance(choice, Mapping) and "name" in choice and choice["name"] not in METHODS:
-        raise unknown("method", choice["name"], [DENSE, *METHODS])
-    return describe(METHODS.make(choice))
+        raise unknown_name_error("method", choice["name"], [DENSE, *METHODS])
+    return spec_to_dict(METHODS.resolve(choice))
 
 
 def parse_origin(given: Any) -> OriginOptions:
@@ -114,12 +114,12 @@ def parse_origin(given: Any) -> OriginOptions:
 
 def parse_optimizer(given: Any) -> OptimizerSpec:
     """Return the optimizer spec; without a name it is SGD."""
-    return OPTIMIZERS.make(normalize_choice(given, "sgd"))
+    return OPTIMIZERS.resolve(normalize_choice(given, "sgd"))
 
 
 def parse_rate(given: Any) -> LearningRate:
     """Return the learning-rate schedule; without a name it is a step decay."""
-    return LEARNING_RATES.make(normalize_choice(given, "step"))
+    return LEARNING_RATES.resolve(normalize_choice(given, "step"))
 
 
 def parse_train(given: Any) -> TrainOptions:
@@ -135,11 +135,11 @@ def parse_finetune(
     for key, default, registry in (("optimizer", optimizer, OPTIMIZERS), ("rate", rate, LEARNING_RATES)):
         written = normalize_choice(options.get(key, {}))
         unnamed = isinstance(written, Mapping) and "name" not in written
-        options[key] = registry.make(describe(default) | written if unnamed else written)
+        options[key] = registry.resolve(spec_to_dict(default) | written if unnamed else written)
     parsed = FinetuneOptions(**options)
     compressor = method.get("compressor")
     require(
-        not parsed.epochs or compressor is None or not COMPRESSORS.make(compressor).lasts,
+        not parsed.epochs or compressor is None or not COMPRESSORS.resolve(compressor).needed_after_training,
         "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
     )
     return parsed
@@ -151,8 +151,8 @@ def parse_options(section: str, given: Any, options: type) -> dict[str, Any]:
     hints = type_hints(options)
     for key, value in given.items():
         if key not in hints:
-            raise unknown(f"option of {section}", key, hints)
-        check_type(f"{section}.{key}", value, hints[key])
+            raise unknown_name_error(f"option of {section}", key, hints)
+        validate_type(f"{section}.{key}", value, hints[key])
     return dict(given)
 
 
@@ -191,4 +191,6 @@ def validate_keys(given: Mapping[str, Any]) -> None:
         if key not in SECTION_PARSERS and key != "finetune":
             sections = {"optimizer": SGD, "rate": StepDecay, "train": TrainOptions, "origin": OriginOptions}
             options = [f"{s}.{f.name}" for s, spec in sections.items() for f in dataclasses.fields(spec)]
-            raise unknown("key of the recipe", key, [*SECTION_PARSERS, "finetune", *options, "method.sparsity"])
+            raise unknown_name_error(
+                "key of the recipe", key, [*SECTION_PARSERS, "finetune", *options, "method.sparsity"]
+            )

@@ -16,6 +16,8 @@ import torch
 
 from pomona.version import __version__
 
+from ..kernels.hardware import processor_name
+
 PACKAGES = ("numpy", "scipy", "safetensors", "scikit-learn", "typer", "rich", "triton")
 
 
@@ -45,7 +47,7 @@ def describe_machine() -> dict[str, Any]:
     """Return the processor, its cores, torch's threads, and the GPUs with their memory."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _processor_name(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [_describe_gpu(i) for i in range(torch.cuda.device_count())],
@@ -79,15 +81,6 @@ def _package_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _processor_name() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _describe_gpu(index: int) -> dict[str, Any]:

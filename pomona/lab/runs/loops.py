@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pomona.core.fused.flat_buffers import RECORDING, aside
+from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream
 from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
@@ -99,6 +99,7 @@ class EagerLoop:
         self.losses: list[Tensor] = []
 
     def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+        """Take the steps of an epoch, beginning with `start`, and yield after each."""
         run = self.run
         for index, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
             for group in run.optimizer.param_groups:
@@ -107,6 +108,7 @@ class EagerLoop:
             yield
 
     def take_losses(self) -> Tensor | None:
+        """Return the losses of the steps since the last call, or None if there are none."""
         losses, self.losses = self.losses, []
         return torch.stack(losses) if losses else None
 
@@ -122,11 +124,14 @@ class CapturedLoop:
         new: Callable[..., Tensor] = lambda *shape, **options: torch.zeros(*shape, device=run.device, **options)  # noqa: E731
         self.counter = new(1, dtype=torch.int64)  # the step within the epoch
         self.rates, self.loss_buffer = new(run.steps_per_epoch), new(run.steps_per_epoch)
-        self.order, self.augmentation = (None if part is None else part.to(run.device) for part in run.batches.draw(0))
+        self.order, self.augmentation = (
+            None if part is None else part.to(run.device) for part in run.batches.draw_epoch(0)
+        )
         self.rate = new(())
         self.steps_read = self.steps_taken = 0  # steps of the epoch whose loss was read, and that were taken
 
     def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+        """Replay the step for each batch of an epoch, beginning with `start`, and yield after each."""
         run = self.run
         self.load_epoch(epoch, start)
         for group in run.optimizer.param_groups:
@@ -154,6 +159,7 @@ class CapturedLoop:
             yield
 
     def take_losses(self) -> Tensor | None:
+        """Return a copy of the losses since the last call, or None if there are none."""
         losses = self.loss_buffer[self.steps_read : self.steps_taken].clone()
         self.steps_read = self.steps_taken
         return losses if len(losses) else None
@@ -168,7 +174,7 @@ class CapturedLoop:
         run = self.run
         first = epoch * run.steps_per_epoch - run.stage_start
         rates = torch.tensor([run.rate(first + index) for index in range(run.steps_per_epoch)])
-        drawn = (*run.batches.draw(epoch), rates)
+        drawn = (*run.batches.draw_epoch(epoch), rates)
         for buffer, values in zip((self.order, self.augmentation, self.rates), drawn, strict=True):
             if buffer is not None and values is not None:
                 buffer.copy_(values.pin_memory(), non_blocking=True)
@@ -181,7 +187,7 @@ class CapturedLoop:
         rows_at = self.counter * run.batches.batch_size + torch.arange(size, device=run.device)
         assert self.order is not None
         rows, augmentation = self.order[rows_at], None if self.augmentation is None else self.augmentation[rows_at]
-        inputs, targets = run.batches.gather(rows, augmentation)
+        inputs, targets = run.batches.gather_batch(rows, augmentation)
         self.rate.copy_(self.rates.index_select(0, self.counter)[0])
         loss = train_step(run, forward, inputs, targets)
         self.loss_buffer.index_copy_(0, self.counter, loss.float()[None])
@@ -192,9 +198,9 @@ class CapturedLoop:
         run, losses = self.run, self.loss_buffer.clone()
         # The smaller last batch is not worth a compilation.
         sizes = {self.batch_size_at(run.steps_per_epoch - 1): False, self.batch_size_at(0): self.compiled}
-        stream = aside(run.device)
+        stream = capture_stream(run.device)
         with (
-            RECORDING,
+            GRAPH_CAPTURE_LOCK,
             fast_convolutions(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pomona.data import draws
+from pomona.data import keyed_random
 from pomona.errors import PomonaError, require
 from pomona.privacy import PrivateStep, Source, problems
 from pomona.privacy import splits as predict_splits
-from pomona.privacy.accounting import SHARES
+from pomona.privacy.budget_split import SHARES
 
 from ..recipes.private_recipe import PrivateRecipe
 from . import checkpoint
@@ -95,7 +95,7 @@ class PrivateStrategy(TrainingStrategy):
         if "norm" in run.model_options:
             remedy = 'set model.norm = "group"'
         for problem in problems(run.model):
-            raise PomonaError(f"'{problem.name}' is a {problem.layer}, which {problem.why}: {remedy}.")
+            raise PomonaError(f"'{problem.name}' is a {problem.layer}, which {problem.reason}: {remedy}.")
         private = self.private_recipe.private.with_budget(len(run.data.train), run.options.batch_size, run.total_steps)
         self.private_recipe = dataclasses.replace(self.private_recipe, private=private)
         self.averaged_model: nn.Module = copy.deepcopy(run.model) if private.average else run.model
@@ -136,7 +136,8 @@ class PrivateStrategy(TrainingStrategy):
     @torch.no_grad()
     def update_average(self, run: Run) -> None:
         """Move the averaged weights towards the trained ones, with a smaller decay in the first steps."""
-        decay = min(self.private_recipe.private.average, self.step.done / (self.step.done + AVERAGE_WARMUP_STEPS))
+        steps = self.step.steps_taken
+        decay = min(self.private_recipe.private.average, steps / (steps + AVERAGE_WARMUP_STEPS))
         if decay:
             for average, weight in zip(self.averaged_model.parameters(), run.model.parameters(), strict=True):
                 average.lerp_(weight, 1 - decay)
@@ -151,7 +152,7 @@ class PrivateStrategy(TrainingStrategy):
     # ---- results
 
     def epoch_fields(self) -> dict[str, Any]:
-        return {"epsilon": self.step.spent, "kept": self.step.kept(self.step.done - 1)}
+        return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
 
     def stage_fields(self) -> dict[str, Any]:
         facts = self.step.facts()
@@ -192,9 +193,10 @@ class PoissonLoop(EagerLoop):
         batches, views = self.run.batches, self.strategy.private_recipe.private.views
         repeated, augmentation = rows.repeat_interleave(views) if views > 1 else rows, None
         if batches.augment is not None:
-            uniform = draws.uniform((len(repeated), batches.augment.draws), batches.seed, step, 2)
-            augmentation = torch.from_numpy(batches.augment.plan(uniform, *batches.split.x.shape[2:])).to(rows.device)
-        inputs, targets = batches.gather(repeated, augmentation)
+            uniform = keyed_random.uniform((len(repeated), batches.augment.uniforms_per_image), batches.seed, step, 2)
+            params = batches.augment.draw_params(uniform, *batches.split.x.shape[2:])
+            augmentation = torch.from_numpy(params).to(rows.device)
+        inputs, targets = batches.gather_batch(repeated, augmentation)
         return (inputs, targets) if views == 1 else (inputs.unflatten(0, (-1, views)), targets[::views])
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pomona.methods.lottery import Holder
+from pomona.methods._mask_holder import MaskHolder
 
 from ..recipes.recipe import Recipe
 from .folder import require_same_recipe, require_same_tensors
@@ -60,7 +60,7 @@ def restore_state(run: Run, state: dict[str, Any]) -> None:
     _load_optimizer(run.optimizer, state["optimizer"])
     run.average.load_state_dict(state.get("mean", run.average.state_dict()))  # the first version had no average
     run.stage_results, run.saved_rewind_weights = state["results"], state["rewind"]
-    if isinstance(run.pruner, Holder) and state["rewind"]:
+    if isinstance(run.pruner, MaskHolder) and state["rewind"]:
         run.pruner.snapshot = state["rewind"]
     run.step, run.loss_sum, run.updates_written = state["step"], state["loss"], state["updates"]
     run.previous_seconds, run.metrics_size = state["seconds"], state["metrics"]

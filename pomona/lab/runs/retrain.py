@@ -23,9 +23,9 @@ from typing import Any
 from safetensors import safe_open
 
 from pomona import models
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 from pomona.methods import METHODS
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from ..recipes.learning_rates import LearningRate, StepDecay
 from ..recipes.options import DENSE
@@ -76,9 +76,9 @@ def prepare_retraining(
     """Return the recipe of a retraining and its folder; nothing is written."""
     run = Path(run)
     if start not in STARTS:
-        raise unknown("start of a retraining", start, STARTS)
+        raise unknown_name_error("start of a retraining", start, STARTS)
     if budget not in BUDGETS:
-        raise unknown("budget", budget, BUDGETS)
+        raise unknown_name_error("budget", budget, BUDGETS)
     require(seed is None or start == "random", f"a seed is for a random start, and this one is from {start}.")
     source, summary = load_finished_run(run)
     found = masks.load(run)
@@ -98,7 +98,7 @@ def prepare_retraining(
             "fingerprint": summary["fingerprint"],
         },
         "method": {"name": "finetune", "include": list(found), "pattern": source.method["pattern"]},
-        "rate": describe(milestones_as_shares(source.rate, source.train.epochs)),
+        "rate": spec_to_dict(milestones_as_shares(source.rate, source.train.epochs)),
         "train": dataclasses.asdict(source.train) | {"epochs": epochs, "track": False},
         "finetune": {"epochs": 0},
     }

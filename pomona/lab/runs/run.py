@@ -38,7 +38,7 @@ from pomona import models
 from pomona.core.method import Masks
 from pomona.data import Batches
 from pomona.errors import PomonaError
-from pomona.methods.lottery import Holder
+from pomona.methods._mask_holder import MaskHolder
 
 from . import checkpoint, loops, masks
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
@@ -181,7 +181,7 @@ class Run:
 
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
-        history = [] if self.pruner is None or isinstance(self.pruner, Holder) else self.pruner.history
+        history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
         for entry in history[self.updates_written :]:
             step = self.stage_start + entry["step"]
             self.recorder.write_metrics({"kind": "update", "stage": self.stage.name, **entry, "step": step})

@@ -15,7 +15,7 @@ from pomona import data, models
 from pomona.core.method import Masks
 from pomona.data import Dataset
 from pomona.errors import PomonaError, require
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from ..recipes.recipe import Recipe
 from . import masks
@@ -27,7 +27,11 @@ _shared_datasets: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueD
 
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
     """Return the recipe's data set on the device; concurrent runs share one copy of it."""
-    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
+    options = spec_to_dict(recipe.data.source) | {
+        "root": data_dir,
+        "device": device,
+        "validation": recipe.data.validation,
+    }
     key = repr(options)
     found = _shared_datasets.get(key) if CONCURRENT_RUN.get() else None
     if found is None:
@@ -50,15 +54,15 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
             f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
             f"choose one of {', '.join(suitable)}."
         )
-    from_data = info.fit(dataset.input_shape, dataset.classes)
-    if info.tokens:
+    from_data = info.fit_options(dataset.input_shape, dataset.classes)
+    if info.takes_tokens:
         from_data["vocabulary"] = dataset.vocab
     return {**from_data, **recipe.model}
 
 
-def _takes_data(info: models.Info, kind: str) -> bool:
+def _takes_data(info: models.ModelInfo, kind: str) -> bool:
     """Return whether a model takes a kind of data: token ids or not, one class for a sample or one for each token."""
-    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+    return info.takes_tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
 def load_origin(recipe: Recipe, model: nn.Module, device: torch.device) -> Masks | None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pomona.core.method import METHODS, Masks, Method, Time
+from pomona.core.method import METHODS, Masks, Method, TrainingProgress
 from pomona.core.pruner import Pruner
 from pomona.core.targets import Target
 from pomona.errors import require
+from pomona.methods._mask_holder import MaskHolder
 from pomona.methods.finetune import Finetune
-from pomona.methods.lottery import Holder, Lottery, Rounds
+from pomona.methods.lottery import Lottery, LotteryRounds
 
 from ..recipes.learning_rates import LearningRate
 from ..recipes.optimizers import OptimizerSpec
@@ -61,15 +62,15 @@ class PruningStage(Stage):
     def make_pruner(self, run: Run) -> Pruner:
         if isinstance(self.method, Finetune) and run.masks is not None:
             return attach_pruner(make_mask_holder(self.method, run), run)
-        time = Time(0, run.stage_steps, run.steps_per_epoch)
-        needs_gradient = self.method.before and self.method.due(time)  # before the first step
+        time = TrainingProgress(0, run.stage_steps, run.steps_per_epoch)
+        needs_gradient = self.method.updates_before_step and self.method.is_update_due(time)  # before the first step
         loss = run.unseen_batch_loss if needs_gradient else None
         return attach_pruner(Pruner(self.method), run, loss=loss, track=run.options.track)
 
     def result_fields(self, run: Run) -> dict[str, Any]:
         """Return the sparsities and, if tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
         fields = super().result_fields(run)
-        if run.options.track and run.pruner is not None and not isinstance(run.pruner, Holder):
+        if run.options.track and run.pruner is not None and not isinstance(run.pruner, MaskHolder):
             shares = run.pruner.settled()
             fields["settled"] = shares + [1.0] * (self.epochs + 1 - len(shares))
         return fields
@@ -96,8 +97,8 @@ class LotteryStage(Stage):
     def prepare(self, run: Run) -> None:
         if self.index:
             targets = self.method.targets(run.model)
-            kept = Rounds(self.method).prune(targets, masks_outputs_first(targets, run.masks), self.sparsity)
-            run.masks = {t.name: kept[t.name].movedim(0, t.rows) for t in targets}
+            kept = LotteryRounds(self.method).prune(targets, masks_outputs_first(targets, run.masks), self.sparsity)
+            run.masks = {t.name: kept[t.name].movedim(0, t.output_dim) for t in targets}
             run.model.load_state_dict(run.rewind_weights)
 
     def make_pruner(self, run: Run) -> Pruner:
@@ -115,7 +116,8 @@ def make_stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     elif isinstance(method, Lottery):
         count = sum(target.shape.numel() for target in method.targets(model))
         require(count > 0, f"{type(model).__name__} has nothing to prune: name layers with include=[…].")
-        found = [LotteryStage(f"round {k}", *first, method, k, level) for k, level in enumerate(method.levels(count))]
+        levels = enumerate(method.round_sparsities(count))
+        found = [LotteryStage(f"round {k}", *first, method, k, level) for k, level in levels]
         found.append(FinetuneStage("finetune", *second, method))
     else:
         found = [PruningStage("train", *first, method), FinetuneStage("finetune", *second, method)]
@@ -129,17 +131,17 @@ def make_method(recipe: Recipe) -> Method | None:
     options = dict(recipe.method)
     if "seed" in options:
         options["seed"] += recipe.seed
-    return METHODS.make(options)
+    return METHODS.resolve(options)
 
 
-def make_mask_holder(method: Method, run: Run, rewind: int | None = None) -> Holder:
+def make_mask_holder(method: Method, run: Run, rewind: int | None = None) -> MaskHolder:
     """Return a pruner that holds the run's masks fixed on what a method prunes.
 
     The masks of a resumed stage come with its state.
     """
     targets = method.targets(run.model)
     finetune = Finetune(include=tuple(t.name for t in targets), pattern=method.pattern)
-    return Holder(finetune, masks_outputs_first(targets, run.masks), rewind)
+    return MaskHolder(finetune, masks_outputs_first(targets, run.masks), rewind)
 
 
 def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
@@ -152,7 +154,9 @@ def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks
         )
     found = found or {}
     return {
-        t.name: found[t.name].movedim(t.rows, 0) if t.name in found else torch.ones(t.outputs_first, dtype=torch.bool)
+        t.name: found[t.name].movedim(t.output_dim, 0)
+        if t.name in found
+        else torch.ones(t.outputs_first, dtype=torch.bool)
         for t in targets
     }
 

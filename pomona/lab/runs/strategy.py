@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStrategy:
-    """How a plain run is trained: as its recipe says, with every output recorded."""
+    """How a plain run is trained: as its recipe says, with every output recorded. A strategy belongs to one run."""
 
     allowed_outputs: AllowedOutputs | None = None  # None allows everything
 
@@ -96,3 +96,8 @@ class TrainingStrategy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned from the state of a checkpoint."""
+
+
+def as_strategy(recipe: Recipe | TrainingStrategy) -> TrainingStrategy:
+    """Return a training strategy as it is, and for a recipe that of a plain run."""
+    return recipe if isinstance(recipe, TrainingStrategy) else TrainingStrategy(recipe)

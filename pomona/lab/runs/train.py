@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pomona.errors import PomonaError, require
 
@@ -16,14 +16,11 @@ from .folder import RECIPE_FILE, read_summary, refuse_used_folder
 from .interruption import catch_stop_signals
 from .recorder import NoteCallback, ProgressListener
 from .run import Run, prepared_run
-from .strategy import TrainingStrategy
-
-if TYPE_CHECKING:
-    from ..recipes.private_recipe import PrivateRecipe
+from .strategy import TrainingStrategy, as_strategy
 
 
 def train(
-    recipe: Recipe | PrivateRecipe,
+    recipe: Recipe | TrainingStrategy,
     folder: Path | str,
     *,
     resume: bool = False,
@@ -34,14 +31,16 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe in a folder and return its summary, which is also in `summary.json`.
 
+    A private recipe is trained by its strategy: `train(PrivateStrategy(recipe), folder)`.
+
     Nothing is written before the whole recipe is known to work. Ctrl-C, SIGTERM or `stop()`, which is called after
     every step, end the run with `Interrupted` once a checkpoint is written. With `resume` the run continues from its
     last checkpoint; a complete run returns its summary. `note` is called with a sentence that a person should know,
     such as that a checkpoint is damaged.
     """
-    folder, strategy = Path(folder), make_strategy(recipe)
+    folder, strategy = Path(folder), as_strategy(recipe)
     with joined_processes(strategy.recipe.train.device) as (processes, device), isolated_random_state(device):
-        complete = validate_folder(recipe, folder, resume)
+        complete = validate_folder(strategy, folder, resume)
         processes.wait()  # all processes have looked before the first begins to write
         if complete is not None:
             return complete
@@ -60,14 +59,14 @@ def train(
             run.close()
 
 
-def describe_run(recipe: Recipe | PrivateRecipe, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+def describe_run(recipe: Recipe | TrainingStrategy, *, data_dir: Path | str | None = None) -> dict[str, Any]:
     """Return what `train` would do, after all its checks; nothing is trained or written."""
-    strategy = make_strategy(recipe)
+    strategy = as_strategy(recipe)
     with prepared_run(strategy, data_dir) as run:
         return strategy.describe(run)
 
 
-def validate_folder(recipe: Recipe | PrivateRecipe, folder: Path, resume: bool) -> dict[str, Any] | None:
+def validate_folder(recipe: Recipe | TrainingStrategy, folder: Path, resume: bool) -> dict[str, Any] | None:
     """Raise PomonaError unless the recipe can be trained in a folder; return the summary if its run is complete."""
     if folder.exists() and not folder.is_dir():
         raise PomonaError(f"'{folder}' is a file: give a folder for the run.")
@@ -75,14 +74,5 @@ def validate_folder(recipe: Recipe | PrivateRecipe, folder: Path, resume: bool) 
         refuse_used_folder(folder)
         return None
     require((folder / RECIPE_FILE).is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
-    make_strategy(recipe).require_same_recipe(folder)
+    as_strategy(recipe).require_same_recipe(folder)
     return read_summary(folder)
-
-
-def make_strategy(recipe: Recipe | PrivateRecipe) -> TrainingStrategy:
-    """Return the training strategy for a kind of recipe."""
-    if isinstance(recipe, Recipe):
-        return TrainingStrategy(recipe)
-    from .private import PrivateStrategy  # most runs need nothing of the privacy package
-
-    return PrivateStrategy(recipe)

@@ -24,7 +24,7 @@ from typing import Any
 
 from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
-from pomona.registry import parse
+from pomona.registry import parse_spec
 
 from ..recipes.options import DENSE
 from ..recipes.overrides import parse_value, read_recipe, set_setting
@@ -154,7 +154,7 @@ def method_section(method: Any) -> dict[str, Any]:
         return dict(method)
     if not isinstance(method, str):
         raise PomonaError(f"an axis of methods takes names, such as 'dpf' or 'dpf(every=4)', got {method!r}.")
-    name, options = parse(method)
+    name, options = parse_spec(method)
     return {"name": name, **options}
 
 

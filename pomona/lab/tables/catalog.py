@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 
 from ..recipes import bundled
 from ..sweeps.run_store import RunStore
@@ -53,7 +53,7 @@ def find_table(name: str, overrides: Sequence[str] = ()) -> PaperTable | Compute
         return load_table(file, overrides)
     computed = computed_tables()
     if name not in computed:
-        raise unknown("table", name, [*bundled.bundled_tables(), *computed])
+        raise unknown_name_error("table", name, [*bundled.bundled_tables(), *computed])
     require(not overrides, f"{name} is computed and has no settings: leave out '{(*overrides, '')[0]}'.")
     return computed[name]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 
 from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
 from ..runs.retrain import BUDGETS, STARTS
@@ -94,4 +94,4 @@ def require_known(kind: str, names: Iterable[Any], known: Iterable[Any]) -> None
     """Raise PomonaError with the nearest known name unless all names are known."""
     for name in names:
         if name not in known:
-            raise unknown(kind, str(name), [str(one) for one in known])
+            raise unknown_name_error(kind, str(name), [str(one) for one in known])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 
 from ..sweeps.axes import parse_axis
 from ..sweeps.result_table import make_cell
@@ -97,12 +97,12 @@ class PaperTable:
         for text in filters:
             key, values = parse_axis(text)
             if key not in known:
-                raise unknown("key of --only", key, known)
+                raise unknown_name_error("key of --only", key, known)
             whole = text.partition("=")[2].strip()
             values = [whole] if whole in known[key] else values  # the name of a column may contain commas
             for value in values:
                 if value not in known[key]:
-                    raise unknown(f"{key} of {self.name}", value, map(str, known[key]))
+                    raise unknown_name_error(f"{key} of {self.name}", value, map(str, known[key]))
             if key == "seed":
                 cells = [replace(c, runs=tuple(run for run in c.runs if run.recipe.seed in values)) for c in cells]
             cells = [c for c in cells if c.runs and (key == "seed" or c.attributes.get(key) in values)]

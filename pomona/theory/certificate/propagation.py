@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from ...core.targets import trace
+from ...core.tracing import trace
 from ...errors import PomonaError, require
 from .affine_map import AFFINE_LAYERS, BATCH_NORMS, AffineMap, batch_norm_coefficients
 from .gradient_attack import device_of

@@ -39,7 +39,7 @@ class Trace:
                 f"the theorems are about dense weights moved by gradients at pruned ones, and {pruner} has no such "
                 "pair: attach DPF first, or leave the pruner out and give one_shot the model that it prunes.",
             )
-        self.slots = pruner.slots + pruner.companions if pruner else []
+        self.slots = pruner.slots + pruner.coupled if pruner else []
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.gammas: list[float] = []
         self.squares: dict[str, list[Tensor]] = {"removed": [], "dense": [], "gradient": []}
@@ -53,7 +53,7 @@ class Trace:
         """Measure the weights before a step; of a pruned parameter the dense ones, whatever it holds at the moment."""
         dense = {id(slot.parameter): slot.dense for slot in self.slots}
         self.gammas.append(float(optimizer.param_groups[0]["lr"]))
-        self.squares["removed"].append(sum_of_squares(slot.dense - slot.sparse() for slot in self.slots))
+        self.squares["removed"].append(sum_of_squares(slot.dense - slot.projected() for slot in self.slots))
         self.squares["dense"].append(sum_of_squares(dense.get(id(p), p) for p in self.parameters))
 
     @torch.no_grad()

@@ -162,11 +162,13 @@ def test_evaluations_follow_eval_every_and_the_last_epoch(tmp_path):
 
 
 def test_warnings_of_the_pruner_are_passed_to_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("pomona.methods.oneshot.OneShot.due", lambda self, time: False)  # it leaves all to finish()
+    monkeypatch.setattr(
+        "pomona.methods.oneshot.OneShot.is_update_due", lambda self, time: False
+    )  # it leaves all to finish()
     notes: list[str] = []
     train(digits_recipe("oneshot", epochs=1), tmp_path / "run", note=notes.append)
     assert len(notes) == 1
-    assert "was cut at once" in notes[0]
+    assert "was pruned at once" in notes[0]
 
 
 def test_describe_run_writes_nothing(tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ def test_a_recipe_that_differs_from_its_checkpoint_is_refused(tmp_path):
         (lambda: digits_recipe(batch_size=2000, drop_last=True), "batch_size 2000"),
         (
             lambda: Recipe.load({"data": "cifar10", "model": "resnet20"}),
-            "data set 'cifar10' was looked for in",
+            "data set 'cifar10' was not found in",
         ),
         (
             lambda: Recipe.load({"data": "digits(validation=5000)", "model": "mlp"}),
