@@ -11,7 +11,7 @@ import torch
 def recorded(step: Callable[[], Any], optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
     """Record a step after three rehearsals; what it uses lives as long as its replay, since a graph holds
     addresses only."""
-    stream = torch.cuda.RandomStream()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -31,20 +31,20 @@ Array = NDArray[np.float64]
 
 def removed_second_moment(sparsity: float, sigma_w: float = 1.0, block: int | None = None) -> float:
     """Return E[dw²] of a pruned weight; 0 where none is pruned."""
-    require_valid_arguments(sparsity, sigma_w=sigma_w)
+    require_valid_scales(sparsity, sigma_w=sigma_w)
     # ∫₀^q x² 2φ(x) dx is the distribution function of χ² with three degrees, at q².
     return float(sigma_w**2 * mean_over_removed(sparsity, block, lambda q: gammainc(1.5, q**2 / 2)))
 
 
 def output_variance(sparsity: float, sigma_w: float, sigma_x: float, block: int | None = None) -> float:
     """Return Var(z) = σ_x² E[dw²] (Theorem 1); the mean is 0."""
-    require_valid_arguments(sparsity, sigma_x=sigma_x)
+    require_valid_scales(sparsity, sigma_x=sigma_x)
     return sigma_x**2 * removed_second_moment(sparsity, sigma_w, block)
 
 
 def characteristic(t: ArrayLike, sparsity: float, sigma_w: float, sigma_x: float, block: int | None = None) -> Array:
     """Return E exp(itz) = E exp(−(t σ_x dw)² / 2) (Lemma 1), real because z is symmetric; 1 if nothing is pruned."""
-    require_valid_arguments(sparsity, sigma_w=sigma_w, sigma_x=sigma_x)
+    require_valid_scales(sparsity, sigma_w=sigma_w, sigma_x=sigma_x)
     s = np.sqrt(1 + (np.asarray(t, dtype=float) * sigma_w * sigma_x) ** 2)
     if pruned_per_block(sparsity, block) == 0:
         return np.ones_like(s)
@@ -54,7 +54,7 @@ def characteristic(t: ArrayLike, sparsity: float, sigma_w: float, sigma_x: float
 def order_statistic(rank: int, size: int, power: float = 1.0, sigma_w: float = 1.0) -> float:
     """Return the exact E[X^power] of the `rank`-th smallest of `size` weights by magnitude."""
     require(1 <= rank <= size, f"rank {rank} of {size} does not exist: ranks run from 1 to the size.")
-    require_valid_arguments(0.0, sigma_w=sigma_w)
+    require_valid_scales(0.0, sigma_w=sigma_w)
     return sigma_w**power * float(expectation_under_beta(lambda q: q**power, rank, size - rank + 1))
 
 
@@ -80,7 +80,7 @@ def output_variance_printed(
 
     The paper has σ_x in place of its square, drops the means μ_i², and takes F and f of the Gaussian.
     """
-    require_valid_arguments(sparsity, sigma_w=sigma_w, sigma_x=sigma_x)
+    require_valid_scales(sparsity, sigma_w=sigma_w, sigma_x=sigma_x)
     step = blocks or 1
     require(size % step == 0, f"{size} weights cannot be split into {step} equal blocks: choose a divisor.")
     r = pruned_per_block(sparsity, size // step)
@@ -136,7 +136,7 @@ def pruned_per_block(sparsity: float, block: int | None) -> float:
     return sparsity if block is None else Balanced(block=block).pruned_per_block(sparsity, block)
 
 
-def require_valid_arguments(sparsity: float, **scale: float) -> None:
+def require_valid_scales(sparsity: float, **scale: float) -> None:
     """Raise PomonaError for a sparsity outside [0, 1], and for a negative or infinite scale."""
     require(0 <= sparsity <= 1, f"sparsity is the pruned share, from 0 to 1, got {sparsity:g}.")
     for name, value in scale.items():

@@ -1,4 +1,4 @@
-"""The appendix of Balanced Sparsity: exact order statistics, by integrals and by Monte Carlo."""
+"""The appendix of Yao et al. (2019): exact order statistics, by integrals and by Monte Carlo."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pomona import PomonaError
 from pomona.theory import balanced
 
 
-def by_integral(rank: int, size: int, power: float) -> float:
-    """E[X^power] of an order statistic, from its density by adaptive quadrature."""
+def moment_by_quadrature(rank: int, size: int, power: float) -> float:
+    """Return E[X^power] of an order statistic, from its density by adaptive quadrature."""
 
     def integrand(x: float) -> float:
         return x**power * beta.pdf(halfnorm.cdf(x), rank, size - rank + 1) * halfnorm.pdf(x)
@@ -30,7 +30,7 @@ def by_integral(rank: int, size: int, power: float) -> float:
 # ---- order statistics
 
 
-def test_two_draws_by_hand():
+def test_order_statistics_of_two_draws_match_a_hand_computation():
     # max² + min² is 2 on average, and max² − min² = |x² − y²| = 4/π: polar coordinates, E r² E|cos 2φ|.
     assert balanced.order_statistic(1, 2, 2) == pytest.approx(1 - 2 / math.pi, rel=1e-14)
     assert balanced.order_statistic(2, 2, 2) == pytest.approx(1 + 2 / math.pi, rel=1e-14)
@@ -39,26 +39,26 @@ def test_two_draws_by_hand():
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 3), (4, 8), (32, 32), (1, 64), (50, 64), (200, 4096)])
 @pytest.mark.parametrize("power", [1, 2])
-def test_order_statistics_against_their_integral(rank, size, power):
-    expected = by_integral(rank, size, power)
+def test_order_statistics_match_quadrature(rank, size, power):
+    expected = moment_by_quadrature(rank, size, power)
     assert balanced.order_statistic(rank, size, power) == pytest.approx(expected, rel=1e-8)
 
 
 @given(st.integers(2, 200).flatmap(lambda b: st.tuples(st.integers(1, b - 1), st.just(b))))
 @settings(max_examples=30, deadline=None)
-def test_a_block_is_the_mean_of_its_order_statistics(case):
+def test_block_moment_is_the_mean_of_its_order_statistics(case):
     r, b = case
     each = np.mean([balanced.order_statistic(j, b, 2) for j in range(1, r + 1)])
     assert balanced.removed_second_moment(r / b, block=b) == pytest.approx(each, rel=1e-12)
 
 
-def test_all_order_statistics_make_up_the_whole():
+def test_order_statistics_average_to_the_full_moment():
     for power, whole in ((1, math.sqrt(2 / math.pi)), (2, 1.0), (4, 3.0)):
         each = [balanced.order_statistic(j, 4096, power) for j in range(1, 4097, 1)]
         assert np.mean(each) == pytest.approx(whole, rel=1e-12)
 
 
-def test_the_asymptotic_law_needs_the_half_normal():
+def test_asymptotic_law_needs_the_half_normal():
     # The 200th of 4096 by size, seed 0, 4000 draws: the variance within 4 standard errors, the printed 60 times off.
     rank, size, draws = 200, 4096, 4000
     draw = np.random.default_rng(0)
@@ -75,34 +75,36 @@ def test_the_asymptotic_law_needs_the_half_normal():
     assert wrong > 50 * x.var()
 
 
-# ---- what is removed
+# ---- removed weights and outputs
 
 
 @pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("block", [None, 8, 32])
-def test_the_pruned_energy_of_a_real_mask(sparsity, block):
-    """Seed 0, 512 × 512, masks by the library's own pattern; 4 standard errors over the weights that went."""
+def test_removed_second_moment_matches_a_mask_of_the_pattern(sparsity, block):
+    """Seed 0, 512 × 512, masks of the library's pattern; within 4 standard errors over the removed weights."""
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.02
     pattern = pm.Unstructured() if block is None else pm.Balanced(block=block)
-    [keep] = pattern.select_masks([weight.abs()], sparsity)
-    gone = weight[~keep].square()
+    [mask] = pattern.select_masks([weight.abs()], sparsity)
+    removed = weight[~mask].square()
     expected = balanced.removed_second_moment(sparsity, 0.02, block)
-    assert abs(gone.mean() - expected) < 4 * gone.std() / math.sqrt(len(gone))
+    assert abs(removed.mean() - expected) < 4 * removed.std() / math.sqrt(len(removed))
 
 
-def simulated(sparsity: float, sigma_w: float, sigma_x: float, block: int, blocks: int, seed: int) -> np.ndarray:
-    """z = dw · x for each weight that magnitude pruning takes from independent blocks."""
+def simulate_lost_outputs(
+    sparsity: float, sigma_w: float, sigma_x: float, block: int, blocks: int, seed: int
+) -> np.ndarray:
+    """Return z = dw · x for each weight that magnitude pruning removes from independent blocks."""
     draw = np.random.default_rng(seed)
     w = draw.normal(0, sigma_w, (blocks, block))
     r = round(sparsity * block)
-    gone = np.take_along_axis(w, np.abs(w).argsort(1)[:, :r], 1).ravel()
-    return gone * draw.normal(0, sigma_x, gone.shape)
+    removed = np.take_along_axis(w, np.abs(w).argsort(1)[:, :r], 1).ravel()
+    return removed * draw.normal(0, sigma_x, removed.shape)
 
 
 @pytest.mark.parametrize(("sparsity", "block"), [(0.5, 8), (0.5, 32), (0.875, 16), (0.25, 4)])
-def test_the_outputs_variance_by_monte_carlo_seed_1_and_not_as_printed(sparsity, block):
+def test_output_variance_matches_a_simulation_and_the_printed_form_does_not(sparsity, block):
     sigma_w, sigma_x, blocks = 0.7, 1.3, 8192
-    z = simulated(sparsity, sigma_w, sigma_x, block, blocks, seed=1)
+    z = simulate_lost_outputs(sparsity, sigma_w, sigma_x, block, blocks, seed=1)
     mean, error = z.var(), (z**2).std() / math.sqrt(blocks)  # a block's weights are dependent: count blocks
     assert abs(balanced.output_variance(sparsity, sigma_w, sigma_x, block) - mean) < 4 * error
     wrong = balanced.output_variance_printed(sparsity, sigma_w, sigma_x, block * blocks, blocks)
@@ -110,9 +112,9 @@ def test_the_outputs_variance_by_monte_carlo_seed_1_and_not_as_printed(sparsity,
 
 
 @pytest.mark.parametrize(("sparsity", "block"), [(0.5, 8), (0.875, 16), (0.5, 4096)])
-def test_the_characteristic_function_by_monte_carlo_seed_2_and_not_as_printed(sparsity, block):
+def test_characteristic_matches_a_simulation_and_the_printed_form_does_not(sparsity, block):
     sigma_w, sigma_x, blocks = 0.7, 1.3, 100_000 // block
-    z = simulated(sparsity, sigma_w, sigma_x, block, blocks, seed=2)
+    z = simulate_lost_outputs(sparsity, sigma_w, sigma_x, block, blocks, seed=2)
     t = np.array([0.5, 1.0, 2.0])
     waves = np.cos(np.multiply.outer(t, z))
     error = waves.std(1) / math.sqrt(z.size / min(block, 16))
@@ -121,7 +123,7 @@ def test_the_characteristic_function_by_monte_carlo_seed_2_and_not_as_printed(sp
     assert (np.abs(wrong - waves.mean(1)) > 4 * error).all()
 
 
-def test_all_pruned_is_the_product_of_two_gaussians():
+def test_characteristic_at_full_sparsity_is_that_of_a_product_of_gaussians():
     t = np.linspace(0, 3, 7)
     expected = (1 + (0.7 * 1.3 * t) ** 2) ** -0.5
     assert balanced.characteristic(t, 1.0, 0.7, 1.3) == pytest.approx(expected, rel=1e-13)
@@ -129,7 +131,7 @@ def test_all_pruned_is_the_product_of_two_gaussians():
 
 @given(st.floats(0.05, 0.95), st.sampled_from([None, 4, 32, 256]))
 @settings(max_examples=30, deadline=None)
-def test_the_curvature_of_the_characteristic_function_is_the_variance(sparsity, block):
+def test_curvature_of_the_characteristic_function_is_the_variance(sparsity, block):
     h = 1e-3
     at = balanced.characteristic([0.0, h], sparsity, 0.7, 1.3, block)
     variance = balanced.output_variance(sparsity, 0.7, 1.3, block)
@@ -137,22 +139,22 @@ def test_the_curvature_of_the_characteristic_function_is_the_variance(sparsity, 
     assert 2 * (at[0] - at[1]) / h**2 == pytest.approx(variance, rel=1e-4, abs=1e-9)
 
 
-def test_a_short_block_costs_and_a_long_one_does_not():
-    free = balanced.removed_second_moment(0.5)
-    costs = [balanced.removed_second_moment(0.5, block=b) / free - 1 for b in (8, 32, 256, 4096)]
+def test_error_of_blocks_falls_with_their_length():
+    unconstrained = balanced.removed_second_moment(0.5)
+    costs = [balanced.removed_second_moment(0.5, block=b) / unconstrained - 1 for b in (8, 32, 256, 4096)]
     assert costs[:2] == pytest.approx([0.448, 0.115], abs=1e-3)
     assert sorted(costs, reverse=True) == costs
     assert 0 < costs[-1] < 1e-3
 
 
-def test_the_printed_variance_vanishes_as_the_matrix_grows():
-    # What a weight of the lower half holds does not, however many there are.
+def test_printed_variance_vanishes_as_the_matrix_grows():
+    # The true variance does not depend on the number of weights.
     printed = [balanced.output_variance_printed(0.5, 1.0, 1.0, size) for size in (1024, 65536)]
     assert printed[0] > 40 * printed[1]
     assert printed[0] < 0.1 * balanced.output_variance(0.5, 1.0, 1.0)
 
 
-def test_the_ends():
+def test_results_at_sparsity_zero_and_one():
     assert balanced.removed_second_moment(0.0) == balanced.removed_second_moment(0.01, block=8) == 0
     assert balanced.removed_second_moment(1.0, 3.0) == 9
     assert balanced.characteristic([0.0, 1.0], 0.0, 1.0, 1.0).tolist() == [1, 1]
@@ -160,16 +162,16 @@ def test_the_ends():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: balanced.removed_second_moment(1.2), "sparsity is the pruned share, from 0 to 1, got 1.2"),
         (lambda: balanced.removed_second_moment(0.5, -1.0), "sigma_w must be finite and not negative, got -1"),
         (lambda: balanced.removed_second_moment(0.5, block=0), "at least one"),
         (lambda: balanced.order_statistic(5, 4), "rank 5 of 4"),
-        (lambda: balanced.asymptotic(4, 4), "above 0 and below 4"),
+        (lambda: balanced.asymptotic(4, 4), "A.3 is about ranks above 0 and below 4"),
         (lambda: balanced.output_variance_printed(0.5, 1.0, 1.0, 10, 3), "10 weights cannot be split into 3"),
     ],
 )
-def test_bad_input(call, said):
-    with pytest.raises(PomonaError, match=said):
+def test_invalid_arguments_are_refused(call, message):
+    with pytest.raises(PomonaError, match=message):
         call()

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from matrices import keep_smallest, spectral_norm
 from scipy import integrate, stats
 
 from pomona.errors import PomonaError
@@ -14,20 +15,6 @@ from pomona.theory import bounds, spectral
 from pomona.theory.bounds import Gaussian, Uniform, magnitude
 
 NET = (64, 1024, 1024, 10)
-
-
-def norm(matrix: np.ndarray) -> float:
-    """Return ‖W‖₂."""
-    return float(np.linalg.norm(matrix, 2))
-
-
-def keep_smallest(W: np.ndarray, N: int) -> np.ndarray:
-    """Return the N smallest entries by magnitude, with zeros elsewhere."""
-    flat = np.abs(W).ravel()
-    removed = np.zeros(W.size)
-    positions = np.argsort(flat)[:N]
-    removed[positions] = W.ravel()[positions]
-    return removed.reshape(W.shape)
 
 
 @pytest.mark.parametrize("law", [Uniform(1.0), Gaussian(1.0)])
@@ -45,8 +32,8 @@ def test_estimates_are_above_the_removed_norm_within_a_factor(extension: str, la
         W = draw.normal(0, scale, shape) if isinstance(law, Gaussian) else draw.uniform(-1, 1, shape) / math.sqrt(d) / q
         # C.2 by L1 norms; E.2 at random; E.3 three times its share, which a layer of smaller weights may lose.
         score = draw.random((d, d)) if extension == "E.2" else np.abs(W).sum((2, 3))
-        gone = W * (score <= np.quantile(score, 0.9 if extension == "E.3" else 0.3))[:, :, None, None]
-        sizes.append(spectral.conv_norm(torch.from_numpy(gone), 8) if q > 1 else norm(gone[:, :, 0, 0]))
+        removed = W * (score <= np.quantile(score, 0.9 if extension == "E.3" else 0.3))[:, :, None, None]
+        sizes.append(spectral.conv_norm(torch.from_numpy(removed), 8) if q > 1 else spectral_norm(removed[:, :, 0, 0]))
     found = float(np.mean(sizes))
     assert 0.95 * found <= one.removed <= (1.05 if extension == "E.2" and isinstance(law, Gaussian) else 6) * found
 
@@ -63,7 +50,7 @@ def test_removed_norm_is_close_to_its_asymptote() -> None:
     draw, d = np.random.default_rng(0), 512
     rho = d**-0.2
     found = np.mean(
-        [norm(keep_smallest(draw.uniform(-1, 1, (d, d)) / math.sqrt(d), int(rho * d**2))) for _ in range(4)]
+        [spectral_norm(keep_smallest(draw.uniform(-1, 1, (d, d)) / math.sqrt(d), int(rho * d**2))) for _ in range(4)]
     )
     assert bounds.removed_norm(d, d, rho, Uniform(1.0)) == pytest.approx(2 * rho**1.5 / math.sqrt(3))
     assert found == pytest.approx(bounds.removed_norm(d, d, rho, Uniform(1.0)), rel=0.03)

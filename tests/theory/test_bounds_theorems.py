@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import keep_smallest, spectral_norm
 
 from pomona.errors import PomonaError
 from pomona.theory import bounds, spectral
@@ -20,20 +21,6 @@ from pomona.theory.bounds.network import layer_shapes
 from pomona.theory.bounds.theorem2 import removed_norm_level
 
 NET = (64, 1024, 1024, 10)
-
-
-def norm(matrix: np.ndarray) -> float:
-    """Return ‖W‖₂."""
-    return float(np.linalg.norm(matrix, 2))
-
-
-def keep_smallest(W: np.ndarray, N: int) -> np.ndarray:
-    """Return the N smallest entries by magnitude, with zeros elsewhere."""
-    flat = np.abs(W).ravel()
-    removed = np.zeros(W.size)
-    positions = np.argsort(flat)[:N]
-    removed[positions] = W.ravel()[positions]
-    return removed.reshape(W.shape)
 
 
 # ---- formulas by hand
@@ -94,7 +81,7 @@ def test_last_layer_of_theorem_3_exceeds_its_printed_norm() -> None:
     40 Gaussian layers of seed 0: p = 16, d = 32, ten classes, C1 = 0.1, β1 = 0.6. The corrected level holds.
     """
     draw, p, d, classes, C1, b = np.random.default_rng(0), 16, 32, 10, 0.1, 0.6
-    found = np.array([norm(draw.normal(0, math.sqrt(C1 / d) / p, (classes, d * p**2))) for _ in range(40)])
+    found = np.array([spectral_norm(draw.normal(0, math.sqrt(C1 / d) / p, (classes, d * p**2))) for _ in range(40)])
     C3 = bounds.LATALA * (2 * math.sqrt(C1) + (3 * C1**2) ** 0.25)
     stated = 1 - C3 / p ** (1 - b)
     assert stated > 0.78
@@ -115,8 +102,8 @@ def test_sharp_theorem_1_holds_in_all_draws(widths: tuple[int, ...], alpha: floa
     draw, one = np.random.default_rng(0), magnitude(widths, alpha=alpha, delta=0.1, sharp=True)
     for _ in range(30):
         layers = [draw.uniform(-1, 1, s) * math.sqrt(3 / max(s)) for s in layer_shapes(widths)]
-        gone = [norm(keep_smallest(W, N)) for W, N in zip(layers[1:-1], one.pruned, strict=True)]
-        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
+        removed = [spectral_norm(keep_smallest(W, N)) for W, N in zip(layers[1:-1], one.pruned, strict=True)]
+        assert bounds.propagated_error([spectral_norm(W) for W in layers], removed) <= one.error
 
 
 def test_sharp_theorem_2_holds_in_all_draws() -> None:
@@ -127,8 +114,8 @@ def test_sharp_theorem_2_holds_in_all_draws() -> None:
         layers = [draw.normal(0, 1 / math.sqrt(max(s)), s) for s in layer_shapes(widths)]
         mask = np.zeros(64 * 64, dtype=bool)
         mask[draw.integers(64 * 64, size=one.pruned[0])] = True
-        gone = [norm(layers[1] * mask.reshape(64, 64))]
-        assert bounds.propagated_error([norm(W) for W in layers], gone) <= one.error
+        removed = [spectral_norm(layers[1] * mask.reshape(64, 64))]
+        assert bounds.propagated_error([spectral_norm(W) for W in layers], removed) <= one.error
 
 
 def test_sharp_theorem_2_holds_for_a_layer_of_few_rows() -> None:
@@ -136,7 +123,7 @@ def test_sharp_theorem_2_holds_for_a_layer_of_few_rows() -> None:
     draw, law, rows, columns = np.random.default_rng(0), Uniform(), 20, 100_000
     mask = np.zeros(rows * columns)
     mask[draw.integers(mask.size, size=mask.size // 5)] = math.sqrt(3 / columns)
-    found = norm(draw.uniform(-1, 1, (rows, columns)) * mask.reshape(rows, columns))
+    found = spectral_norm(draw.uniform(-1, 1, (rows, columns)) * mask.reshape(rows, columns))
     level = removed_norm_level(law, bounds.LATALA, (rows, columns), mask.size // 5, 0.01, 0.01)
     tail = law.exceeded(0.0, columns, 0.01)
     square = bounds.LATALA / bounds.oblong(bounds.LATALA, rows / columns)
@@ -152,9 +139,9 @@ def test_sharp_theorem_3_holds_in_all_draws() -> None:
         first, inner = (draw.normal(0, scale, (d, c, q, q)) for c in (3, d))
         mask = np.zeros(d * d, dtype=bool)
         mask[draw.integers(d * d, size=one.pruned[0])] = True
-        gone = inner * mask.reshape(d, d, 1, 1)
-        norms = [spectral.conv_norm(torch.from_numpy(W), p) for W in (first, inner, gone)]
-        last = norm(draw.normal(0, scale, (classes, d * p**2)))
+        removed = inner * mask.reshape(d, d, 1, 1)
+        norms = [spectral.conv_norm(torch.from_numpy(W), p) for W in (first, inner, removed)]
+        last = spectral_norm(draw.normal(0, scale, (classes, d * p**2)))
         assert cube * bounds.propagated_error([*norms[:2], last], [norms[2]]) <= one.error
 
 
@@ -196,10 +183,10 @@ def test_error_grows_with_radius_lipschitz_and_pruning(
 
 @given(st.lists(st.floats(0.1, 5), min_size=3, max_size=6), st.floats(0, 2))
 @settings(max_examples=50, deadline=None)
-def test_propagated_error_equals_the_difference_of_products(norms: list[float], gone: float) -> None:
+def test_propagated_error_equals_the_difference_of_products(norms: list[float], removed: float) -> None:
     inner = norms[1:-1]
-    products = math.prod(n + gone for n in inner) - math.prod(inner)
-    assert bounds.propagated_error(norms, [gone] * len(inner)) == pytest.approx(
+    products = math.prod(n + removed for n in inner) - math.prod(inner)
+    assert bounds.propagated_error(norms, [removed] * len(inner)) == pytest.approx(
         norms[0] * norms[-1] * products, abs=1e-9
     )
 

@@ -91,8 +91,8 @@ def test_certificate_is_within_the_products_of_exact_norms(widths: list[int], sh
     pruned = perturbed_copy(dense, seed, share)
     norms = [spectral_norm(layer.weight.detach()) for layer in layers]
     kept = [pruned[2 * k].weight.detach() for k in range(len(layers))]
-    gone = [spectral_norm(w - layer.weight.detach()) for w, layer in zip(kept, layers, strict=True)]
-    products = math.prod(a + b for a, b in zip(norms, gone, strict=True)) - math.prod(norms)
+    removed = [spectral_norm(w - layer.weight.detach()) for w, layer in zip(kept, layers, strict=True)]
+    products = math.prod(a + b for a, b in zip(norms, removed, strict=True)) - math.prod(norms)
     found = certify(dense, pruned, (widths[0],), steps=20, starts=4)
     assert found.found <= found.error <= products * (1 + 1e-9)
 
@@ -105,8 +105,8 @@ def test_certificate_of_pruned_inner_layers_is_within_theorem_1() -> None:
     pruned = copy.deepcopy(dense)
     pruned[2].weight.data[pruned[2].weight.abs() < 0.1] = 0
     norms = [spectral_norm(dense[k].weight.detach()) for k in (0, 2, 4)]
-    gone = spectral_norm((pruned[2].weight - dense[2].weight).detach())
-    assert certify(dense, pruned, (8,), steps=0).error <= bounds.propagated_error(norms, [gone]) * (1 + 1e-9)
+    removed = spectral_norm((pruned[2].weight - dense[2].weight).detach())
+    assert certify(dense, pruned, (8,), steps=0).error <= bounds.propagated_error(norms, [removed]) * (1 + 1e-9)
 
 
 def test_equal_networks_have_no_certified_error() -> None:
@@ -242,11 +242,11 @@ def test_cube_is_certified_by_the_ball_around_it() -> None:
     torch.manual_seed(0)
     dense = nn.Linear(6, 4)
     pruned = perturbed_copy(dense)
-    gone, shift = (
+    removed, shift = (
         (a.double() - b.double()).detach() for a, b in ((pruned.weight, dense.weight), (pruned.bias, dense.bias))
     )
-    middle = float((gone.sum(1) / 2 + shift).norm())
-    expected = middle + spectral_norm(gone) * math.sqrt(6) / 2
+    middle = float((removed.sum(1) / 2 + shift).norm())
+    expected = middle + spectral_norm(removed) * math.sqrt(6) / 2
     assert certify(dense, pruned, (6,), region=Cube(), steps=0).error == pytest.approx(expected, rel=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""`pomona bound`: every formula at the command line."""
+"""`pomona bound`: every formula from the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ device = "cpu"
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Run `pomona bound …` in an empty folder; its exit code, stdout and stderr."""
+    """Return a function that runs `pomona bound …` in an empty folder and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POMONA_TRACEBACK", raising=False)
 
@@ -43,7 +43,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network, trained."""
+    """Return the folder of a finished run of a small network."""
     folder = tmp_path_factory.mktemp("bound")
     (folder / "one.toml").write_text(RUN)
     assert main(["train", str(folder / "one.toml"), "--out", str(folder / "run"), "--json"]) == 0
@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("convergence", "--L", "1", "--G", "1", "--T", "100", "--delta", "0.1", "--norm", "1", "--gap", "1"),
     ],
 )
-def test_every_command_prints_for_a_person_and_for_a_program(call: Call, arguments: tuple[str, ...]) -> None:
+def test_every_command_prints_a_table_and_json(call: Call, arguments: tuple[str, ...]) -> None:
     code, out, _ = call(*arguments)
     assert code == 0
     assert out
@@ -75,26 +75,26 @@ def test_every_command_prints_for_a_person_and_for_a_program(call: Call, argumen
     assert json.loads(out)
 
 
-def test_a_theorem_answers_in_its_three_forms(call: Call) -> None:
+def test_theorem_is_shown_in_its_three_forms(call: Call) -> None:
     code, out, _ = call("magnitude", "--widths", "64,1024,1024,10", "--alpha", "0.2", "--json")
-    records = {one["form"]: one for one in json.loads(out)}
+    results = {one["form"]: one for one in json.loads(out)}
     assert code == 0
     for form in bounds.FORMS:
         one = bounds.magnitude((64, 1024, 1024, 10), alpha=0.2, **bounds.FORMS[form])
-        assert records[form]["error"] == one.error
-        assert records[form]["vacuous"] is one.vacuous
-    assert records["printed"]["vacuous"]
-    assert records["printed"]["width"] == bounds.narrowest(bounds.magnitude, (64, 1, 1, 10), alpha=0.2, printed=True)
+        assert results[form]["error"] == one.error
+        assert results[form]["vacuous"] is one.vacuous
+    assert results["printed"]["vacuous"]
+    assert results["printed"]["width"] == bounds.narrowest(bounds.magnitude, (64, 1, 1, 10), alpha=0.2, printed=True)
 
 
-def test_vacuous_is_said(call: Call) -> None:
+def test_vacuous_bound_is_labelled(call: Call) -> None:
     _, out, _ = call("random", "--alpha", "0.2")
     line = next(line for line in out.splitlines() if "corrected" in line)
     assert "vacuous" in line
     assert "2,742,524,737" in line
 
 
-def test_a_solver_may_answer_none(call: Call) -> None:
+def test_solver_without_a_solution_prints_a_note(call: Call) -> None:
     _, out, _ = call("random", "--epsilon", "10", "--json")
     printed, corrected, sharp = json.loads(out)
     assert "none: no sparsity has an error of 10 with probability 1 − 0.05" in corrected["note"]
@@ -103,19 +103,19 @@ def test_a_solver_may_answer_none(call: Call) -> None:
     assert sharp["error"] <= 10
 
 
-def test_widths_are_solved_for(call: Call) -> None:
+def test_width_is_solved_for(call: Call) -> None:
     _, out, _ = call("magnitude", "--alpha", "0.2", "--epsilon", "1", "--json")
     assert json.loads(out)[2]["width"] == bounds.narrowest(
         bounds.magnitude, (64, 9, 9, 10), 1.0, 0.05, alpha=0.2, sharp=True
     )
 
 
-def test_numbers_of_other_papers(call: Call) -> None:
+def test_gip_prints_the_values_of_the_library(call: Call) -> None:
     _, out, _ = call("gip", "--d", "1000", "--m", "100", "--theta", "0.01", "--json")
     assert json.loads(out)["expected swaps"] == gip.expected_swaps(0.01, 1000, 100)
 
 
-def test_where_dynamic_pruning_arrives_and_where_one_shot_does(call: Call) -> None:
+def test_convergence_prints_the_estimates_of_the_library(call: Call) -> None:
     given = {"L": 2.0, "G": 1.5, "T": 100}
     flags = [text for name, value in given.items() for text in (f"--{name}", f"{value:g}")]
     _, out, _ = call("convergence", *flags, "--delta", "0.1", "--norm", "3", "--mu", "1", "--gap", "5", "--json")
@@ -145,36 +145,36 @@ def test_where_dynamic_pruning_arrives_and_where_one_shot_does(call: Call) -> No
         ("convergence", "--L", "1", "--G", "1", "--T", "100", "--delta", "0.1", "--norm", "1", "--mu", "0.1"),
     ],
 )
-def test_plots_are_drawings(call: Call, arguments: tuple[str, ...]) -> None:
-    code, _, err = call(*arguments, "--plot", "it.svg")
+def test_plot_option_writes_a_chart(call: Call, arguments: tuple[str, ...]) -> None:
+    code, _, err = call(*arguments, "--plot", "chart.svg")
     assert code == 0
-    assert "chart written to it.svg" in err
-    drawing = ElementTree.parse("it.svg").getroot()
+    assert "chart written to chart.svg" in err
+    drawing = ElementTree.parse("chart.svg").getroot()
     lines = [e for e in drawing.iter() if e.tag.endswith("polyline")]
     assert lines
     assert all("nan" not in line.get("points", "nan") for line in lines)
 
 
-def test_certify_a_run_that_is_cut(call: Call, run: Path) -> None:
+def test_certify_prunes_a_run(call: Call, run: Path) -> None:
     code, out, _ = call("certify", str(run), "--sparsity", "0.5", "--steps", "10", "--json")
     one = json.loads(out)
     assert code == 0
     assert 0 < one["found"] <= one["error"]
     assert [layer["name"] for layer in one["layers"]] == ["layers.1", "layers.3", "layers.5"]
     assert one["layers"][1]["removed"] > 0
-    code, out, _ = call("certify", str(run), "--sparsity", "0.5", "--steps", "10", "--cube", "--plot", "it.svg")
+    code, out, _ = call("certify", str(run), "--sparsity", "0.5", "--steps", "10", "--cube", "--plot", "chart.svg")
     assert code == 0
     assert "sup ‖f − F‖ ≤" in out
-    assert Path("it.svg").is_file()
+    assert Path("chart.svg").is_file()
 
 
-def test_certify_one_run_against_another(call: Call, run: Path) -> None:
+def test_certify_compares_two_runs(call: Call, run: Path) -> None:
     code, out, _ = call("certify", str(run), "--against", str(run), "--json", "--steps", "2")
     assert code == 0
     assert json.loads(out)["error"] < 1e-6
 
 
-def test_certify_finds_how_much_may_go(call: Call, run: Path) -> None:
+def test_certify_finds_the_largest_sparsity(call: Call, run: Path) -> None:
     code, out, _ = call("certify", str(run), "--epsilon", "0.5", "--json", "--steps", "0")
     one = json.loads(out)
     assert code == 0
@@ -184,41 +184,41 @@ def test_certify_finds_how_much_may_go(call: Call, run: Path) -> None:
     assert json.loads(out)["sparsity"] is None
 
 
-def test_a_round_of_iterative_pruning(call: Call, run: Path) -> None:
+def test_fraction_of_one_round_of_pruning(call: Call, run: Path) -> None:
     code, out, _ = call("fraction", str(run), "--epsilon", "0.5", "--json")
     one = json.loads(out)
     assert code == 0
     assert 0 < one["certified"] < 1
     assert one["theorem"] is None or 0 < one["theorem"] < 1
-    code, out, _ = call("fraction", str(run), "--epsilon", "1e6", "--plot", "it.svg")
+    code, out, _ = call("fraction", str(run), "--epsilon", "1e6", "--plot", "chart.svg")
     assert code == 0
     assert "certified" in out
-    assert Path("it.svg").read_text().count("<polyline") == 2
+    assert Path("chart.svg").read_text().count("<polyline") == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("magnitude", "--alpha", "1"), "alpha must lie between 0"),
         (("magnitude",), "say how much is pruned"),
         (("magnitude", "--widths", "3,x", "--alpha", "0.2"), "no list of whole numbers"),
         (("magnitude", "--widths", "3,4", "--alpha", "0.2"), "4 whole numbers or more"),
         (("magnitude", "--alpha", "0.2", "--epsilon", "-1"), "epsilon must be positive, got -1"),
-        (("magnitude", "--alpha", "0.2", "--plot", "nowhere/it.svg"), "'nowhere/it.svg' cannot be written"),
+        (("magnitude", "--alpha", "0.2", "--plot", "missing/chart.svg"), "'missing/chart.svg' cannot be written"),
         (("spectral", "--channels", "0,3"), "each at least 1, got '0,3'"),
         (("random", "--alpha", "0.2", "--law", "cauchy"), "unknown law 'cauchy'"),
         (("random", "--alpha", "0.2", "--norms", "1,1,1", "--deltas", "0.1,0.1,0.1"), "cannot be met"),
         (("random", "--alpha", "0.2", "--norms", "1;1"), "no list of numbers"),
         (("gip", "--d", "10", "--m", "1"), "one of --epsilon and --theta"),
         (("convergence", "--L", "1", "--G", "1", "--T", "9", "--delta", "0", "--norm", "1"), "give --mu"),
-        (("certify", "nowhere"), "say what RUN is compared with"),
-        (("certify", "nowhere", "--sparsity", "0.5"), "is not a finished run"),
+        (("certify", "missing"), "say what RUN is compared with"),
+        (("certify", "missing", "--sparsity", "0.5"), "is not a finished run"),
         (("estimate", "C.9", "--alpha", "0.2"), "unknown extension 'C.9'"),
         (("magnitud",), "did you mean 'magnitude'"),
     ],
 )
-def test_bad_input_is_one_sentence(call: Call, arguments: tuple[str, ...], told: str) -> None:
+def test_invalid_arguments_give_one_sentence(call: Call, arguments: tuple[str, ...], message: str) -> None:
     code, _, err = call(*arguments)
     assert code == 2
-    assert told in err
+    assert message in err
     assert "Traceback" not in err

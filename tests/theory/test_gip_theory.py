@@ -1,4 +1,4 @@
-"""The noisy top-k of document 000: by brute force, by exact rational sums, and by Monte Carlo."""
+"""The randomized top-k mask of Yang et al. (2023): by brute force, by exact rational sums, and by Monte Carlo."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SIZES = st.integers(1, 300).flatmap(lambda d: st.tuples(st.just(d), st.integers(
 THETAS = st.floats(0, 30)
 
 
-def terms(theta: float, d: int, m: int) -> list[Fraction]:
-    """a_i, from whole binomials and one rounded factor e^{−2θ}."""
+def exact_terms(theta: float, d: int, m: int) -> list[Fraction]:
+    """Return the a_i from whole binomials and one rounded factor e^{−2θ}."""
     q = Fraction(math.exp(-2 * theta))
     return [math.comb(m, i) * math.comb(d - m, i) * q**i for i in range(min(m, d - m) + 1)]
 
 
-def log(x: Fraction) -> float:
-    """log x, also where x is next to 1 or out of a float's range."""
+def log_fraction(x: Fraction) -> float:
+    """Return log x, also where x is next to 1 or out of a float's range."""
     return math.log1p(float(x - 1)) if x < 10**300 else math.log(x.numerator) - math.log(x.denominator)
 
 
 # ---- ψ and the distribution of i
 
 
-def test_by_hand():
+def test_distribution_matches_a_hand_computation():
     # d = 4, m = 2, e^{−2θ} = 1/2: a = 1, 4/2, 1/4.
     theta = math.log(2) / 2
     assert gip.swaps(theta, 4, 2).p == pytest.approx(np.array([4, 8, 1]) / 13)
@@ -42,8 +42,8 @@ def test_by_hand():
     assert gip.expected_swaps_derivative(theta, 4, 2) == pytest.approx(-2 * (12 / 13 - (10 / 13) ** 2))
 
 
-def test_psi_counts_every_mask_once():
-    # Straight from the definition: e^{−θ‖I − I₀‖₁} over all masks with two ones of six.
+def test_psi_sums_over_every_mask():
+    # By the definition: e^{−θ‖I − I₀‖₁} over all masks with two ones of six.
     masks = [set(ones) for ones in itertools.combinations(range(6), 2)]
     psi = sum(math.exp(-0.4 * len(mask ^ masks[0])) for mask in masks)
     assert gip.log_psi(0.4, 6, 2) == pytest.approx(math.log(psi), rel=1e-14)
@@ -51,32 +51,32 @@ def test_psi_counts_every_mask_once():
 
 @given(SIZES, THETAS)
 @settings(max_examples=100, deadline=None)
-def test_against_exact_sums(size, theta):
+def test_moments_match_exact_sums(size, theta):
     d, m = size
-    a = terms(theta, d, m)
+    a = exact_terms(theta, d, m)
     psi = sum(a)
     mean = sum(i * x for i, x in enumerate(a)) / psi
     variance = sum((i - mean) ** 2 * x for i, x in enumerate(a)) / psi
-    assert gip.log_psi(theta, d, m) == pytest.approx(log(psi), rel=1e-11, abs=1e-15)
+    assert gip.log_psi(theta, d, m) == pytest.approx(log_fraction(psi), rel=1e-11, abs=1e-15)
     assert gip.expected_swaps(theta, d, m) == pytest.approx(float(mean), rel=1e-11)
     assert gip.expected_swaps_derivative(theta, d, m) == pytest.approx(-2 * float(variance), rel=1e-10)
 
 
 @given(SIZES, THETAS)
 @settings(max_examples=100, deadline=None)
-def test_the_window_is_a_distribution_with_nothing_outside(size, theta):
+def test_window_holds_the_whole_distribution(size, theta):
     d, m = size
     found = gip.swaps(theta, d, m)
     assert found.p.sum() == pytest.approx(1, rel=1e-12)
     assert found.start >= 0
     assert found.start + len(found.log_p) - 1 <= min(m, d - m)
-    a = terms(theta, d, m)
+    a = exact_terms(theta, d, m)
     inside = sum(a[found.start : found.start + len(found.log_p)])
     assert 1 - inside / sum(a) < Fraction(1, 10**15)
 
 
 @pytest.mark.parametrize("m", [1, 1000, 10**7, 5 * 10**7, 10**8 - 3])
-def test_a_hundred_million_coordinates_at_random_are_hypergeometric(m):
+def test_swaps_of_a_random_mask_are_hypergeometric(m):
     # At θ = 0 every mask is as likely: ψ = C(d, m), and i is a hypergeometric count.
     d = 10**8
     found, reference = gip.swaps(0.0, d, m), hypergeom(d, m, d - m)
@@ -87,36 +87,36 @@ def test_a_hundred_million_coordinates_at_random_are_hypergeometric(m):
         assert found.log_psi == pytest.approx(math.fsum(math.log((d - j) / (j + 1)) for j in range(k)), rel=1e-14)
 
 
-def test_a_large_log_psi_to_all_its_digits():
+def test_log_psi_is_accurate_to_all_digits():
     # log C(10⁸, 10⁷) to 40 digits is 32508288.413838714…
     assert gip.log_psi(0.0, 10**8, 10**7) == pytest.approx(32508288.413838714, rel=1e-15)
 
 
-def test_far_out_only_one_pair_ever_swaps():
+def test_expected_swaps_at_large_theta_match_the_first_order():
     # P(1) = m (d − m) e^{−2θ} to first order.
     assert gip.expected_swaps(40.0, 10**8, 10**7) == pytest.approx(9e14 * math.exp(-80), rel=1e-9)
 
 
 @given(SIZES, THETAS, st.floats(0.01, 5))
 @settings(max_examples=50, deadline=None)
-def test_more_theta_never_swaps_more(size, theta, more):
+def test_expected_swaps_decrease_with_theta(size, theta, more):
     assert gip.expected_swaps(theta + more, *size) <= gip.expected_swaps(theta, *size) * (1 + 1e-12)
 
 
-def test_the_derivative_is_that_of_the_mean():
+def test_derivative_matches_finite_differences():
     for theta in (0.0, 0.7, 2.0):
         ends = [gip.expected_swaps(theta + h, 1000, 100) for h in (0, 1e-6)]
         slope = gip.expected_swaps_derivative(theta, 1000, 100)
         assert (ends[1] - ends[0]) / 1e-6 == pytest.approx(slope, rel=1e-4)
 
 
-def test_no_noise_no_choice_no_swaps():
+def test_no_swaps_without_noise_or_without_choice():
     assert gip.swaps(math.inf, 1000, 100).p.tolist() == [1]
     for m in (0, 50):
         assert gip.log_psi(0.3, 50, m) == gip.expected_swaps(0.3, 50, m) == 0
 
 
-def test_groups_add():
+def test_results_add_over_groups():
     d, m = [256, 256, 40], [25, 25, 4]
     for function in (gip.log_psi, gip.expected_swaps, gip.expected_swaps_derivative, gip.epsilon_for_theta):
         assert function(0.8, d, m) == pytest.approx(2 * function(0.8, 256, 25) + function(0.8, 40, 4))
@@ -124,11 +124,11 @@ def test_groups_add():
     assert gip.expected_swaps(0.8, [256] * 3, 25) == pytest.approx(3 * gip.expected_swaps(0.8, 256, 25))
 
 
-# ---- what it costs
+# ---- privacy cost
 
 
 @pytest.mark.parametrize(("d", "m"), [(6, 2), (6, 3), (5, 4)])
-def test_epsilon_is_the_largest_log_ratio_there_is(d, m):
+def test_epsilon_is_the_largest_log_ratio_of_probabilities(d, m):
     theta, masks = 0.4, [set(ones) for ones in itertools.combinations(range(d), m)]
     worst = max(theta * (len(out ^ b) - len(out ^ a)) for out in masks for a in masks for b in masks)
     assert gip.epsilon_for_theta(theta, d, m) == pytest.approx(worst)
@@ -136,37 +136,37 @@ def test_epsilon_is_the_largest_log_ratio_there_is(d, m):
 
 @given(SIZES.filter(lambda s: 0 < s[1] < s[0]), st.floats(0, 100))
 @settings(deadline=None)
-def test_epsilon_and_theta_are_inverse(size, epsilon):
+def test_epsilon_and_theta_are_inverse_functions(size, epsilon):
     assert gip.epsilon_for_theta(gip.theta_for_epsilon(epsilon, *size), *size) == pytest.approx(epsilon)
 
 
-def test_the_published_defaults_draw_at_random():
-    # d = 2.75M, a tenth kept, ε = 1.4e−4 a step: of the top tenth 90 % are lost, as by chance.
+def test_published_settings_draw_almost_at_random():
+    # d = 2.75M, a tenth kept, ε = 1.4e−4 a step: 90 % of the top tenth are lost, as in a random mask.
     d, m = 2_750_000, 275_000
     theta = gip.theta_for_epsilon(1.4e-4, d, m)
     assert theta == pytest.approx(2.5e-10, rel=0.03)
     assert gip.expected_swaps(theta, d, m) / m == pytest.approx(0.9, abs=1e-6)
 
 
-def test_a_mask_that_cannot_move_costs_nothing():
+def test_mask_without_choice_costs_nothing():
     assert gip.epsilon_for_theta(math.inf, 10, 10) == 0
     assert gip.theta_for_epsilon(1.0, 10, 0) == math.inf
 
 
 @pytest.mark.parametrize("theta", [0.0, 1e-6, 0.5, 3.0])
-def test_theta_for_swaps_inverts(theta):
+def test_theta_for_swaps_inverts_expected_swaps(theta):
     d, m = [256] * 3, [25] * 3
     assert gip.theta_for_swaps(gip.expected_swaps(theta, d, m), d, m) == pytest.approx(theta, rel=1e-6, abs=1e-13)
 
 
-# ---- what it loses
+# ---- pruning error
 
 
-def simulated(theta: float, d: int, m: int, draws: int, seed: int) -> tuple[float, float]:
-    """‖g − g ⊙ I‖² by the mechanism itself, its mean and standard error."""
+def simulate_error(theta: float, d: int, m: int, draws: int, seed: int) -> tuple[float, float]:
+    """Return the mean and standard error of ‖g − g ⊙ I‖² over draws of the mechanism."""
     draw = np.random.default_rng(seed)
     g = np.sort(draw.standard_normal((draws, d)) ** 2, axis=1)
-    a = terms(theta, d, m) if theta < math.inf else [Fraction(1)]
+    a = exact_terms(theta, d, m) if theta < math.inf else [Fraction(1)]
     psi = sum(a)
     swapped = draw.choice(len(a), size=draws, p=[float(x / psi) for x in a])
     lost = []
@@ -179,22 +179,22 @@ def simulated(theta: float, d: int, m: int, draws: int, seed: int) -> tuple[floa
 
 @pytest.mark.parametrize("k", [0.1, 0.3, 0.7])
 @pytest.mark.parametrize("theta", [math.inf, 1.0, 2.0])
-def test_the_loss_by_monte_carlo_seed_3_and_not_as_printed(k, theta):
+def test_pruning_mse_matches_a_simulation_and_the_printed_form_does_not(k, theta):
     d = 400
-    mean, error = simulated(theta, d, round(k * d), draws=1500, seed=3)
+    mean, error = simulate_error(theta, d, round(k * d), draws=1500, seed=3)
     assert abs(gip.pruning_mse(theta, d, round(k * d), exact=True) - mean) < 4 * error
     assert abs(gip.pruning_mse(theta, d, round(k * d)) - mean) < 4 * error + 1  # d → ∞: short of it by less than σ²
     assert abs(gip.pruning_mse(theta, d, round(k * d), printed=True) - mean) > 4 * error
 
 
-def test_few_coordinates_need_the_exact_form():
-    mean, error = simulated(math.inf, 8, 3, draws=20_000, seed=4)
+def test_exact_form_is_needed_for_few_coordinates():
+    mean, error = simulate_error(math.inf, 8, 3, draws=20_000, seed=4)
     assert abs(gip.pruning_mse(math.inf, 8, 3, exact=True) - mean) < 4 * error
     assert abs(gip.pruning_mse(math.inf, 8, 3) - mean) > 4 * error
 
 
-def test_the_forms_agree_where_they_must():
-    for options in ({}, {"exact": True}, {"printed": True}):  # a mask at random loses its share of the energy
+def test_forms_agree_in_the_limits():
+    for options in ({}, {"exact": True}, {"printed": True}):  # a random mask loses its share of the energy
         assert gip.pruning_mse(0.0, 1000, 300, 2.0, **options) == pytest.approx(4 * 700)
     far = [gip.pruning_mse(1.0, 10**6, 10**5, exact=exact) for exact in (False, True)]
     assert far[0] == pytest.approx(far[1], rel=1e-5)
@@ -202,11 +202,11 @@ def test_the_forms_agree_where_they_must():
     assert gip.pruning_mse(1.0, 10, 10) == 0
 
 
-# ---- what is refused
+# ---- invalid arguments
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: gip.log_psi(-1.0, 10, 3), "θ must not be negative, got -1"),
         (lambda: gip.log_psi(math.nan, 10, 3), "θ must not be negative, got nan"),
@@ -219,6 +219,6 @@ def test_the_forms_agree_where_they_must():
         (lambda: gip.pruning_mse(1.0, 10, 3, exact=True, printed=True), "leave out exact or printed"),
     ],
 )
-def test_bad_input(call, said):
-    with pytest.raises(PomonaError, match=said):
+def test_invalid_arguments_are_refused(call, message):
+    with pytest.raises(PomonaError, match=message):
         call()

@@ -86,15 +86,7 @@ def certify(
     else:
         print_certificate(found, region, sparsity, steps)
     if plot is not None:
-        layers = list(enumerate(found.layers, 1))
-        series = {
-            "apart": [(k, layer.gap) for k, layer in layers if layer.gap > 0],
-            "‖removed‖": [(k, layer.removed) for k, layer in layers if layer.removed > 0],
-            "‖W‖": [(k, layer.dense) for k, layer in layers if layer.dense > 0],
-        }
-        write_chart(
-            plot, series, title="Certificate, layer by layer", x_label="layer", y_label="norm", log_axes=(False, True)
-        )
+        write_layers_chart(plot, found)
 
 
 def print_certificate(found: Certificate, region: Region, sparsity: float | None, steps: int) -> None:
@@ -114,6 +106,18 @@ def print_certificate(found: Certificate, region: Region, sparsity: float | None
             }
         )
     )
+
+
+def write_layers_chart(file: Path, found: Certificate) -> None:
+    """Write a chart of the norms and the gap of each layer of a certificate."""
+    layers = list(enumerate(found.layers, 1))
+    series = {
+        "apart": [(k, layer.gap) for k, layer in layers if layer.gap > 0],
+        "‖removed‖": [(k, layer.removed) for k, layer in layers if layer.removed > 0],
+        "‖W‖": [(k, layer.dense) for k, layer in layers if layer.dense > 0],
+    }
+    title = "Certificate, layer by layer"
+    write_chart(file, series, title=title, x_label="layer", y_label="norm", log_axes=(False, True))
 
 
 @bound.command()

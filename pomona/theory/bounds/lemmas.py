@@ -18,7 +18,7 @@ def lemma1(r: int, n: int, power: int = 1, a: float = 1.0) -> float:
 
 
 def lemma3(law: Uniform, depth: int, d: int, delta: float) -> tuple[float, float]:
-    """Return c0 and δ0 such that all norms of a network of width at least d are below c0, but for δ/10."""
+    """Return c0 and δ0 such that all norms of a network of width d or more are below c0 with probability 1 − δ/10."""
     tau = math.sqrt(8 * math.log(10 * depth / delta) / d)
     return law.K * (math.sqrt(math.pi / 2) + tau), tau**2 / 32
 
@@ -62,7 +62,7 @@ def distinct(draws: int, size: int) -> float:
 
 
 def bin_count_bound(balls: int, bins: int, failure: float) -> float:
-    """Return a count that no bin's number of balls reaches, but for probability `failure`.
+    """Return a count that no bin's number of balls reaches, except with probability `failure`.
 
     It is Bernstein's form of Chernoff's bound, with a union bound over the bins.
     """

@@ -35,10 +35,10 @@ def magnitude(
 ) -> Bound:
     """Return Theorem 1's bound for pruning the N_k smallest of a layer's uniform weights.
 
-    ‖W_k‖ ≤ c0 but for e^(−4 δ0 d) (Lemma 3), where c0 = K (√(π/2) + τ), δ0 = τ²/32, and τ is such that all l norms fail
-    with probability δ/10, unless both are given. ‖W_k − W_k*‖ ≤ t = d^−α but for c2 d^−α (Markov), where the paper has
-    c2 = C K (2√2 + 24^¼) and E‖W_k − W_k*‖ is at most √(π/2) K (N + 1)/(D + 1). The sharp form takes all norms from
-    their tails, layer by layer, and does not need assumption (ii).
+    ‖W_k‖ ≤ c0 except with probability e^(−4 δ0 d) (Lemma 3), where c0 = K (√(π/2) + τ), δ0 = τ²/32, and τ is such that
+    all l norms fail with probability δ/10, unless both are given. ‖W_k − W_k*‖ ≤ t = d^−α except with probability
+    c2 d^−α (Markov), where the paper has c2 = C K (2√2 + 24^¼) and E‖W_k − W_k*‖ is at most √(π/2) K (N + 1)/(D + 1).
+    The sharp form takes all norms from their tails, layer by layer, and does not need assumption (ii).
     """
     law, form = law or Uniform(), select_form(printed, sharp)
     widths, alpha, pruned = resolve_pruning(widths, alpha, sparsity, form, delta, radius=radius, C=C)

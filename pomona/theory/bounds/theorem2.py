@@ -32,10 +32,11 @@ def random(
 ) -> Bound:
     """Return Theorem 2's bound for pruning N_k weights of a layer, drawn with replacement.
 
-    Assumption (iv), ‖W_k‖ ≤ N_k but for δ_k, is taken from the law with Σ δ_k = δ/4, unless `norms` and `deltas` are
-    given. ‖W_k − W_k*‖ ≤ d^(−α/4) but for c2 d^(−α/4), c2 = C (2 √(3 K1) + K2^¼), if no row or column loses more than
-    three times its share (Lemma 6). The sharp form takes shares and norms from their tails. Without `replacement` (E.2)
-    the draws are distinct. Rows and columns are then not independent, and their failure probabilities add.
+    Assumption (iv), ‖W_k‖ ≤ N_k except with probability δ_k, is taken from the law with Σ δ_k = δ/4, unless `norms` and
+    `deltas` are given. ‖W_k − W_k*‖ ≤ d^(−α/4) except with probability c2 d^(−α/4), c2 = C (2 √(3 K1) + K2^¼), if no
+    row or column loses more than three times its share (Lemma 6). The sharp form takes shares and norms from their
+    tails. Without `replacement` (E.2) the draws are distinct. Rows and columns are then not independent, and their
+    failure probabilities add.
     """
     law, form = law or Uniform(), select_form(printed, sharp)
     widths, alpha, pruned = resolve_pruning(

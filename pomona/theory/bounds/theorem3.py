@@ -43,9 +43,9 @@ def cnn(
     """Return Theorem 3's bound for pruning ⌊d^(2−α)⌋ kernels of each convolution d → d, drawn with replacement.
 
     Inputs lie in [0, radius]^n. `widths` are the channels (d0, d, …, d) of the image and of the l − 1 convolutions, and
-    the classes d_l. Weights have E w² ≤ C1/p²d and E w⁴ ≤ C2/p⁴d². ‖W_k‖ ≤ p^−β1 but for C3 q²/p^(1−β1), and
-    ‖W_k − W_k*‖ ≤ d^−β2 but for C4 q²/p d^(β2−α/4). β1 and β2 are given, or chosen for the smallest error at confidence
-    1 − δ.
+    the classes d_l. Weights have E w² ≤ C1/p²d and E w⁴ ≤ C2/p⁴d². ‖W_k‖ ≤ p^−β1 except with probability
+    C3 q²/p^(1−β1), and ‖W_k − W_k*‖ ≤ d^−β2 except with probability C4 q²/p d^(β2−α/4). β1 and β2 are given, or chosen
+    for the smallest error at confidence 1 − δ.
 
     The last layer's norm cannot be below p^−β1 as the paper has it: one of its rows alone has norm √C1. Here it is
     bounded by E‖W_l‖ p^(1−β1) / C5, with the same probability. The sharp form is Markov's inequality at the best

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...errors import require
-from .failure_probability import Array, failure, require_valid_arguments
+from .failure_probability import Array, failure, require_valid_parameters
 from .hidden_widths import reaches, tolerance, widths
 
 NORM_ROUNDING = 1e-12  # by which a Frobenius norm may exceed 1
@@ -77,7 +77,7 @@ def build(target: Sequence[ArrayLike], epsilon: float, R: int, widths: Sequence[
     An entry is resampled until it is within τ of the value that the proof needs, or R draws are used. Each weight of
     the target then takes, among its units, the one whose product is nearest.
     """
-    require_valid_arguments(R=R)
+    require_valid_parameters(R=R)
     generator, layers = np.random.default_rng(seed), layer_targets(target, epsilon, widths)
     weights, masks, fits = [], [], True
     for F, tau, units in layers:
@@ -119,7 +119,7 @@ def resample(target: Array, tau: float, R: int, generator: np.random.Generator) 
 
 def success(target: Sequence[ArrayLike], epsilon: float, R: int, widths: Sequence[int]) -> float:
     """Return the exact probability that `build` fits, a product over independent layers, inputs and signs."""
-    require_valid_arguments(R=R)
+    require_valid_parameters(R=R)
     return math.prod(
         (1 - failure(w, tau, R, units)) ** 2 for F, tau, units in layer_targets(target, epsilon, widths) for w in F.T
     )
@@ -141,7 +141,7 @@ def trial(
     sizes: Sequence[int], epsilon: float, delta: float, R: int, *, seeds: int = 10, printed: bool = False
 ) -> Trial:
     """Return the results for a random target of norm 1 in `seeds` networks of the corrected (or `printed`) widths."""
-    require_valid_arguments(seeds=seeds)
+    require_valid_parameters(seeds=seeds)
     generator = np.random.default_rng(0)
     matrices = [generator.standard_normal((o, i)) for i, o in itertools.pairwise(sizes)]
     target = [F / np.linalg.norm(F) for F in matrices]
@@ -166,7 +166,7 @@ def forward(matrices: Sequence[Array], x: Array) -> Array:
 
 def layer_targets(target: Sequence[ArrayLike], epsilon: float, widths: Sequence[int]) -> list[LayerTarget]:
     """Validate a target and hidden widths, and return the layers with their tolerances and numbers of units."""
-    require_valid_arguments(epsilon=epsilon)
+    require_valid_parameters(epsilon=epsilon)
     matrices = [np.atleast_2d(np.asarray(F, dtype=float)) for F in target]
     require(
         len(widths) == len(matrices) > 0,

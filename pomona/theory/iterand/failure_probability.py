@@ -27,7 +27,7 @@ def failure(w: ArrayLike, tau: float, R: int, units: int) -> float:
     One weight is the event (11) of Lemma A.4, (1 − p_u p_v)^units. Several weights are that of Lemma A.5: given a units
     whose u fits, the weights are independent, and all find a unit with probability Π (1 − (1 − p_v)^a).
     """
-    require_valid_arguments(R=R, units=units, tau=tau)
+    require_valid_parameters(R=R, units=units, tau=tau)
     a = np.arange(units + 1)
     with np.errstate(divide="ignore"):  # a = 0 fails with certainty: log 0
         found = np.log1p(-np.exp(np.multiply.outer(np.atleast_1d(log_miss_probability(w, tau, R)), a))).sum(0)
@@ -36,7 +36,7 @@ def failure(w: ArrayLike, tau: float, R: int, units: int) -> float:
 
 def failure_printed(tau: float, R: int, units: int) -> float:
     """Return the paper's bound of the failure probability, (1 − τ²/4)^{d′R²}, as if the d′R² pairs were independent."""
-    require_valid_arguments(R=R, units=units, tau=tau)
+    require_valid_parameters(R=R, units=units, tau=tau)
     return math.exp(units * R**2 * math.log1p(-(tau**2) / 4))
 
 
@@ -44,7 +44,7 @@ def failure_simulated(
     w: ArrayLike, tau: float, R: int, units: int, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
     """Return the share of simulated sets of units without a fit for some of the weights, and its standard error."""
-    require_valid_arguments(R=R, units=units, tau=tau, draws=draws)
+    require_valid_parameters(R=R, units=units, tau=tau, draws=draws)
     targets, generator = np.atleast_1d(np.asarray(w, dtype=float)), np.random.default_rng(seed)
     failed = 0
     for _ in range(draws):
@@ -55,7 +55,7 @@ def failure_simulated(
     return share, math.sqrt(max(share * (1 - share), 1 / draws) / draws)
 
 
-def require_valid_arguments(**given: float) -> None:
+def require_valid_parameters(**given: float) -> None:
     """Raise PomonaError for an epsilon, delta or tau outside (0, 1), and for any other value that is not a count."""
     for name, value in given.items():
         if name in ("epsilon", "delta", "tau"):

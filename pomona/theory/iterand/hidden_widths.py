@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 
 from ...errors import require
-from .failure_probability import log_miss_probability, require_valid_arguments
+from .failure_probability import log_miss_probability, require_valid_parameters
 
 
 def width_printed(d_in: int, d_out: int, layers: int, epsilon: float, delta: float, R: int) -> int:
     """Return Theorem A.1's width of the hidden layer between d_in and d_out, as printed."""
-    require_valid_arguments(d_in=d_in, d_out=d_out, layers=layers, R=R, epsilon=epsilon, delta=delta)
+    require_valid_parameters(d_in=d_in, d_out=d_out, layers=layers, R=R, epsilon=epsilon, delta=delta)
     tau = epsilon / (4 * layers * d_in * math.sqrt(d_out))
     return 2 * d_in * math.ceil(math.log(2 * layers * d_in * d_out / delta) / (tau * R / 2) ** 2)
 
@@ -20,12 +20,12 @@ def width_printed(d_in: int, d_out: int, layers: int, epsilon: float, delta: flo
 def width(
     d_in: int, d_out: int, layers: int, epsilon: float, delta: float, R: int, *, reach: float | None = None
 ) -> int:
-    """Return the width that the proof needs: for each weight and sign one unit fits, but for a probability δ/l.
+    """Return the width that the proof needs: for each weight and sign one unit fits, except with probability δ/l.
 
     `reach` bounds the entries of the layer's input. By default it is √d_in + ε (1 where there is only one layer), which
     is valid wherever the network has no more inputs than this layer; see `widths`.
     """
-    require_valid_arguments(d_in=d_in, d_out=d_out, layers=layers, R=R, epsilon=epsilon, delta=delta)
+    require_valid_parameters(d_in=d_in, d_out=d_out, layers=layers, R=R, epsilon=epsilon, delta=delta)
     if reach is None:
         reach = 1.0 if layers == 1 else math.sqrt(d_in) + epsilon
     require(0 < reach < math.inf, f"reach bounds what comes into the layer, and must be positive, got {reach:g}.")

@@ -34,7 +34,7 @@ def train(allocation: str, layout: torch.memory_format, sparsity: float) -> tupl
 def test_picked_is_selected(monkeypatch, allocation, layout, sparsity):
     picked, ours = train(allocation, layout, sparsity)
     assert picked._engine.buffers[0].magnitude is not None  # it went that way
-    monkeypatch.setattr(DPF, "ranks", False)
+    monkeypatch.setattr(DPF, "ranks_by_magnitude", False)
     selected, theirs = train(allocation, layout, sparsity)
     assert selected._engine.buffers[0].magnitude is None
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
