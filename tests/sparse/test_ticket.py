@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import pomona as pm
 from pomona.core.fused.random_stream import RandomStream
 from pomona.lab import Recipe, train
-from pomona.lab.runs.export import ticket as export_ticket
+from pomona.lab.runs.export import export_ticket
 from pomona.sparse import rans, ticket
 
 
@@ -317,7 +317,7 @@ def test_runs_that_trained_weights_are_refused(tmp_path: Path) -> None:
     for name in ("tuned", "dense"):
         with pytest.raises(pm.PomonaError, match=f"the last stage of '.*{name}' trained weights"):
             export_ticket(tmp_path / name)
-    with pytest.raises(pm.PomonaError, match="no finished run"):
+    with pytest.raises(pm.PomonaError, match="not a finished run"):
         export_ticket(tmp_path / "nothing")
 
 
