@@ -25,8 +25,8 @@ from torch import nn
 import pomona as pm
 from pomona.lab.recipes.bundled import find_recipe
 from pomona.lab.recipes.recipe import Recipe
-from pomona.lab.sweeps import concurrent as packed
-from pomona.lab.sweeps.process_pool import Job
+from pomona.lab.sweeps.concurrent_runs import train_concurrently
+from pomona.lab.sweeps.job import Job
 
 BATCH, STEPS = 128, 391
 
@@ -83,7 +83,7 @@ def lab(method: str, loop: str, count: int, epochs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         jobs = [Timed(dataclasses.replace(recipe, seed=k), Path(folder, str(k))) for k in range(count)]
         start = time.perf_counter()
-        for _, outcome in packed.run(jobs, count, print):
+        for _, outcome in train_concurrently(jobs, count, print):
             if "error" in outcome:
                 raise RuntimeError(outcome["error"])
     # DPF prunes nothing in its first epoch, so kernels are still being made in the second.

@@ -18,7 +18,7 @@ import pages
 import record
 from pages import DOCS, RESULTS, grid
 
-from pomona.lab.tables.log_chart import curves
+from pomona.lab.tables.chart import line_chart
 from pomona.theory import qian_tables
 
 RECORD, PAGE, DRAWINGS = RESULTS / "qian.json", DOCS / "theory.md", DOCS / "theory"
@@ -160,7 +160,9 @@ def histograms(result: dict[str, Any], title: str) -> str:
             (low + (k + 0.5) * step, count / total / step) for k, count in enumerate(counts)
         ]
     subtitle = f"{result['cells'][0]['model']}, four standard deviations to each side"
-    return curves(lines, title=title, subtitle=subtitle, across="weight", up="density", log=(False, False))
+    return line_chart(
+        lines, title=title, subtitle=subtitle, x_label="weight", y_label="density", log_axes=(False, False)
+    )
 
 
 def drawings() -> dict[str, str]:

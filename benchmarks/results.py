@@ -12,9 +12,9 @@ import pages
 from pages import DOCS, machine, write
 
 from pomona.lab.recipes import bundled as shelf
-from pomona.lab.sweeps import result_table as table
-from pomona.lab.sweeps.run_store import Run, Store
-from pomona.lab.tables import definitions as papers
+from pomona.lab.sweeps.run_store import RunStore, StoredRun
+from pomona.lab.tables.definitions import load_table
+from pomona.lab.tables.rendering import completion_status, render_markdown
 
 PAGE = DOCS / "results.md"
 
@@ -48,25 +48,25 @@ RUNS = """
 """
 
 
-def store() -> Store:
+def store() -> RunStore:
     """The runs whose records are here, and no others."""
-    return Store(folders=(), records=(pages.RESULTS / "runs",))
+    return RunStore(folders=(), records=(pages.RESULTS / "runs",))
 
 
-def compare(name: str, runs: Store) -> dict[str, Any]:
+def compare(name: str, runs: RunStore) -> dict[str, Any]:
     """A paper's table beside what runs reached."""
-    return papers.load(shelf.bundled_tables()[name]).compare(runs)
+    return load_table(shelf.bundled_tables()[name]).compare(runs)
 
 
 def begun(result: dict[str, Any]) -> str:
     """The rows of a table in which something was trained, and how much of it that is."""
     rows = {(cell["label"], cell["row"]) for cell in result["cells"] if cell["runs"]}
     shown = result | {"cells": [cell for cell in result["cells"] if (cell["label"], cell["row"]) in rows]}
-    about = f"`{result['name']}`, {result['paper']}: {table.state(result)}."
-    return f"{about}\n\n{table.markdown(shown)}"
+    about = f"`{result['name']}`, {result['paper']}: {completion_status(result)}."
+    return f"{about}\n\n{render_markdown(shown)}"
 
 
-def line(run: Run) -> str:
+def line(run: StoredRun) -> str:
     """A run in a row of a table."""
     summary: dict[str, Any] = run.summary or {}
     measure = "accuracy" if "accuracy" in summary else "perplexity"

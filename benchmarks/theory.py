@@ -27,7 +27,7 @@ import record
 import torch
 from torch import Tensor, nn
 
-from pomona.lab.tables.log_chart import curves
+from pomona.lab.tables.chart import line_chart
 from pomona.theory import bounds, spectral
 from pomona.theory.certificate import Ball, Cube, Region, certify
 
@@ -163,12 +163,12 @@ def picture(rows: list[dict[str, Any]], name: str, alpha: float) -> str:
     lines = {line: [(row["width"], row[line]) for row in some if row.get(line)] for line in names}
     kind, over = ("network", "ball") if name != "kernels" else ("convolutional network", "cube")
     exponent = f"d^−{RULES[name].power * alpha:g}"
-    return curves(
+    return line_chart(
         lines,
         title=f"{TITLES[name]}, α = {alpha:g}: promised and found",
         subtitle=f"{kind} of three layers, sparsity {exponent}, δ = {DELTA:g}; lines begin where a bound speaks",
-        across="channels d" if name == "kernels" else "width d",
-        up=f"sup ‖f − F‖ over the unit {over}",
+        x_label="channels d" if name == "kernels" else "width d",
+        y_label=f"sup ‖f − F‖ over the unit {over}",
         dashed=names[2:],
     )
 

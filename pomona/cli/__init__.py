@@ -1,6 +1,10 @@
-"""The command line, one module for each kind of work; `base` has what they share."""
+"""The `pomona` command line: each module holds one command or a few related ones and only parses, calls and prints.
 
-from . import training, sweeping, shipping, bench, bound, private, about  # noqa: F401, I001  the order of `pomona --help`
-from .base import app, main
+`application` holds the group of commands, `options` the options that commands share, `output` the functions that
+print, and `single_run` the parts that are common to commands which train one run.
+"""
+
+from . import demo, train, retrain, sweep, table, shrink, bench, export, bound, private, info  # noqa: F401, I001  the order of `pomona --help`
+from .application import app, main
 
 __all__ = ["app", "main"]

@@ -1,20 +1,20 @@
-"""`private`: training under differential privacy."""
+"""The `private` command: train under differential privacy."""
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pomona.errors import require
+from .application import app
+from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings
+from .output import facts_table, print_json, print_note, print_table
+from .single_run import find_recipe, recipe_overrides, resume_hint
 
-from .base import RUNS, DataDir, Json, app, dump, facts, note, say, show
+AS_GOOD_AS_RANDOM = 0.95  # share of a random draw's loss above which the drawn indices are called as good as random
 
 
 @app.command()
@@ -22,101 +22,87 @@ def private(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE", help="A TOML file or a recipe of pomona's with [private], or a run's folder to resume."
+            metavar="RECIPE",
+            help="A TOML file or the name of a bundled recipe, with a [private] section, or the folder of a run to "
+            "resume.",
         ),
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (private.epsilon=2); may be repeated."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="The run's name instead of the recipe's; its folder is runs/NAME.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="The run's folder.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    settings: Settings = None,
+    name: RunName = None,
+    out: RunFolder = None,
+    resume: Resume = False,
     data_dir: DataDir = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Solve the budget and show it with the whole recipe; write nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     shares: Annotated[
-        bool, typer.Option("--shares", help="Show what other shares of ε for the indices would lead to; train nothing.")
+        bool, typer.Option("--shares", help="Show the predicted error for other shares of ε; train nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train under differential privacy, within a budget.
+    """Train under differential privacy, within a privacy budget.
 
-    The noise is solved for before the run, which needs dp-accounting (the extra `privacy`). What --dry-run prints
-    is a recipe with its budget, from which a machine without it trains.
+    The noise scale is solved for before the run, which needs dp-accounting (the extra `privacy`). --dry-run prints a
+    recipe that holds the solved budget; a machine without dp-accounting can train from it.
     """
-    from pomona.lab import Interrupted, describe_run, train
-    from pomona.lab.recipes.bundled import find_recipe
+    from pomona.lab import describe_run, train
     from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
     from pomona.lab.runs.progress import make_reporter
     from pomona.lab.runs.train import validate_folder
 
-    folder = Path(recipe)
-    if folder.is_dir():
-        require(resume, f"'{recipe}' is a folder: give a recipe, or resume the run in it with --resume.")
-        require((folder / "recipe.toml").is_file(), f"there is no run to resume in '{recipe}': it has no recipe.toml.")
-        out, path = out or folder, folder / "recipe.toml"
-    else:
-        path = find_recipe(recipe)
-    resolved = PrivateRecipe.load(path, [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])])
-    place = out or RUNS / resolved.recipe.name
+    path, place = find_recipe(recipe, out, resume)
+    resolved = PrivateRecipe.load(path, recipe_overrides(settings, name))
+    folder = place or RUNS / resolved.recipe.name
     if shares:
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)
-        dump(found) if as_json else show(predicted(found))
+        print_json(found) if as_json else print_table(shares_table(found))
         return
+    strategy = lab.PrivateStrategy(resolved)
     if dry_run:
-        validate_folder(lab.PrivateStrategy(resolved), place, resume)
-        plan = describe_run(lab.PrivateStrategy(resolved), data_dir=data_dir)
+        validate_folder(strategy, folder, resume)
+        plan = describe_run(strategy, data_dir=data_dir)
         if as_json:
-            dump({"folder": str(place), **plan})
+            print_json({"folder": str(folder), **plan})
         else:
             print(PrivateRecipe.load(plan["recipe"]).to_toml())
-            show(facts({"folder": place, "steps": f"{plan['steps']:,}", **words(plan["private"], plan["params"])}))
+            promise = privacy_facts(plan["private"], plan["params"])
+            print_table(facts_table({"folder": folder, "steps": f"{plan['steps']:,}", **promise}))
         return
     progress = None if as_json else make_reporter(Console(stderr=True))
-    try:
-        strategy = lab.PrivateStrategy(resolved)
-        summary = train(strategy, place, resume=resume, data_dir=data_dir, progress=progress, note=note)
-    except (Interrupted, KeyboardInterrupt) as stopped:
-        say(f"{stopped or 'stopped.'} To go on: {shlex.join(['pomona', 'private', '--resume', str(place)])}")
-        raise typer.Exit(130) from stopped
+    with resume_hint("private", folder, data_dir):
+        summary = train(strategy, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
     if as_json:
-        dump(summary)
+        print_json(summary)
     else:
-        told = words(summary["private"], summary["params"])
-        show(facts({"accuracy": f"{summary['accuracy']:.2f} %", **told, "folder": str(place)}))
+        promise = privacy_facts(summary["private"], summary["params"])
+        print_table(facts_table({"accuracy": f"{summary['accuracy']:.2f} %", **promise, "folder": str(folder)}))
 
 
-def predicted(splits: Sequence[Mapping[str, Any]]) -> Table:
-    """Shares of ε side by side; the least error is marked."""
+def shares_table(splits: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of shares of ε for the indices and their predicted errors, with the least error marked."""
     grid = Table("share of ε", "θ", "top-k lost", "σ", "pruning error", "noise", "together", box=None, pad_edge=False)
     least = min(split["error"] for split in splits)
     for split in splits:
         together = f"{split['error']:.4g}{' ★' if split['error'] == least else ''}"
         numbers = f"{split['theta']:.2g}", f"{split['lost']:.2%}", f"{split['sigma']:.3f}"
         grid.add_row(f"{split['share']:g}", *numbers, f"{split['pruning']:.4g}", f"{split['noise']:.4g}", together)
-    grid.caption = "squared error of one step's gradient, were it Gaussian and as large as clipping allows"
+    grid.caption = "squared error of the gradient of one step, assuming Gaussian gradients of the clipping norm"
     return grid
 
 
-def words(private: Mapping[str, Any], params: int) -> dict[str, str]:
-    """What a run promises, for a person."""
-    told = {
+def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
+    """Return the privacy guarantee of a run as names and texts for a person."""
+    facts = {
         "method": private["method"],
         "privacy": f"ε = {private['target']:.4g} at δ = {private['delta']:g}, one example added or removed",
         "noise": f"σ = {private['sigma']:.4g} times the norm {private['clip']:g}, to which each example is clipped",
+        "randomness": "secure" if private["secure"] else "seeded, for experiments only: the seed reveals the noise",
     }
-    told["randomness"] = "secure" if private["secure"] else "seeded, for experiments: who knows the seed can undo it"
     if private["method"] != "dpsgd":
-        told["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
+        facts["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
     if private["method"] == "gip":
         lost, chance = private["lost"]["end"], private["random_loses"]["end"]
-        told["index draws"] = f"ε = {private['index_epsilon']:.3g} each, on its sample"
-        told["top-k lost"] = f"{lost:.2%} (E[i]/m); indices drawn at random lose {chance:.2%}"
-        if lost > 0.95 * chance:
-            told["so"] = "the indices are as good as random: at this ε the draw knows next to nothing of the gradient"
-    return told
+        facts["index draws"] = f"ε = {private['index_epsilon']:.3g} each, on its sample"
+        facts["top-k lost"] = f"{lost:.2%} (E[i]/m); indices drawn at random lose {chance:.2%}"
+        if lost > AS_GOOD_AS_RANDOM * chance:
+            facts["warning"] = "the indices are as good as random: at this ε the draw ignores the gradient"
+    return facts

@@ -1,4 +1,4 @@
-"""The laboratory: recipes, runs that can be resumed, and what they measured.
+"""The laboratory: recipes, runs that can be resumed, sweeps of runs, and tables of their results.
 
 recipe = Recipe.load("recipes/digits.toml", ["method.sparsity=0.95"])
 summary = train(recipe, "runs/digits")

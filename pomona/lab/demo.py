@@ -1,13 +1,12 @@
-"""The demo: one small network, dense and then pruned by every method, each with the same training.
+"""The demo: train one small network dense and pruned by several methods, each for the same number of epochs.
 
-It is made of ordinary runs, one folder each, so what it does is in their `recipe.toml`.
+The demo consists of ordinary runs, one folder each, so that every setting is in their `recipe.toml`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +21,14 @@ from pomona.errors import require
 
 from .recipes.options import DENSE
 from .recipes.recipe import Recipe
-from .runs import durable_files
-from .runs import environment as env
+from .runs import durable_files, environment
 from .runs.progress import SeriesProgress
 from .runs.train import train
-from .tables import line_chart as plot
+from .sweeps.result_table import TIE, costs, format_mean, mean_and_deviation
+from .tables.chart import Point, sparsity_chart
 
-# Weight decay and clipping are what a network this small needs to keep DPF steady at 98 %: where a whole
-# filter is pruned, batch norm magnifies the gradient of its dense weights.
+# Weight decay and clipping keep DPF stable at a sparsity of 98 % in a network this small: where a whole filter is
+# pruned, batch norm amplifies the gradient of its dense weights.
 SETTINGS: dict[str, Any] = {
     "data": "digits",
     "model": "digits_cnn",
@@ -46,41 +45,45 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is trained, and for how long."""
+class DemoGrid:
+    """The grid of runs of a demo: sparsities and seeds, and the length of each training."""
 
     sparsities: tuple[float, ...] = (0.8, 0.9, 0.95, 0.98)
     epochs: int = 16
     seeds: int = 2
 
     def recipes(self, seed: int = 0) -> list[Recipe]:
-        """Every run: dense first, then sparsity by sparsity."""
+        """Return the recipes of all runs: dense first, then sparsity by sparsity."""
         dense: dict[str, Any] = {"name": DENSE}
         methods = [
             {"name": name, "sparsity": s, **options} for s in self.sparsities for name, options in METHODS.items()
         ]
-        return [self.recipe(method, k) for method in (dense, *methods) for k in range(seed, seed + self.seeds)]
+        return [self.make_recipe(method, k) for method in (dense, *methods) for k in range(seed, seed + self.seeds)]
 
-    def recipe(self, method: Mapping[str, Any], seed: int) -> Recipe:
-        share = f"-{100 * method['sparsity']:g}" if "sparsity" in method else ""
-        name = f"{method['name']}{share}-seed{seed}"
+    def make_recipe(self, method: Mapping[str, Any], seed: int) -> Recipe:
+        """Return the recipe of one method and seed."""
+        sparsity = f"-{100 * method['sparsity']:g}" if "sparsity" in method else ""
+        name = f"{method['name']}{sparsity}-seed{seed}"
         training = {**SETTINGS["train"], "epochs": self.epochs, "eval_every": self.epochs}
         return Recipe.load({**SETTINGS, "name": name, "seed": seed, "method": method, "train": training})
 
 
-FULL = Plan()
-QUICK = Plan(sparsities=(0.8, 0.95), epochs=4, seeds=1)
+FULL = DemoGrid()
+QUICK = DemoGrid(sparsities=(0.8, 0.95), epochs=4, seeds=1)
 
 
-def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: SeriesProgress | None = None) -> dict[str, Any]:
-    """Train the plan into folders below `out`; the cells, also in `demo.json`, and the picture `demo.svg`.
+def run_demo(
+    out: Path | str, grid: DemoGrid = FULL, *, seed: int = 0, progress: SeriesProgress | None = None
+) -> dict[str, Any]:
+    """Train all runs of a grid in folders below `out`, and write the cells to `demo.json` and a chart to `demo.svg`.
 
-    Runs of an earlier demo there are replaced; anything else is left alone.
+    Runs of an earlier demo in `out` are replaced; other files there are not touched. Returns the content of
+    `demo.json`.
     """
     out, started = Path(out), time.perf_counter()
-    recipes = plan.recipes(seed)
-    clear(out, [recipe.name for recipe in recipes])
-    with one_thread():
+    recipes = grid.recipes(seed)
+    remove_earlier_runs(out, [recipe.name for recipe in recipes])
+    with single_cpu_thread():
         summaries = []
         for recipe in recipes:
             summary = train(recipe, out / recipe.name, progress=progress)
@@ -88,29 +91,29 @@ def run(out: Path | str, plan: Plan = FULL, *, seed: int = 0, progress: SeriesPr
                 progress.done(summary)
             summaries.append(summary)
     result = {
-        "cells": cells(recipes, summaries),
+        "cells": make_cells(recipes, summaries),
         "seconds": time.perf_counter() - started,
-        **env.describe_environment(),
+        **environment.describe_environment(),
     }
-    durable_files.replace_file(out / "demo.svg", picture(result["cells"]).encode())
+    durable_files.replace_file(out / "demo.svg", draw_chart(result["cells"]).encode())
     durable_files.replace_file(out / "demo.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
     return result
 
 
-def clear(out: Path, names: Sequence[str]) -> None:
-    """Remove the runs of an earlier demo, once it is certain that they are runs."""
+def remove_earlier_runs(out: Path, names: Sequence[str]) -> None:
+    """Remove the runs of an earlier demo; raise PomonaError where a folder with one of the names is something else."""
     require(out.is_dir() or not out.exists(), f"'{out}' is a file: give a folder for the demo with --out.")
     folders = [out / name for name in names if (out / name).exists()]
     for folder in folders:
-        ours = (folder / "recipe.toml").is_file() and Recipe.load(folder / "recipe.toml").name == folder.name
-        require(ours, f"'{folder}' is in the way and is no run of a demo: move it, or give another folder with --out.")
+        is_demo = (folder / "recipe.toml").is_file() and Recipe.load(folder / "recipe.toml").name == folder.name
+        require(is_demo, f"'{folder}' exists and is no run of a demo: move it, or give another folder with --out.")
     for folder in folders:
         shutil.rmtree(folder)
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread: the network is too small to gain from more, and a busy machine would lose by it."""
+def single_cpu_thread() -> Iterator[None]:
+    """Use one CPU thread: the network is too small to gain from more, and on a busy machine it would lose."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,85 +122,74 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def cells(recipes: Sequence[Recipe], summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One cell for each method and sparsity, with the mean over its seeds; the best of each sparsity is marked."""
+def make_cells(recipes: Sequence[Recipe], summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one cell for each method and sparsity, with the mean over seeds; the best of each sparsity is marked."""
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for recipe, summary in zip(recipes, summaries, strict=True):
         key = recipe.method["name"], recipe.method.get("sparsity", 0.0)
         groups.setdefault(key, []).append(summary)
-    found = [cell(method, sparsity, runs) for (method, sparsity), runs in groups.items()]
-    for one in found:
-        rivals = [c["mean"] for c in found if c["sparsity"] == one["sparsity"]]
-        one["best"] = one["mean"] > max(rivals) - 0.005  # equal in print
-    return found
+    cells = [make_cell(method, sparsity, runs) for (method, sparsity), runs in groups.items()]
+    for cell in cells:
+        rivals = [c["mean"] for c in cells if c["sparsity"] == cell["sparsity"]]
+        cell["best"] = cell["mean"] > max(rivals) - TIE
+    return cells
 
 
-def cell(method: str, sparsity: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    accuracies = [run["accuracy"] for run in runs]
-    first = runs[0]
+def make_cell(method: str, sparsity: float, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the cell of a method and a sparsity from the summaries of its runs."""
+    first = summaries[0]
     return {
         "model": first["model"],
         "method": method,
         "sparsity": sparsity,
-        "setting": {"data": first["data"], "epochs": first["epoch"], "seeds": [run["seed"] for run in runs]},
-        "mean": statistics.mean(accuracies),
-        "std": statistics.stdev(accuracies) if len(runs) > 1 else None,
-        "runs": len(runs),
-        "paper": None,
-        "params": first["params"],
-        "params_left": round(statistics.mean(run["nonzeros"] for run in runs)),
-        "macs": first["macs"],
-        "macs_left": round(statistics.mean(run["macs_left"] for run in runs)),
-        "seconds": statistics.mean(run["seconds"] for run in runs),
+        "setting": {"data": first["data"], "epochs": first["epoch"], "seeds": [run["seed"] for run in summaries]},
+        **mean_and_deviation([run["accuracy"] for run in summaries]),
+        **costs(summaries),
     }
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows are sparsities, columns methods; the best of each row is marked."""
+def render_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of sparsities by methods, with the best of each row marked; the dense network is the title."""
     dense, *rest = cells
     methods = list(dict.fromkeys(c["method"] for c in rest))
-    grid = Table(title=heading(dense), title_justify="left", caption_justify="left", show_lines=True)
-    grid.caption = "★ the best of its row; params and MACs are what is left of them"
+    grid = Table(title=dense_heading(dense), title_justify="left", caption_justify="left", show_lines=True)
+    grid.caption = "★ the best of its row; params and MACs are the remaining shares"
     for column in ("sparsity", *methods):
         grid.add_column(column, justify="right", no_wrap=True)
     for sparsity in dict.fromkeys(c["sparsity"] for c in rest):
         row = {c["method"]: c for c in rest if c["sparsity"] == sparsity}
-        grid.add_row(f"{100 * sparsity:g}%", *(show(row[method]) for method in methods))
+        grid.add_row(f"{100 * sparsity:g}%", *(format_cell(row[method]) for method in methods))
     return grid
 
 
-def heading(dense: Mapping[str, Any]) -> str:
-    """What was trained, and what it is without pruning."""
+def dense_heading(dense: Mapping[str, Any]) -> str:
+    """Return a heading with the model, the data, and the accuracy and cost of the dense network."""
     setting = dense["setting"]
     cost = f"{dense['params']:,} parameters · {dense['macs']:,} MACs · {dense['seconds']:.1f} s"
     return (
         f"[bold]{dense['model']} on {setting['data']}[/], accuracy in % after {setting['epochs']} epochs\n"
-        f"dense: [bold]{accuracy(dense)}[/] · {cost}"
+        f"dense: [bold]{format_mean(dense)}[/] · {cost}"
     )
 
 
-def show(one: Mapping[str, Any]) -> str:
-    """A cell of the table."""
-    quality = f"[bold green]★ {accuracy(one)}[/]" if one["best"] else accuracy(one)
-    params, macs = one["params_left"] / one["params"], one["macs_left"] / one["macs"]
-    return f"{quality}\n[dim]{params:.1%} params\n{macs:.1%} MACs\n{one['seconds']:.1f} s[/]"
+def format_cell(cell: Mapping[str, Any]) -> str:
+    """Return the text of a cell: accuracy, remaining parameters and MACs, and seconds."""
+    quality = f"[bold green]★ {format_mean(cell)}[/]" if cell["best"] else format_mean(cell)
+    params, macs = cell["params_left"] / cell["params"], cell["macs_left"] / cell["macs"]
+    return f"{quality}\n[dim]{params:.1%} params\n{macs:.1%} MACs\n{cell['seconds']:.1f} s[/]"
 
 
-def accuracy(one: Mapping[str, Any]) -> str:
-    return f"{one['mean']:.2f}" + (f" ± {one['std']:.2f}" if one["std"] is not None else "")
-
-
-def picture(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracy over sparsity, one line a method."""
+def draw_chart(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG chart of accuracy over sparsity, one curve per method."""
     dense, *rest = cells
-    curves: dict[str, list[plot.Point]] = {}
-    for one in rest:
-        curves.setdefault(one["method"], []).append((one["sparsity"], one["mean"]))
+    series: dict[str, list[Point]] = {}
+    for cell in rest:
+        series.setdefault(cell["method"], []).append((cell["sparsity"], cell["mean"]))
     runs = f"mean of {dense['runs']} seeds" if dense["runs"] > 1 else "one seed"
     training = f"{dense['setting']['epochs']} epochs each, {runs}"
-    return plot.chart(
-        curves,
+    return sparsity_chart(
+        series,
         title="Accuracy of a network as its weights are pruned",
         subtitle=f"A small convolutional network on scikit-learn's digits; {training}",
-        level=("dense", dense["mean"]),
+        reference=("dense", dense["mean"]),
     )

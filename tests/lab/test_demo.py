@@ -1,9 +1,8 @@
-"""The demo: that it is made of ordinary runs, what it says about them, and its picture."""
+"""The demo: its runs, its table and its chart."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 import statistics
@@ -12,22 +11,19 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.lab import demo
-from pomona.lab.demo import FULL, METHODS, QUICK, Plan
-from pomona.lab.tables import line_chart as plot
+from pomona.lab.demo import FULL, METHODS, QUICK, DemoGrid
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quick demo, made by the command line beside what is not its own."""
+    """Return the folder of a quick demo, which the command line made beside other files."""
     out = tmp_path_factory.mktemp("demo")
     (out / "notes.txt").write_text("mine")
     (out / "my-run").mkdir()
@@ -40,19 +36,19 @@ def result(quick: Path) -> dict:
     return json.loads((quick / "demo.json").read_text())
 
 
-def summary(accuracy: float, **values) -> dict:
-    """What a run reports, as far as the demo reads it."""
+def make_summary(accuracy: float, **values) -> dict:
+    """Return the part of a run's summary that the demo reads."""
     counts = {"params": 100, "nonzeros": 20, "macs": 1000, "macs_left": 300}
     return {"model": "m", "data": "d", "epoch": 4, "seed": 0, "accuracy": accuracy, "seconds": 1.0} | counts | values
 
 
-def render(table) -> str:
+def print_text(table) -> str:
     console = Console(file=io.StringIO(), width=140, color_system=None)
     console.print(table)
     return console.file.getvalue()
 
 
-def test_every_cell_has_the_same_training():
+def test_all_runs_have_the_same_training():
     recipes = FULL.recipes()
     assert len(recipes) == (1 + 4 * 4) * FULL.seeds
     cells = {(r.method["name"], r.method.get("sparsity")) for r in recipes}
@@ -65,7 +61,7 @@ def test_every_cell_has_the_same_training():
     assert len({recipe.name for recipe in recipes}) == len(recipes)
 
 
-def test_the_cells_are_the_means_of_the_runs(quick, result):
+def test_cells_are_means_of_runs(quick, result):
     assert len(result["cells"]) == 1 + len(QUICK.sparsities) * len(METHODS)
     for cell in result["cells"]:
         share = f"-{100 * cell['sparsity']:g}" if cell["sparsity"] else ""
@@ -79,45 +75,45 @@ def test_the_cells_are_the_means_of_the_runs(quick, result):
         assert cell["macs_left"] <= cell["macs"]
 
 
-def test_dense_learns_and_so_do_the_pruned(result):
+def test_dense_and_pruned_networks_learn(result):
     accuracy = {(cell["method"], cell["sparsity"]): cell["mean"] for cell in result["cells"]}
     assert accuracy["dense", 0.0] > 95
     assert all(value > 90 for (_, sparsity), value in accuracy.items() if sparsity == 0.8)
 
 
-def test_a_second_demo_replaces_its_own_runs_and_nothing_else(quick, capsys):
+def test_a_second_demo_replaces_only_runs_of_the_first(quick, capsys):
     stale = quick / "dense-seed3" / "stale"
     stale.write_text("of the first demo")
-    plan = Plan(sparsities=(), epochs=1, seeds=1)
-    demo.clear(quick, [recipe.name for recipe in plan.recipes(3)])
+    grid = DemoGrid(sparsities=(), epochs=1, seeds=1)
+    demo.remove_earlier_runs(quick, [recipe.name for recipe in grid.recipes(3)])
     assert not stale.parent.exists()
     assert (quick / "notes.txt").read_text() == "mine"
     assert (quick / "my-run").is_dir()
     assert (quick / "dpf-80-seed3").is_dir()
 
 
-def test_what_is_no_run_of_a_demo_is_not_removed(tmp_path):
+def test_folders_of_other_runs_are_not_removed(tmp_path):
     (tmp_path / "random-80-seed0").mkdir()
     (tmp_path / "random-80-seed0" / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())  # of another run
-    ours = tmp_path / "dense-seed0"
-    ours.mkdir()
-    (ours / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())
-    with pytest.raises(PomonaError, match=r"random-80-seed0' is in the way"):
-        demo.run(tmp_path, QUICK)
-    assert ours.is_dir()
+    own = tmp_path / "dense-seed0"
+    own.mkdir()
+    (own / "recipe.toml").write_text(QUICK.recipes()[0].to_toml())
+    with pytest.raises(PomonaError, match=r"random-80-seed0' exists and is no run of a demo"):
+        demo.run_demo(tmp_path, QUICK)
+    assert own.is_dir()
 
 
 def test_cells_average_over_seeds_and_mark_the_best():
-    plan = Plan(sparsities=(0.8,), epochs=4, seeds=2)
+    grid = DemoGrid(sparsities=(0.8,), epochs=4, seeds=2)
     accuracies = {"dense": (99, 98), "oneshot": (90, 94), "incremental": (95, 97), "random": (80, 80), "dpf": (96, 96)}
-    recipes = plan.recipes()
-    runs = [summary(accuracies[r.method["name"]][r.seed], seed=r.seed, seconds=1.0 + r.seed) for r in recipes]
-    cells = {cell["method"]: cell for cell in demo.cells(recipes, runs)}
+    recipes = grid.recipes()
+    runs = [make_summary(accuracies[r.method["name"]][r.seed], seed=r.seed, seconds=1.0 + r.seed) for r in recipes]
+    cells = {cell["method"]: cell for cell in demo.make_cells(recipes, runs)}
     assert [method for method, cell in cells.items() if cell["best"]] == ["dense", "incremental", "dpf"]  # a tie
     assert (cells["oneshot"]["mean"], cells["oneshot"]["std"]) == (92, statistics.stdev([90, 94]))
     assert (cells["oneshot"]["runs"], cells["oneshot"]["setting"]["seeds"]) == (2, [0, 1])
     assert cells["oneshot"]["seconds"] == 1.5
-    text = render(demo.table(list(cells.values())))
+    text = print_text(demo.render_table(list(cells.values())))
     dense, row = (next(line for line in text.splitlines() if word in line) for word in ("dense: ", "80%"))
     assert "98.50" in dense
     assert "100 parameters · 1,000 MACs" in dense
@@ -125,14 +121,14 @@ def test_cells_average_over_seeds_and_mark_the_best():
     assert all(text.count(words) == len(METHODS) for words in ("20.0% params", "30.0% MACs", " 1.5 s │"))
 
 
-def test_one_thread_is_given_back():
+def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
-    with demo.one_thread():
+    with demo.single_cpu_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
 
-def test_the_picture_has_a_line_a_method_and_a_dashed_one_for_dense(quick, result):
+def test_the_chart_has_a_curve_per_method_and_a_dashed_line_for_dense(quick, result):
     root = ElementTree.fromstring((quick / "demo.svg").read_text())
     lines = root.findall(f"{SVG}polyline")
     assert len(lines) == len(METHODS)
@@ -151,28 +147,3 @@ def test_the_picture_has_a_line_a_method_and_a_dashed_one_for_dense(quick, resul
     assert slope < 0
     for point, value in zip(points, values, strict=True):
         assert point == pytest.approx(points[low] + slope * (value - values[low]), abs=0.11)
-
-
-def test_the_picture_escapes_names():
-    svg = plot.chart({"a<b&c": [(0.5, 90.0), (0.9, 80.0)]}, title="x < y")
-    words = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    assert "a<b&c  80.0" in words
-    assert "x < y" in words
-
-
-@given(st.lists(st.floats(0, 300), min_size=1, max_size=8).map(sorted))
-def test_labels_are_spread_and_stay_in_order(places):
-    moved = plot.spread(places, 17, 0, 300)
-    assert all(after - before >= 17 - 1e-9 for before, after in itertools.pairwise(moved))
-    assert moved[0] >= -1e-9
-    assert moved[-1] <= 300
-    if all(after - before >= 17 for before, after in itertools.pairwise(places)):
-        assert moved == places
-
-
-@given(st.floats(0, 100), st.floats(0, 100))
-def test_scale_holds_the_values_between_round_limits(a, b):
-    low, high, unit = plot.scale(min(a, b), max(a, b))
-    assert low <= min(a, b) <= max(a, b) <= high
-    assert low < high
-    assert (high - low) / unit <= 8

@@ -12,8 +12,8 @@ import pytest
 
 import pomona
 from pomona import privacy
-from pomona.lab.sweeps.result_table import layout
 from pomona.lab.tables import private_table as private
+from pomona.lab.tables.rendering import layout_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
     result = private.private_table(tmp_path / "record.json")
-    heads, rows = layout(result)
+    heads, rows = layout_table(result)
     assert heads == ["", "", "ε = 1", "ε = 2"]
     assert rows[0] == ["gip", "E[i]/m = 0.900", "40.00 ×1", "51.00 ± 1.41 ×2"]
     cells = result["cells"]
@@ -77,7 +77,7 @@ def test_arm_is_one_row_with_the_range_of_missed_indices(tmp_path):
         make_run("dpsgd", 1.0, 0, 41.0, lost=0),
     ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
-    _, rows = layout(private.private_table(tmp_path / "record.json"))
+    _, rows = layout_table(private.private_table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 

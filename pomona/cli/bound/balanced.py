@@ -45,5 +45,5 @@ def balanced(
         title="Error that pruning adds to an output",
         x_label="sparsity",
         y_label="variance",
-        log=(False, True),
+        log_axes=(False, True),
     )

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pomona.errors import PomonaError, require
 
-from ..base import dump, facts, show
+from ..output import facts_table, print_json, print_table
 from .group import bound
 from .options import Delta, Json, Plot, RunFolder
 from .output import Series, print_values, write_chart
@@ -82,7 +82,7 @@ def certify(
     except RuntimeError as error:
         raise PomonaError(f"'{run}' and '{against}' are networks of different shapes: give two of one kind.") from error
     if as_json:
-        dump({"sparsity": sparsity, "region": repr(region), **dataclasses.asdict(found)})
+        print_json({"sparsity": sparsity, "region": repr(region), **dataclasses.asdict(found)})
     else:
         print_certificate(found, region, sparsity, steps)
     if plot is not None:
@@ -94,9 +94,9 @@ def print_certificate(found: Certificate, region: Region, sparsity: float | None
     table = Table("layer", "‖W*‖ dense", "‖W‖ pruned", "‖removed‖", "outputs apart by at most", box=None)
     for layer in found.layers:
         table.add_row(escape(layer.name), *(f"{v:.4g}" for v in dataclasses.astuple(layer)[1:]))
-    show(table)
-    show(
-        facts(
+    print_table(table)
+    print_table(
+        facts_table(
             {
                 "region": region,
                 **({"sparsity": f"{sparsity:.4f}"} if sparsity is not None else {}),
@@ -117,7 +117,7 @@ def write_layers_chart(file: Path, found: Certificate) -> None:
         "‖W‖": [(k, layer.dense) for k, layer in layers if layer.dense > 0],
     }
     title = "Certificate, layer by layer"
-    write_chart(file, series, title=title, x_label="layer", y_label="norm", log=(False, True))
+    write_chart(file, series, title=title, x_label="layer", y_label="norm", log_axes=(False, True))
 
 
 @bound.command()
@@ -160,7 +160,7 @@ def fraction(
         subtitle=f"the certificate for this network, Theorem 1 for those drawn like it (sharp, δ = {delta:g})",
         x_label="sparsity",
         y_label="sup ‖f − F‖ at most",
-        log=(False, True),
+        log_axes=(False, True),
     )
 
 

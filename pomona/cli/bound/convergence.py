@@ -8,7 +8,7 @@ import typer
 
 from pomona.errors import require
 
-from ..base import dump
+from ..output import print_json
 from .group import bound
 from .options import Json, Plot
 from .output import write_chart
@@ -41,7 +41,7 @@ def convergence(
 
     found = estimates_at(T)
     if as_json:
-        dump([estimate_json(estimate) for estimate in found])
+        print_json([estimate_json(estimate) for estimate in found])
     else:
         for estimate in found:
             print(estimate)

@@ -57,5 +57,5 @@ def gip(
         subtitle=f"the error of {m:,} of {d:,} gradients, over the budget of one draw",
         x_label="ε",
         y_label="mean squared error",
-        log=(True, False),
+        log_axes=(True, False),
     )

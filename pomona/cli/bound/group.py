@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from ..base import Commands, app
+from ..application import CommandGroup, app
 
 bound = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     rich_markup_mode=None,
     help="Compute the bounds of the papers: errors, sparsities and widths, and a certificate for a trained network.",
 )

@@ -9,7 +9,7 @@ import typer
 
 from pomona.errors import PomonaError, require
 
-from ..base import Json
+from ..options import Json
 
 __all__ = [
     "Alpha",

@@ -153,5 +153,5 @@ def estimate(
         x_label="sparsity",
         y_label="sup ‖f − F‖, about",
         dashed=[name for name in series if name != extension],
-        log=(False, True),
+        log_axes=(False, True),
     )

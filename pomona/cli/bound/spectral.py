@@ -52,5 +52,5 @@ def spectral(
         title="The norm of a convolution",
         x_label="image",
         y_label="‖W‖₂ by padding",
-        log=(False, False),
+        log_axes=(False, False),
     )

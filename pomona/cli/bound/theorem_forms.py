@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pomona.errors import require
 
-from ..base import say
+from ..output import print_status
 from .output import Series, print_result, write_chart
 
 CURVE_POINTS = 40
@@ -38,7 +38,7 @@ def show_theorem(
     )
     results = [evaluate_form(theorem, form, widths, alpha, sparsity, epsilon, delta, options) for form in bounds.FORMS]
     if not as_json:
-        say("the bound holds for weights drawn at random; docs/errata.md explains the three forms.")
+        print_status("the bound holds for weights drawn at random; docs/errata.md explains the three forms.")
     print_result(results, forms_table(results), as_json)
     if plot is not None:
         write_chart(

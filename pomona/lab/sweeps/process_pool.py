@@ -1,6 +1,6 @@
-"""Runs in several processes at once, one thread each.
+"""A pool of processes that train the runs of a sweep, one CPU thread each.
 
-A process that is killed takes nothing with it: its run is taken up again by another, once.
+Where a process is killed, another process resumes its run, once.
 """
 
 from __future__ import annotations
@@ -8,144 +8,126 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context, parent_process
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pomona.errors import PomonaError
-
-from ..recipes.recipe import Recipe
 from ..runs.interruption import Interrupted, catch_stop_signals
-from ..runs.recorder import NoteCallback, ProgressListener
-from ..runs.train import train
+from ..runs.recorder import NoteCallback
+from .job import Job
 
-# A fork of this process would inherit threads and CUDA; one of a process that has only imported does not.
-MAKE: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-MAKE.set_forkserver_preload([__name__, "torch._dynamo", "sklearn.datasets"])  # what every run imports late
+# A fork of this process would inherit its threads and its CUDA context. A fork server has only imported modules.
+CONTEXT: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+CONTEXT.set_forkserver_preload([__name__, "torch._dynamo", "sklearn.datasets"])  # modules that every run imports late
 
-
-@dataclass(frozen=True)
-class Job:
-    """A run to be made, or taken up where it was left."""
-
-    recipe: Recipe
-    folder: Path
-    data_dir: Path | str | None = None
-
-    def run(
-        self,
-        stop: Callable[[], bool] | None = None,
-        note: NoteCallback | None = None,
-        progress: ProgressListener | None = None,
-    ) -> dict[str, Any]:
-        """Its summary, or under `error` why there is none."""
-        begun = (self.folder / "recipe.toml").is_file()
-        options: dict[str, Any] = {"stop": stop, "progress": progress, "note": note or (lambda text: None)}
-        try:
-            return train(self.recipe, self.folder, resume=begun, data_dir=self.data_dir, **options)
-        except Interrupted:
-            raise
-        except Exception as error:  # one cell's, not the sweep's
-            text = " ".join(str(error).split())
-            return {"error": text if isinstance(error, PomonaError) else f"{type(error).__name__}: {text}"}
+POLL_SECONDS = 0.2  # how often the pool looks for Ctrl-C while it waits for results
+EXIT_SECONDS = 5  # how long a terminated worker may take before it is killed
 
 
 class Worker:
     """A process that runs one job after another."""
 
     def __init__(self, stop: Any) -> None:
-        self.line, other = MAKE.Pipe()
-        self.process = MAKE.Process(target=serve, args=(other, stop), daemon=True)
+        self.pipe, other_end = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve_jobs, args=(other_end, stop), daemon=True)
         self.process.start()
-        other.close()  # so that the line ends with the process
-        self.index: int | None = None
+        other_end.close()  # so that the pipe closes when the process ends
+        self.index: int | None = None  # of the job under way
 
-    def give(self, index: int, job: Job) -> None:
+    def assign(self, index: int, job: Job) -> None:
+        """Send a job to the process."""
         self.index = index
-        self.line.send(job)
+        self.pipe.send(job)
 
-    def end(self) -> None:
-        self.line.close()
+    def terminate(self) -> None:
+        """End the process, by force where it does not end in time."""
+        self.pipe.close()
         self.process.terminate()
-        self.process.join(5)
+        self.process.join(EXIT_SECONDS)
         self.process.kill()
 
 
-def serve(line: connection.Connection, stop: Any) -> None:
-    """The life of a worker: Ctrl-C is the parent's business, and nothing outlives the parent for long."""
+def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
+    """Run the jobs that arrive in a pipe until it closes; the main function of a worker process.
+
+    Ctrl-C is left to the parent. Where the parent ends, the job under way stops with a checkpoint.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    alone = threading.Event()
+    orphaned = threading.Event()
 
-    def watch() -> None:
+    def watch_parent() -> None:
         parent: Any = parent_process()
         parent.join()
-        alone.set()
+        orphaned.set()
 
-    def tell(kind: str, value: Any = None) -> None:
-        with suppress(OSError):  # nobody listens any more
-            line.send((kind, value))
+    def send(kind: str, value: Any = None) -> None:
+        with suppress(OSError):  # the parent has closed the pipe
+            pipe.send((kind, value))
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     while True:
         try:
-            job = line.recv()
-            tell("done", job.run(lambda: stop.is_set() or alone.is_set(), lambda text: tell("note", text)))
+            job = pipe.recv()
+            send("done", job.run(lambda: stop.is_set() or orphaned.is_set(), lambda text: send("note", text)))
         except Interrupted:
-            tell("stopped")
+            send("stopped")
         except (EOFError, OSError, KeyboardInterrupt):
             return
 
 
-def run(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Index and summary (or `error`) of each job, as they come, from `count` processes.
+def train_in_processes(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the index and the summary (or `error`) of each job as it completes, from `count` processes.
 
-    Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second one does
-    not wait. To close this iterator before its end does the same, and raises nothing.
+    Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second signal does
+    not wait for them. Closing the iterator early also waits for the checkpoints, and raises nothing.
     """
-    stop = MAKE.Event()
-    waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
+    stop = CONTEXT.Event()
+    waiting, attempts = deque(range(len(jobs))), [0] * len(jobs)
     workers: list[Worker] = []
-    with catch_stop_signals() as asked:
+    with catch_stop_signals() as stop_requested:
         try:
-            while waiting or busy(workers):
-                if asked():
+            while waiting or any_busy(workers):
+                if stop_requested():
                     raise KeyboardInterrupt
                 while waiting and len(workers) < count:
                     workers.append(Worker(stop))
                 for worker in workers:
                     if worker.index is None and waiting:
-                        worker.give(waiting[0], jobs[waiting[0]])
+                        worker.assign(waiting[0], jobs[waiting[0]])
                         waiting.popleft()
-                yield from answers(workers, waiting, tries, note)
+                yield from collect_results(workers, waiting, attempts, note)
         finally:
             stop.set()
             try:
-                while busy(workers):
-                    list(answers(workers, waiting, tries, note))
+                while any_busy(workers):
+                    list(collect_results(workers, waiting, attempts, note))
             finally:
                 for worker in workers:
-                    worker.end()
+                    worker.terminate()
 
 
-def busy(workers: Sequence[Worker]) -> bool:
+def any_busy(workers: Sequence[Worker]) -> bool:
+    """Return whether a worker has a job under way."""
     return any(worker.index is not None for worker in workers)
 
 
-def answers(
-    workers: list[Worker], waiting: deque[int], tries: list[int], note: NoteCallback
+def collect_results(
+    workers: list[Worker], waiting: deque[int], attempts: list[int], note: NoteCallback
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What workers have to tell now; the dead ones leave the list, and what they were at waits again, once."""
-    lines = {worker.line: worker for worker in workers if worker.index is not None}
-    for line in connection.wait(list(lines), timeout=0.2):
-        worker = lines[line]
+    """Yield the results that have arrived and pass notes on to `note`.
+
+    A worker whose process died is removed from `workers`, and its job is put back into `waiting` after its first
+    attempt.
+    """
+    pipes = {worker.pipe: worker for worker in workers if worker.index is not None}
+    for pipe in connection.wait(list(pipes), timeout=POLL_SECONDS):
+        worker = pipes[pipe]
         try:
-            kind, value = worker.line.recv()
+            kind, value = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join()
             workers.remove(worker)
@@ -155,10 +137,11 @@ def answers(
             continue
         index, worker.index = worker.index, None
         assert index is not None
-        tries[index] += 1
+        attempts[index] += 1
         if kind == "done":
             yield index, value
-        elif tries[index] == 1:
+        elif attempts[index] == 1:
             waiting.appendleft(index)
         else:
-            yield index, {"error": f"its process ended twice ({kind}, {value}): is there memory for so many jobs?"}
+            reason = f"its process ended twice ({kind}, {value}): is there enough memory for so many jobs?"
+            yield index, {"error": reason}

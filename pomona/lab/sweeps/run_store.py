@@ -1,7 +1,7 @@
-"""Which runs are there: in the folders they were trained in, and as records that outlive them.
+"""The store of runs: folders in which runs were trained, and records that remain when the folders are gone.
 
-A record is a finished run in one small file: its summary, its whole recipe and what it cost. Runs are found by
-what their recipes say, read anew by this version: an option that came later has its default in an old run.
+A record is a small JSON file about a finished run: its summary, its whole recipe and its cost. Runs are found by
+their recipe as this version reads it, so that an option added later has its default value in an older run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
-DAMAGED = (OSError, KeyError, ValueError, SafetensorError)  # what reading a run's files may raise
-CHECKOUT = Path(__file__).resolve().parents[3] / RECORDS  # the records that come with the code
+BUNDLED_RECORDS = Path(__file__).resolve().parents[3] / RECORDS  # the records in the repository of the code
+READ_ERRORS = (OSError, KeyError, ValueError, SafetensorError)  # what reading damaged files of a run may raise
+REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that was found."""
+class StoredRun:
+    """A run that was found in a folder or as a record."""
 
     recipe: Recipe
     folder: Path | None  # None: only its record is left
-    summary: dict[str, Any] | None  # None: it is not complete
-    longer: Run | None = None  # of which this is the part before its fine-tuning
+    summary: dict[str, Any] | None  # None: the run is not complete
+    longer_run: StoredRun | None = None  # the run with fine-tuning of which this is the first part
 
-    def record(self) -> dict[str, Any]:
-        """All that a table needs of a finished run; of places, which tell of a machine, the name alone."""
+    def to_record(self) -> dict[str, Any]:
+        """Return the record of a finished run; of its parent's path, which is specific to a machine, only the name."""
         assert self.summary is not None
         recipe = self.recipe.to_dict()
         if recipe["origin"]["run"] is not None:
@@ -48,9 +49,9 @@ class Run:
         return {**self.summary, "cost": self.cost(), "recipe": recipe}
 
     def cost(self) -> float | None:
-        """What its training took, in epochs of dense training; None where nobody can tell any more."""
-        if self.longer is not None:
-            whole, tuned = self.longer.cost(), self.longer.recipe.finetune.epochs
+        """Return the cost of the training in epochs of dense training; None where it can no longer be computed."""
+        if self.longer_run is not None:
+            whole, tuned = self.longer_run.cost(), self.longer_run.recipe.finetune.epochs
             return None if whole is None else whole - tuned * retrain.final_epoch_cost(self.summary or {})
         if self.summary is None or "cost" in self.summary:
             return (self.summary or {}).get("cost")
@@ -58,89 +59,91 @@ class Run:
             return float(self.summary["epoch"])
         try:
             return None if self.folder is None else retrain.training_cost(self.folder)
-        except DAMAGED:
+        except READ_ERRORS:
             return None
 
-    def before_finetune(self) -> Run:
-        """The same run without its fine-tuning; the masks are the same, and so is what is left of the model."""
+    def before_finetune(self) -> StoredRun:
+        """Return the run up to its fine-tuning, which changes neither the masks nor the remaining model."""
         assert self.summary is not None
         stages = [stage for stage in self.summary["stages"] if stage["stage"] != "finetune"]
         measured = self.summary["stages"][-1].keys() - {"stage", "layers"}
         common = {key: value for key, value in self.summary.items() if key not in measured}
         last = {key: value for key, value in stages[-1].items() if key not in ("stage", "layers")}
         recipe = without_finetune(self.recipe)
-        found = {"fingerprint": recipe.fingerprint(), "stages": stages}
-        return Run(recipe, None, {**common, **last, **found}, self)
+        changed = {"fingerprint": recipe.fingerprint(), "stages": stages}
+        return StoredRun(recipe, None, {**common, **last, **changed}, self)
 
 
-class Store:
-    """The runs under some folders, and the records."""
+class RunStore:
+    """The runs below some folders, and the records in some folders."""
 
-    def __init__(self, folders: Sequence[Path] = (RUNS,), records: Sequence[Path] = (RECORDS, CHECKOUT)) -> None:
-        self.runs: dict[str, Run] = {}  # by fingerprint
-        self.longer: dict[str, Run] = {}  # complete ones with fine-tuning, by the fingerprint without it
-        self.retrained: dict[tuple[str, str], Run] = {}  # by the run that found the mask, and how: "init-flops"
+    def __init__(self, folders: Sequence[Path] = (RUNS,), records: Sequence[Path] = (RECORDS, BUNDLED_RECORDS)) -> None:
+        self.runs: dict[str, StoredRun] = {}  # by fingerprint
+        self.finetuned: dict[str, StoredRun] = {}  # complete runs with fine-tuning, by the fingerprint without it
+        self.retrained: dict[tuple[str, str], StoredRun] = {}  # by the parent's fingerprint, and how: "init-flops"
         places = dict.fromkeys(place.resolve() for place in records)
         for file in [file for place in places for file in sorted(place.glob("*.json"))]:
             try:
-                self.enter(read_record(file))
+                self.add_run(read_record(file))
             except PomonaError as error:
-                warnings.warn(f"the record '{file.name}' is left aside: {error}", stacklevel=2)
-        for folder in [folder for place in folders for folder in run_folders(place)]:
-            self.add(folder)
+                warnings.warn(f"the record '{file.name}' is ignored: {error}", stacklevel=2)
+        for folder in [folder for place in folders for folder in find_run_folders(place)]:
+            self.add_folder(folder)
 
-    def add(self, folder: Path) -> None:
-        """Take in a run's folder."""
-        self.enter(read_folder(folder))
+    def add_folder(self, folder: Path) -> None:
+        """Add the run in a folder, if it can be read."""
+        self.add_run(read_folder(folder))
 
-    def enter(self, run: Run | None) -> None:
-        """Remember a run; one that is complete comes before one that is not, and then one that has its folder."""
+    def add_run(self, run: StoredRun | None) -> None:
+        """Add a run; of two with one fingerprint a complete run is preferred, and then one that has its folder."""
         if run is None:
             return
-        mark = run.recipe.fingerprint()
-        if mark in self.runs and rank(self.runs[mark]) >= rank(run):
+        fingerprint = run.recipe.fingerprint()
+        if fingerprint in self.runs and preference(self.runs[fingerprint]) >= preference(run):
             return
-        self.runs[mark] = run
+        self.runs[fingerprint] = run
         if run.summary is None:
             return
         if run.recipe.finetune.epochs:
-            self.longer[without_finetune(run.recipe).fingerprint()] = run
+            self.finetuned[without_finetune(run.recipe).fingerprint()] = run
         if run.recipe.origin.run is not None and run.recipe.origin.fingerprint is not None:
             self.retrained[run.recipe.origin.fingerprint, run.recipe.name.rpartition("-retrain-")[2]] = run
 
-    def source(self, recipe: Recipe) -> Run | None:
-        """The finished run that tells what a recipe reaches: its own, or one that goes on to fine-tune."""
-        mark = recipe.fingerprint()
-        run = self.runs.get(mark)
-        return run if run is not None and run.summary is not None else self.longer.get(mark)
+    def find_covering_run(self, recipe: Recipe) -> StoredRun | None:
+        """Return the finished run that contains a recipe's training: its own, or one that continues to fine-tune."""
+        fingerprint = recipe.fingerprint()
+        run = self.runs.get(fingerprint)
+        return run if run is not None and run.summary is not None else self.finetuned.get(fingerprint)
 
-    def find(self, recipe: Recipe) -> Run | None:
-        """The finished run of a recipe, which may be the first part of a longer one."""
-        run = self.source(recipe)
-        longer = run is not None and run.recipe.finetune.epochs and not recipe.finetune.epochs
-        return run.before_finetune() if run is not None and longer else run
+    def find_result(self, recipe: Recipe) -> StoredRun | None:
+        """Return the finished run of a recipe, which may be the first part of a run with fine-tuning."""
+        run = self.find_covering_run(recipe)
+        is_longer = run is not None and run.recipe.finetune.epochs and not recipe.finetune.epochs
+        return run.before_finetune() if run is not None and is_longer else run
 
-    def fingerprint(self, recipe: Recipe) -> str:
-        """The fingerprint by which those that begin with a run know it: that of the version it was trained by."""
+    def recorded_fingerprint(self, recipe: Recipe) -> str:
+        """Return the fingerprint of a recipe by the version that trained it, which its child runs refer to."""
         run = self.runs.get(recipe.fingerprint())
         return run.summary["fingerprint"] if run is not None and run.summary is not None else recipe.fingerprint()
 
-    def folder(self, recipe: Recipe, complete: bool = False) -> Path | None:
-        """Where this very recipe was trained or begun."""
+    def find_folder(self, recipe: Recipe, complete: bool = False) -> Path | None:
+        """Return the folder in which exactly this recipe was begun, or with `complete` finished."""
         run = self.runs.get(recipe.fingerprint())
         return None if run is None or (complete and run.summary is None) else run.folder
 
 
-def rank(run: Run) -> tuple[bool, bool]:
+def preference(run: StoredRun) -> tuple[bool, bool]:
+    """Return a key by which the better of two runs with one fingerprint is larger."""
     return run.summary is not None, run.folder is not None
 
 
 def without_finetune(recipe: Recipe) -> Recipe:
+    """Return a recipe without its fine-tuning."""
     return dataclasses.replace(recipe, finetune=FinetuneOptions())
 
 
-def run_folders(place: Path) -> Iterator[Path]:
-    """The folders of runs under a place, at any depth."""
+def find_run_folders(place: Path) -> Iterator[Path]:
+    """Yield the folders of runs below a folder, at any depth."""
     for folder, inner, files in os.walk(place):
         if RECIPE_FILE in files:
             inner.clear()
@@ -149,18 +152,22 @@ def run_folders(place: Path) -> Iterator[Path]:
             inner.sort()
 
 
-def read_folder(folder: Path) -> Run | None:
-    """The run in a folder, or None where it cannot be read (any more)."""
+def read_folder(folder: Path) -> StoredRun | None:
+    """Return the run in a folder; None where its recipe cannot be read."""
     try:
         recipe = Recipe.load(folder / RECIPE_FILE)
     except PomonaError:
         return None
     found = read_summary(folder)
-    return Run(recipe, folder, None if found is None or flaw(found, recipe) else found)
+    return StoredRun(recipe, folder, None if found is None or find_mismatch(found, recipe) else found)
 
 
-def read_record(file: Path) -> Run | None:
-    """The run that a record tells of, or None where it does not say by which recipe."""
+def read_record(file: Path) -> StoredRun | None:
+    """Return the run that a record describes; None where the record has no recipe.
+
+    Raises:
+        PomonaError: where the file cannot be read or does not match its recipe.
+    """
     try:
         record = json.loads(file.read_bytes())
         if "recipe" not in record:
@@ -170,27 +177,28 @@ def read_record(file: Path) -> Run | None:
         raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise PomonaError("it cannot be read.") from error
-    why = flaw(record, recipe)
-    require(why is None, f"it {why}.")
-    return Run(recipe, None, record)
+    mismatch = find_mismatch(record, recipe)
+    require(mismatch is None, f"it {mismatch}.")
+    return StoredRun(recipe, None, record)
 
 
-TOLD = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
-
-
-def flaw(found: Mapping[str, Any], recipe: Recipe) -> str | None:
-    """Why a summary cannot be that of a recipe's finished run, or None."""
-    mine = {"model": recipe.model["name"], "method": recipe.method["name"], "data": recipe.data.name}
-    for key, value in ({"seed": recipe.seed} | mine).items():
+def find_mismatch(found: Mapping[str, Any], recipe: Recipe) -> str | None:
+    """Return why a summary cannot belong to a finished run of a recipe; None if it can."""
+    expected = {"model": recipe.model["name"], "method": recipe.method["name"], "data": recipe.data.name}
+    for key, value in ({"seed": recipe.seed} | expected).items():
         if found.get(key) != value:
-            return f"tells of {key} {found.get(key)}, and its recipe of {value}"
+            return f"has the {key} {found.get(key)}, and its recipe has {value}"
     measure = "perplexity" if "perplexity" in found else "accuracy"
-    lost = [key for key in (measure, *TOLD) if found.get(key) in (None, [])]
-    return f"does not tell {', '.join(lost)}" if lost else None
+    lost = [key for key in (measure, *REQUIRED_KEYS) if found.get(key) in (None, [])]
+    return f"does not have {', '.join(lost)}" if lost else None
 
 
-def keep(run: Run | None, records: Path | None = RECORDS) -> Path | None:
-    """Write the record of a run, and say where; there is none of what is not complete, or itself from a record."""
+def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path | None:
+    """Write the record of a run and return its file.
+
+    Nothing is written, and None returned, for a run that is not complete or has no folder, without a folder for
+    records, and in all processes of torchrun but the first.
+    """
     if (
         records is None
         or run is None
@@ -202,5 +210,5 @@ def keep(run: Run | None, records: Path | None = RECORDS) -> Path | None:
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
     with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(file, (json.dumps(run.record(), indent=1, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
     return file

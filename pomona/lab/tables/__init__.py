@@ -1,1 +1,1 @@
-"""Tables: the papers' tables and figures, defined in TOML and filled from finished runs."""
+"""Tables: the papers' tables and figures, defined in TOML files and filled from finished runs, and charts."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pomona.errors import PomonaError
 
+from ..sweeps.result_table import mean_and_deviation
+
 RECORD = Path("results/private-cifar10.json")
 
 
 def private_table(record: Path | str | None = None) -> dict[str, Any]:
-    """Return the table `gip`: accuracy of each private arm at each ε over its seeds, with E[i]/m beside it.
+    """Private training on CIFAR-10: the accuracy of each arm at each ε over its seeds, with E[i]/m.
 
-    The record is looked for in the working directory, then in the checkout. The tables of Yang et al. (2023) are not
-    available for comparison.
+    The first line is the title in the list of tables. The record is looked for in the working directory, then in the
+    checkout. The tables of Yang et al. (2023) are not available for comparison.
     """
     places = [Path(record)] if record is not None else [RECORD, Path(__file__).resolve().parents[3] / RECORD]
     found = next((place for place in places if place.is_file()), None)
@@ -51,7 +52,7 @@ def table_cells(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def table_cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the cell of runs that differ in their seeds only; its sparsity is that of the last step's gradient."""
-    first, values = runs[0], [run["accuracy"] for run in runs]
+    first = runs[0]
     private = first["private"]
     return {
         "label": arm,
@@ -74,10 +75,7 @@ def table_cell(arm: str, row: str, runs: Sequence[Mapping[str, Any]]) -> dict[st
             "epochs": first["epoch"],
             "seeds": [run["seed"] for run in runs],
         },
-        "mean": statistics.mean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "runs": len(values),
-        "paper": None,
+        **mean_and_deviation([run["accuracy"] for run in runs]),
     }
 
 

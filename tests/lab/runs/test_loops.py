@@ -22,8 +22,8 @@ from pomona.lab.runs.distributed import DistributedContext
 from pomona.lab.runs.interruption import Interrupted
 from pomona.lab.runs.run_inputs import load_data
 from pomona.lab.runs.train import train
-from pomona.lab.sweeps import concurrent as packed
-from pomona.lab.sweeps.process_pool import Job
+from pomona.lab.sweeps import concurrent_runs
+from pomona.lab.sweeps.job import Job
 
 gpu = pytest.mark.gpu
 METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",
@@ -62,8 +62,8 @@ def test_an_unknown_loop_is_refused():
 
 
 def test_concurrent_runs_are_refused_without_a_gpu(tmp_path):
-    with pytest.raises(PomonaError, match="runs are packed on a GPU, and 'test' is for 'cpu'"):
-        list(packed.run([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
+    with pytest.raises(PomonaError, match="concurrent runs need a GPU, and 'test' is for 'cpu'"):
+        list(concurrent_runs.train_concurrently([Job(recipe(loop="auto", device="cpu"), tmp_path)], 2, print))
 
 
 def test_an_eager_loop_cannot_run_concurrently():
@@ -98,9 +98,9 @@ def test_a_thread_that_fails_reports_its_error(monkeypatch, tmp_path):
     told: queue.SimpleQueue = queue.SimpleQueue()
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     waiting.put(0)
-    monkeypatch.setattr(packed, "select_device", lambda name: torch.device("meta"))  # has no streams
+    monkeypatch.setattr(concurrent_runs, "select_device", lambda name: torch.device("meta"))  # has no streams
     thread = threading.Thread(
-        target=packed.serve, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
+        target=concurrent_runs.serve_jobs, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
     )
     thread.start()
     thread.join(10)
@@ -160,7 +160,7 @@ def test_concurrent_runs_train_as_alone_and_fail_alone(tmp_path, model):
     recipes = [dataclasses.replace(recipe(method, model=model), seed=k) for k, method in enumerate(methods)]
     wild = dataclasses.replace(recipe(), optimizer=dataclasses.replace(recipe().optimizer, lr=1e9))
     jobs = [Job(one, tmp_path / str(k)) for k, one in enumerate([*recipes, wild])]
-    found = dict(packed.run(jobs, 4, print))
+    found = dict(concurrent_runs.train_concurrently(jobs, 4, print))
     assert "the loss is" in found[len(recipes)]["error"]
     for k, one in enumerate(recipes):
         assert "error" not in found[k], found[k]
@@ -175,7 +175,7 @@ def test_concurrent_runs_train_as_alone_and_fail_alone(tmp_path, model):
 @gpu
 def test_interrupted_concurrent_runs_leave_checkpoints(tmp_path):
     jobs = [Job(recipe("dpf(sparsity=0.9, every=4)", epochs=200), tmp_path / str(k)) for k in range(3)]
-    coming = packed.run([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
+    coming = concurrent_runs.train_concurrently([Job(recipe(epochs=1), tmp_path / "short"), *jobs], 4, print)
     assert next(coming)[0] == 0
     coming.close()  # the others are under way
     assert all((job.folder / "checkpoint").exists() and not (job.folder / "summary.json").exists() for job in jobs)
@@ -186,6 +186,6 @@ def test_interrupted_concurrent_runs_leave_checkpoints(tmp_path):
 def test_a_model_with_dropout_is_trained_eagerly_and_not_concurrently(tmp_path):
     settings = {"name": "drop", "data": "digits", "optimizer": {"lr": 0.05}, "train": {"epochs": 1, "batch_size": 512}}
     one = Recipe.load({**settings, "model": "densenet40(dropout=0.2)"})
-    ((_, outcome),) = packed.run([Job(one, tmp_path / "packed")], 2, print)
+    ((_, outcome),) = concurrent_runs.train_concurrently([Job(one, tmp_path / "packed")], 2, print)
     assert "'drop' would replay one and the same dropout, so it cannot run concurrently with others" in outcome["error"]
     assert train(one, tmp_path / "alone")["epoch"] == 1

@@ -1,0 +1,48 @@
+"""How commands print: tables and sentences for a person, JSON for a program.
+
+Results go to stdout. Progress, notes and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH_WITHOUT_TERMINAL = 140  # columns of a table that is written to a file or a pipe
+
+
+def print_status(sentence: str) -> None:
+    """Print a sentence for a person on one line of stderr."""
+    print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+
+
+def print_note(sentence: str) -> None:
+    """Print a note on stderr: something that is not an error, and that the user should know."""
+    print_status(f"note: {sentence}")
+
+
+def print_table(value: Any) -> None:
+    """Print a table, or anything else that rich can render, on stdout."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    console.print(value)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def facts_table(values: Mapping[str, Any]) -> Table:
+    """Return a table of names and values, one pair per line."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for key, value in values.items():
+        table.add_row(Text(key, style="bold"), Text(str(value)))
+    return table

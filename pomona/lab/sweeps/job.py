@@ -1,0 +1,41 @@
+"""A job: one run to train or to resume, independent of the process or thread that executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pomona.errors import PomonaError
+
+from ..recipes.recipe import Recipe
+from ..runs.interruption import Interrupted
+from ..runs.recorder import NoteCallback, ProgressListener
+from ..runs.train import train
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to train in a folder, or to resume where the folder holds a run that was begun."""
+
+    recipe: Recipe
+    folder: Path
+    data_dir: Path | str | None = None
+
+    def run(
+        self,
+        stop: Callable[[], bool] | None = None,
+        note: NoteCallback | None = None,
+        progress: ProgressListener | None = None,
+    ) -> dict[str, Any]:
+        """Train and return the summary, or `{"error": reason}` where the run fails; Interrupted is passed on."""
+        begun = (self.folder / "recipe.toml").is_file()
+        options: dict[str, Any] = {"stop": stop, "progress": progress, "note": note or (lambda text: None)}
+        try:
+            return train(self.recipe, self.folder, resume=begun, data_dir=self.data_dir, **options)
+        except Interrupted:
+            raise
+        except Exception as error:  # ends this run only, not the sweep
+            text = " ".join(str(error).split())
+            return {"error": text if isinstance(error, PomonaError) else f"{type(error).__name__}: {text}"}
