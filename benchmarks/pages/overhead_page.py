@@ -27,7 +27,7 @@ from torch import nn
 import pomona as pm
 
 
-def seconds_per_step(prune, steps=64):
+def seconds_per_step(prune, steps=32):
     torch.manual_seed(0)
     model = pm.models.build("resnet20", num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

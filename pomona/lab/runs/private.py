@@ -376,7 +376,7 @@ RECORD = Path("results/private-cifar10.json")
 
 
 def table(record: Path | str | None = None) -> dict[str, Any]:
-    """`gip`, the table of benchmarks/measure/private_cifar.py: each arm at each ε over its seeds, with E[i]/m beside it.
+    """`gip`, the table of benchmarks/private_cifar.py: each arm at each ε over its seeds, with E[i]/m beside it.
 
     The record is looked for here, then in the checkout. The paper's own tables cannot be had.
     """
@@ -386,7 +386,7 @@ def table(record: Path | str | None = None) -> dict[str, Any]:
         cells = [] if found is None else arms(json.loads(found.read_bytes())["runs"])
     except (ValueError, KeyError, TypeError) as error:
         raise PomonaError(
-            f"the record '{found}' is damaged: `python benchmarks/measure/private_cifar.py run` makes it anew."
+            f"the record '{found}' is damaged: `python benchmarks/private_cifar.py run` makes it anew."
         ) from error
     return {
         "title": "Private training on CIFAR-10: does choosing the indices help? Accuracy in %",
