@@ -148,7 +148,7 @@ def time_convolution_norm(device: str) -> dict[str, Any]:
 
 
 def compute_wider_bounds(name: str, alpha: float, last: int) -> list[dict[str, Any]]:
-    """Return the bounds for widths beyond `last`, up to ten times the width at which the last form stops being vacuous."""
+    """Return the bounds for widths above `last`, up to ten times the smallest width at which no form is vacuous."""
     rule = RULES[name]
     starts = [
         bounds.narrowest(rule.theorem, rule.layer_widths(1), alpha=alpha, **bounds.FORMS[form], **rule.options)
