@@ -1,4 +1,4 @@
-"""Write the tables and drawings of docs/theory.md from the records of qian_tables.py and bound_looseness.py.
+"""Write the tables and drawings of docs/theory.md from the records of qian_klabjan_tables.py and bound_looseness.py.
 
 python benchmarks/pages/theory_page.py
 """

@@ -1,6 +1,6 @@
 """Reproduce Tables 1 to 3 and Figures 1 and 2 of Qian and Klabjan (2021), and write results/qian.json.
 
-    python benchmarks/measure/qian_tables.py         (some minutes; needs the Covertype data)
+    python benchmarks/measure/qian_klabjan_tables.py         (some minutes; needs the Covertype data)
     python benchmarks/pages/theory_page.py           writes the tables of docs/theory.md from the record
 
 Every mean of Tables 2 and 3 is checked: it must lie within four standard errors of the paper's (the standard errors
