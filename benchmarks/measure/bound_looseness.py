@@ -122,8 +122,8 @@ def measure_network(name: str, width: int, alpha: float) -> dict[str, Any]:
     count = int(width ** (2 - rule.power * alpha))
     state = {**dense.state_dict(), "2.weight": prune_weight(name, dense[2].weight, count)}
     one = certify(dense, state, rule.inputs, region=rule.region, steps=60, starts=4)
-    gone = float((state["2.weight"] == 0).float().mean())
-    result = {"rule": name, "width": width, "alpha": alpha, "sparsity": gone}
+    pruned_share = float((state["2.weight"] == 0).float().mean())
+    result = {"rule": name, "width": width, "alpha": alpha, "sparsity": pruned_share}
     return result | {"found": one.found, "certificate": one.error} | compute_bounds(rule, width, alpha)
 
 

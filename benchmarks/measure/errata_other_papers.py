@@ -105,8 +105,8 @@ def measure_output_variance(draw: np.random.Generator) -> Iterator[Comparison]:
         drawn = []
         for _ in range(repeats):
             w = np.abs(draw.normal(0, SCALES[0], (size // columns, columns)))
-            gone = np.partition(w, r - 1, axis=1)[:, :r]
-            drawn.append(np.mean((gone * draw.normal(0, SCALES[1], gone.shape)) ** 2))
+            removed = np.partition(w, r - 1, axis=1)[:, :r]
+            drawn.append(np.mean((removed * draw.normal(0, SCALES[1], removed.shape)) ** 2))
         right = balanced.output_variance(sparsity, *SCALES, block)
         printed = balanced.output_variance_printed(sparsity, *SCALES, size, size // block if block else None)
         case = f"sparsity {sparsity:g}, {f'blocks of {block}' if block else 'no blocks'}"
@@ -119,10 +119,12 @@ def measure_block_ranks(draw: np.random.Generator) -> Iterator[Comparison]:
     size, blocks = 65_536, 2_000_000
     for block in (2, 4, 8):
         half = block // 2
-        gone = np.partition(np.abs(draw.standard_normal((blocks, block))), half - 1, axis=1)[:, :half]
+        removed = np.partition(np.abs(draw.standard_normal((blocks, block))), half - 1, axis=1)[:, :half]
         mu, var = balanced.asymptotic(np.arange(1, half + 1) * (size // block), size)
         right = balanced.removed_second_moment(0.5, block=block)
-        yield Comparison(f"blocks of {block}", *mean_and_error((gone**2).mean(1)), right, float((mu**2 + var).mean()))
+        yield Comparison(
+            f"blocks of {block}", *mean_and_error((removed**2).mean(1)), right, float((mu**2 + var).mean())
+        )
 
 
 # ---- Lin et al., 2020: Dynamic Pruning with Feedback

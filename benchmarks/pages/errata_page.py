@@ -55,7 +55,8 @@ def format_row(row: dict[str, Any]) -> list[str]:
 def format_erratum(erratum: dict[str, Any], recorded: dict[str, Any], figures: dict[str, Any]) -> Iterator[str]:
     """Yield the paragraphs of one erratum: the statement, the note and the table."""
     form = "bound" if recorded["bound"] else "corrected"
-    yield wrap(f"**{erratum['place']}.** Printed: {erratum['printed']}. Corrected: {erratum['right']}.") + "\n"
+    yield f"### {erratum['place']}\n"
+    yield f"- Printed: {erratum['printed']}.\n- Corrected: {erratum['right']}.\n"
     yield wrap(erratum["note"].format_map(figures)) + "\n"
     yield format_table(["", "simulated", form, "printed"], map(format_row, recorded["rows"])) + "\n"
 
@@ -70,6 +71,7 @@ def render() -> str:
         parts.append(f"## {paper['title']} ({paper['citation']}), `{paper['module']}`\n")
         for erratum in paper["erratum"]:
             parts += format_erratum(erratum, next(recorded), figures)
+        parts.append("### Other errors and remarks\n")
         parts += [wrap(f"- {remark.format_map(figures)}", indent="  ") for remark in paper["remarks"]]
         parts.append("")
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("numpy", "scipy"))

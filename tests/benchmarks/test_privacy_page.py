@@ -1,4 +1,4 @@
-"""The page on privacy: its code runs, and its tables are those of the records."""
+"""The documentation page on privacy: its code runs, and its tables are computed from the records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pomona.lab.sweeps.result_table import layout
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_code_on_the_page_runs():
+def test_code_on_the_page_runs():
     pytest.importorskip("dp_accounting")
     pomona.privacy = privacy
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
@@ -29,8 +29,8 @@ def test_the_code_on_the_page_runs():
     assert step.lost(19) == pytest.approx(0.5, abs=0.05)
 
 
-def run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9) -> dict:
-    told = {
+def make_run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9) -> dict:
+    private_facts = {
         "target": epsilon,
         "delta": 1e-5,
         "share": 0.01,
@@ -41,11 +41,16 @@ def run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9)
         "random_loses": {"middle": 0.5, "end": 0.9},
     }
     common = {"model": "private_cnn", "method": arm, "data": "cifar10", "epoch": 16}
-    return {"arm": arm, "seed": seed, "accuracy": accuracy, "private": told, **common}
+    return {"arm": arm, "seed": seed, "accuracy": accuracy, "private": private_facts, **common}
 
 
-def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
-    runs = [run("gip", 2.0, 0, 50.0), run("gip", 2.0, 1, 52.0), run("random", 2.0, 0, 49.0), run("gip", 1.0, 0, 40.0)]
+def test_table_has_a_cell_for_each_arm_and_budget(tmp_path):
+    runs = [
+        make_run("gip", 2.0, 0, 50.0),
+        make_run("gip", 2.0, 1, 52.0),
+        make_run("random", 2.0, 0, 49.0),
+        make_run("gip", 1.0, 0, 40.0),
+    ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
     result = private.table(tmp_path / "record.json")
     heads, rows = layout(result)
@@ -64,24 +69,31 @@ def test_the_table_has_a_cell_for_each_arm_and_budget(tmp_path):
     assert private.table(tmp_path / "none.json")["cells"] == []
 
 
-def test_an_arm_is_one_row_whatever_its_indices_miss(tmp_path):
-    runs = [run("gip", 8.0, 0, 60.0, lost=0.8), run("gip", 1.0, 0, 40.0, lost=0.9), run("dpsgd", 1.0, 0, 41.0, lost=0)]
+def test_arm_is_one_row_with_the_range_of_missed_indices(tmp_path):
+    runs = [
+        make_run("gip", 8.0, 0, 60.0, lost=0.8),
+        make_run("gip", 1.0, 0, 40.0, lost=0.9),
+        make_run("dpsgd", 1.0, 0, 41.0, lost=0),
+    ]
     (tmp_path / "record.json").write_text(json.dumps({"runs": runs}))
     _, rows = layout(private.table(tmp_path / "record.json"))
     assert rows == [["gip", "E[i]/m = 0.800 to 0.900", "40.00 ×1", "60.00 ×1"], ["dpsgd", "", "41.00 ×1", ""]]
 
 
 @pytest.mark.parametrize("record", ["[", "[]", "{}", '{"runs": [{"seed": 0}]}'])
-def test_a_damaged_record_is_told(tmp_path, record):
+def test_damaged_record_is_refused(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
     with pytest.raises(pomona.PomonaError, match=r"record\.json' is damaged: .* makes it anew"):
         private.table(tmp_path / "record.json")
 
 
-def test_the_page_shows_the_record(tmp_path, monkeypatch, load_script):
+def test_page_tables_are_computed_from_the_record(tmp_path, monkeypatch, load_script):
     privacy_page = load_script("privacy_page")
     runs = [
-        run(arm, e, s, 50 + (arm == "gip") + 0.1 * s) for arm in ("gip", "random") for e in (1.0, 2.0) for s in (0, 1)
+        make_run(arm, e, s, 50 + (arm == "gip") + 0.1 * s)
+        for arm in ("gip", "random")
+        for e in (1.0, 2.0)
+        for s in (0, 1)
     ]
     monkeypatch.setattr(privacy_page, "ROOT", tmp_path)
     (tmp_path / private.RECORD).parent.mkdir()
@@ -91,14 +103,14 @@ def test_the_page_shows_the_record(tmp_path, monkeypatch, load_script):
     assert "| 256 | 26 |" in privacy_page.format_index_costs()
 
 
-def test_the_experiment_has_a_true_budget_for_every_run(load_script):
+def test_stored_budgets_of_the_experiment_meet_their_targets(load_script):
     private_cifar = load_script("private_cifar")
     arms = list(private_cifar.ARMS)
-    asked = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
+    options = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
     budgets = json.loads(private_cifar.BUDGETS.read_text())
-    every = [recipe for _, recipe in private_cifar.iterate_recipes(asked, budgets)]
-    assert len({recipe.fingerprint() for recipe in every}) == 72
-    for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
-        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; the accountant agrees
-    assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
-    assert all(r.recipe.data.validation == 2000 for r in every)
+    recipes = [recipe for _, recipe in private_cifar.iterate_recipes(options, budgets)]
+    assert len({recipe.fingerprint() for recipe in recipes}) == 72
+    for recipe in {(r.private.epsilon, r.private.share): r for r in recipes}.values():
+        recipe.private.settled(48_000, 2048, 368)  # 16 epochs of 23 samples; verified by the accountant
+    assert {r.private.epsilon for r in recipes if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
+    assert all(r.recipe.data.validation == 2000 for r in recipes)
