@@ -1,13 +1,13 @@
-# Every target makes its own environment when it is missing and is quick when it is there.
+# Every target creates the environment in .venv when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench docs clean
+.PHONY: setup demo test test-all lint bench docs clean
 
 setup: .venv/.ready
 
-# Rebuilt only when what is installed could have changed. torch comes first and pinned, so that
-# no other package can pull in a build with CUDA.
+# The environment is rebuilt only when a file that names its packages has changed. torch is installed first and
+# pinned, so that no other package can pull in a build with CUDA.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
@@ -17,7 +17,12 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/pomona demo
 
+# The suite without the tests marked `slow`: every feature, in at most four minutes on two cores.
 test: setup
+	$(BIN)/pytest -n 2 -m "not slow"
+
+# The whole suite, as CI runs it.
+test-all: setup
 	$(BIN)/pytest -n 2
 
 lint: setup

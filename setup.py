@@ -1,4 +1,4 @@
-"""All facts are in pyproject.toml; this builds the C kernels into the package, where there is a compiler."""
+"""Build the C kernels into the package where there is a compiler; all metadata is in pyproject.toml."""
 
 import runpy
 import subprocess

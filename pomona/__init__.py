@@ -12,18 +12,24 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from . import cpu_features as _cpu_features  # noqa: F401  first: it must run before torch is imported
+
+# isort: split
 from . import data, models, theory
-from .compressors import Binary, Quantize, Soft
+from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
 from .core.pruner import Pruner
 from .core.targets import prunable
 from .errors import PomonaError
 from .methods import (
+    ACDC,
     DPF,
     DSR,
     SET,
     SFP,
     SNIP,
+    ST3,
     EdgePopup,
+    Feather,
     Finetune,
     Incremental,
     IteRand,
@@ -32,6 +38,7 @@ from .methods import (
     Random,
     RigL,
     SparseMomentum,
+    SRigL,
 )
 from .models import summary
 from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
@@ -43,12 +50,14 @@ if TYPE_CHECKING:
     from . import privacy
 
 __all__ = [
+    "ACDC",
     "DPF",
     "DSR",
     "NM",
     "SET",
     "SFP",
     "SNIP",
+    "ST3",
     "Balanced",
     "BalancedTensor",
     "Binary",
@@ -57,6 +66,7 @@ __all__ = [
     "Cosine",
     "Cubic",
     "EdgePopup",
+    "Feather",
     "Filter",
     "Finetune",
     "Incremental",
@@ -66,11 +76,14 @@ __all__ = [
     "Lottery",
     "OneShot",
     "PomonaError",
+    "PowerThreshold",
     "Pruner",
     "Quantize",
     "Random",
     "RigL",
+    "SRigL",
     "Soft",
+    "SoftThreshold",
     "SparseMomentum",
     "Unstructured",
     "__version__",

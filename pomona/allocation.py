@@ -1,7 +1,7 @@
-"""How sparsity is shared between layers.
+"""Allocation of sparsity to layers.
 
-"global", with one threshold for all; "global(floor=0.01)", where every layer keeps at least that share of its
-weights; "uniform" and "erk", where each layer has a sparsity of its own.
+"global" uses one threshold for all layers, and "global(floor=0.01)" also keeps at least that fraction of the weights
+of every layer. "uniform" and "erk" give each layer a sparsity of its own.
 """
 
 from __future__ import annotations
@@ -13,61 +13,66 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .errors import PomonaError, require, unknown
+from .errors import PomonaError, require, unknown_name_error
 from .masking import count_pruned
 from .patterns import Pattern
-from .registry import parse
+from .registry import parse_spec
+
+TOLERANCE = 1e-9  # absorbs floating-point error: 0.29 · 100 is 28.999… and counts as 29
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
-    """Masks that keep the highest scores: under one threshold if `global`, else layer by layer."""
-    name, floor = read(allocation)
+    """Return masks, by layer name, that keep the highest scores: over all layers if `global`, else in each layer."""
+    name, floor = parse_allocation(allocation)
     tensors = list(scores.values())
     if name == "global":
-        masks = pattern.masks(lift(tensors, sparsity, pattern, floor) if floor else tensors, sparsity)
+        masks = pattern.select_masks(
+            raise_floor_scores(tensors, sparsity, pattern, floor) if floor else tensors, sparsity
+        )
     else:
-        shares = LAYERWISE[name]([s.shape for s in tensors], sparsity)
-        masks = [pattern.masks([s], share)[0] for s, share in zip(tensors, shares, strict=True)]
+        sparsities = LAYERWISE_ALLOCATIONS[name]([s.shape for s in tensors], sparsity)
+        masks = [pattern.select_masks([s], one)[0] for s, one in zip(tensors, sparsities, strict=True)]
     return dict(zip(scores, masks, strict=True))
 
 
-def lift(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: float) -> list[Tensor]:
-    """The scores, with +inf where a floor keeps the highest of a layer, so that they come before all others."""
-    counts = floors([s.shape for s in scores], sparsity, pattern, floor)
+def raise_floor_scores(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: float) -> list[Tensor]:
+    """Return the scores with +inf for those that the floor of their layer keeps, so that they are kept first."""
+    counts = floor_counts([s.shape for s in scores], sparsity, pattern, floor)
     return [
-        s.masked_fill(pattern.masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
+        s.masked_fill(pattern.select_masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
         for s, count in zip(scores, counts, strict=True)
     ]
 
 
-def floors(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float) -> list[int]:
-    """How many weights of each layer are kept at least.
+def floor_counts(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float) -> list[int]:
+    """Return the minimum number of weights that each layer keeps: the fraction `floor` of them, in whole units.
 
-    That share of them, rounded up to what comes and goes together; or down, where up is more than the sparsity leaves.
+    The numbers are rounded up to whole units of the pattern, or down where the sum of those rounded up exceeds what
+    the sparsity keeps.
     """
-    sizes, units = [shape.numel() for shape in shapes], [pattern.quantum(shape) for shape in shapes]
-    worth = [pattern.weight(shape) for shape in shapes]
+    sizes, unit_sizes = [shape.numel() for shape in shapes], [pattern.unit_size(shape) for shape in shapes]
+    unit_weights = [pattern.unit_weight(shape) for shape in shapes]
 
-    def counted(kept: Sequence[int]) -> int:
-        """In what the sparsity is a share of: weights, or filters."""
-        return sum(n * w // q for n, w, q in zip(kept, worth, units, strict=True))
+    def total_weight(kept: Sequence[int]) -> int:
+        """Return the total in what the sparsity is a fraction of: weights, or filters."""
+        return sum(n * weight // size for n, weight, size in zip(kept, unit_weights, unit_sizes, strict=True))
 
-    up = [min(math.ceil(floor * n / q - 1e-9) * q, n) for n, q in zip(sizes, units, strict=True)]
-    if counted(up) <= counted(sizes) - count_pruned(sparsity, counted(sizes)):
+    up = [min(math.ceil(floor * n / size - TOLERANCE) * size, n) for n, size in zip(sizes, unit_sizes, strict=True)]
+    if total_weight(up) <= total_weight(sizes) - count_pruned(sparsity, total_weight(sizes)):
         return up
-    return [math.floor(floor * n / q + 1e-9) * q for n, q in zip(sizes, units, strict=True)]
+    return [math.floor(floor * n / size + TOLERANCE) * size for n, size in zip(sizes, unit_sizes, strict=True)]
 
 
-def uniform(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
-    """The same sparsity in every layer."""
+def uniform_sparsities(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
+    """Return the same sparsity for every layer."""
     return [sparsity] * len(shapes)
 
 
-def erk(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
-    """Erdős–Rényi-Kernel (Evci et al., 2020): density ∝ Σ dims / Π dims, capped at 1.
+def erk_sparsities(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
+    """Return the sparsities of Erdős–Rényi-Kernel (Evci et al., 2020): density ∝ Σ dims / Π dims, capped at 1.
 
-    The factor is solved so that the whole has the sparsity asked for; a layer that would need more
-    than all its weights stays dense and the factor is solved again for the rest.
+    The proportionality factor is chosen so that all layers together have the given sparsity. A layer whose density
+    would exceed 1 stays dense, and the factor is solved again for the others.
     """
     sizes = [math.prod(shape) for shape in shapes]
     raw = [sum(shape) / size for shape, size in zip(shapes, sizes, strict=True)]
@@ -83,47 +88,48 @@ def erk(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
     return [0.0 if i in dense else 1 - factor * raw[i] for i in range(len(shapes))]
 
 
-LAYERWISE: dict[str, Callable[[Sequence[Sequence[int]], float], list[float]]] = {
-    "uniform": uniform,
-    "erk": erk,
+LAYERWISE_ALLOCATIONS: dict[str, Callable[[Sequence[Sequence[int]], float], list[float]]] = {
+    "uniform": uniform_sparsities,
+    "erk": erk_sparsities,
 }
-ALLOCATIONS = ("global", *LAYERWISE)
+ALLOCATIONS = ("global", *LAYERWISE_ALLOCATIONS)
 
 
 @functools.cache
-def read(allocation: str) -> tuple[str, float]:
-    """An allocation's name, and its floor: 0 where it has none."""
+def parse_allocation(allocation: str) -> tuple[str, float]:
+    """Return the name of an allocation, and its floor, which is 0 where none is given."""
     name, bracket, rest = allocation.partition("(")
     name = name.strip()
     if name not in ALLOCATIONS:
-        raise unknown("allocation", name, ALLOCATIONS)
+        raise unknown_name_error("allocation", name, ALLOCATIONS)
     try:
-        options = parse(f"options({rest}")[1] if bracket else {}  # `global` itself is a word of Python's own
+        # `global` is a Python keyword and cannot be parsed as a name, so another name takes its place.
+        options = parse_spec(f"options({rest}")[1] if bracket else {}
     except PomonaError as error:
         raise PomonaError(f"'{allocation}' is not of the form {name}(option=value, …).") from error
     floor = options.pop("floor", 0)
     for option in options:
-        raise unknown(f"option of allocation '{name}'", option, ["floor"])
+        raise unknown_name_error(f"option of allocation '{name}'", option, ["floor"])
     require(
         isinstance(floor, (int, float)) and 0 <= floor < 1,
-        f"floor is the share of its weights that a layer keeps at least, in [0, 1), got {floor!r}.",
+        f"floor is the minimum fraction of its weights that a layer keeps, in [0, 1), got {floor!r}.",
     )
     require(not floor or name == "global", f"only global takes a floor, got '{allocation}': leave it out.")
     return name, float(floor)
 
 
-def spelled(allocation: str) -> str:
-    """An allocation in the one spelling that names runs; what is none is refused."""
+def normalize_allocation(allocation: str) -> str:
+    """Return an allocation in its canonical form, which identifies runs; raise PomonaError if it is invalid."""
     require(isinstance(allocation, str), f"allocation takes one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
-    name, floor = read(allocation)
+    name, floor = parse_allocation(allocation)
     return f"{name}(floor={floor})" if floor else name
 
 
-def check(allocation: str, sparsity: float = 0.0) -> None:
-    """Refuse a floor above what the sparsity leaves."""
-    floor = read(allocation)[1]
+def validate_allocation(allocation: str, sparsity: float = 0.0) -> None:
+    """Raise PomonaError if the allocation is invalid, or its floor exceeds the fraction that the sparsity keeps."""
+    floor = parse_allocation(allocation)[1]
     require(
-        floor <= 1 - sparsity + 1e-9,
-        f"every layer is to keep at least {floor:.2%} of its weights, and at a sparsity of {sparsity:g} only "
-        f"{1 - sparsity:.2%} of all are kept: lower floor or sparsity.",
+        floor <= 1 - sparsity + TOLERANCE,
+        f"floor={floor:g} keeps at least {floor:.2%} of every layer, but a sparsity of {sparsity:g} keeps only "
+        f"{1 - sparsity:.2%} of all weights: lower floor or sparsity.",
     )

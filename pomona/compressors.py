@@ -1,4 +1,4 @@
-"""What DPF may do to the weights besides masking them: any compressor C(w) (section 4 of the paper)."""
+"""Compressors: what a soft method may do to the masked weights, C(m ⊙ w) (section 4 of Lin et al., 2020)."""
 
 from __future__ import annotations
 
@@ -11,35 +11,54 @@ from torch import Tensor
 
 from .errors import require
 from .masking import apply_mask
-from .patterns import Pattern, Unstructured
+from .patterns import Pattern
 from .registry import Registry
+
+MEAN_FLOOR = 1e-6  # added to mean magnitudes, so that the kept share of an output without weights is defined
+SCALE_DAMPING = 0.01  # of Vanderschueren & De Vleeschouwer (2023): bounds the scale of an emptied output
+
+
+@dataclass(frozen=True)
+class FusedProjection:
+    """A projection that the fused kernels compute: m ⊙ w, or a soft threshold of it with a scale for each output."""
+
+    soft_threshold: bool = False
+    rescale: bool = False
+
+
+PLAIN_MASK = FusedProjection()
 
 
 class Compressor(ABC):
-    """Replaces the masked weights by others that are cheaper to hold."""
+    """A function that replaces masked weights by others that are cheaper to store."""
 
     name: ClassVar[str]
-    lasts: ClassVar[bool] = True  # whether there is still something to do once the mask is at rest
+    needed_after_training: ClassVar[bool] = True  # whether weights must stay compressed once the mask is fixed
 
     @abstractmethod
-    def compress(self, weights: Tensor, mask: Tensor, gauge: Tensor | None = None) -> None:
+    def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
         """Replace the weights in place; entries off the mask stay zero."""
 
-    def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
-        """What `compress` is to know of the dense weights at the moment a mask was taken; None: nothing."""
+    def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor | None:
+        """Return what `compress` must know of the dense weights when a mask is installed; None for nothing."""
         return None
 
-    def check(self, pattern: Pattern) -> None:  # noqa: B027 - most compressors fit every pattern
-        """Refuse a pattern that the compressor does not fit."""
+    def validate_pattern(self, pattern: Pattern) -> None:  # noqa: B027 - most compressors fit every pattern
+        """Raise PomonaError for a pattern that the compressor does not fit."""
 
-    def bound(self, latent: Tensor) -> None:  # noqa: B027 - only some compressors bound it
-        """Bound the dense weights in place after a step."""
+    def clip_latent(self, latent: Tensor) -> None:  # noqa: B027 - few compressors bound the latent
+        """Clip the dense weights in place after a step."""
+
+    @property
+    def fused_projection(self) -> FusedProjection | None:
+        """What the fused kernels compute in place of `compress`; None where they cannot."""
+        return None
 
 
 COMPRESSORS: Registry[Compressor] = Registry("compressor")
 
 
-@COMPRESSORS.add("quantize")
+@COMPRESSORS.register("quantize")
 @dataclass(frozen=True)
 class Quantize(Compressor):
     """Round to 2^bits − 1 evenly spaced levels, symmetric around zero, up to the tensor's largest magnitude."""
@@ -49,62 +68,108 @@ class Quantize(Compressor):
     def __post_init__(self) -> None:
         require(
             2 <= self.bits <= 16,
-            f"Quantize takes 2 to 16 bits, got {self.bits}; for one bit there is Binary().",
+            f"Quantize takes 2 to 16 bits, got {self.bits}; use Binary() for one bit.",
         )
 
-    def compress(self, weights: Tensor, mask: Tensor, gauge: Tensor | None = None) -> None:
+    def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
         levels = 2 ** (self.bits - 1) - 1
         step = weights.abs().amax() / levels
-        # A tensor of zeros has no step; 0 / 1 rounds to the zeros it is.
-        weights.div_(torch.where(step > 0, step, 1)).round_().mul_(step).add_(0.0)  # + 0.0: −0.0 becomes 0.0
+        # A tensor of zeros has step 0; dividing by 1 instead keeps its zeros.
+        weights.div_(torch.where(step > 0, step, 1)).round_().mul_(step).add_(0.0)  # + 0.0 turns −0.0 into 0.0
 
 
-@COMPRESSORS.add("binary")
+@COMPRESSORS.register("binary")
 @dataclass(frozen=True)
 class Binary(Compressor):
-    """+1 or −1 by the weight's sign, as in BinaryConnect (Courbariaux et al., 2015); w is clipped to [−1, 1]."""
+    """Replace weights by +1 or −1 by their sign, as BinaryConnect does (Courbariaux et al., 2015).
 
-    def compress(self, weights: Tensor, mask: Tensor, gauge: Tensor | None = None) -> None:
+    The dense weights are clipped to [−1, 1].
+    """
+
+    def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
         apply_mask(torch.where(weights < 0, -1.0, 1.0).to(weights), mask, weights)
 
-    def bound(self, latent: Tensor) -> None:
+    def clip_latent(self, latent: Tensor) -> None:
         latent.clamp_(-1, 1)
 
 
-@COMPRESSORS.add("soft")
-@dataclass(frozen=True)
-class Soft(Compressor):
-    """w̃ = s · sign(w) · max(|w| − t, 0), as in ST-3 (Vanderschueren & De Vleeschouwer, WACV 2023).
+class Threshold(Compressor):
+    """A compressor that shrinks weights towards zero by the magnitude at which the mask cut them off.
 
-    So weights come and go by way of zero. t is the largest magnitude that the mask cut off in a tensor. With `rescale`
-    s makes up for what the mask took from an output, by the authors' rule: s = 1.01 / (0.01 + the share of Σ |w| that
-    is kept). Both are measured when a mask is taken. With the last one w̃ becomes w, as where the authors fix their
-    network: from there on it is masked and nothing else, so that no weight is held back by a threshold of the past.
+    Weights enter and leave the mask through zero. The threshold t is the largest magnitude that the mask pruned in a
+    tensor. It is measured when a mask is installed. With the last mask the projected weights become the latent ones.
     """
 
-    lasts: ClassVar[bool] = False
+    needed_after_training: ClassVar[bool] = False
+
+    def validate_pattern(self, pattern: Pattern) -> None:
+        require(
+            pattern.is_elementwise,
+            f"{type(self).__name__} shrinks by the magnitude at which single weights were pruned, and {pattern} prunes "
+            "groups of weights: use pattern='unstructured'.",
+        )
+
+    def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor:
+        """Return the scale of each output and the threshold of the tensor, stacked."""
+        magnitude = latent.abs()
+        inner = [dim for dim in range(latent.ndim) if dim != output_dim] or [0]
+        scale = self.output_scales(magnitude, mask, inner)
+        return torch.stack([scale, magnitude.masked_fill(mask, 0).amax().expand_as(scale)])
+
+    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
+        """Return the factor of each output's weights: 1."""
+        return torch.ones_like(magnitude.mean(inner, keepdim=True))
+
+
+@COMPRESSORS.register("soft")
+@dataclass(frozen=True)
+class SoftThreshold(Threshold):
+    """Soft thresholds, s · sign(w) · max(|w| − t, 0), as in ST-3 (Vanderschueren & De Vleeschouwer, WACV 2023).
+
+    With `rescale` the scale s compensates for what the mask took from an output, by the authors' rule:
+    s = 1.01 / (0.01 + the share of Σ |w| that is kept).
+    """
 
     rescale: bool = True
 
-    def check(self, pattern: Pattern) -> None:
-        require(
-            isinstance(pattern, Unstructured),
-            f"Soft shrinks by the magnitude at which single weights were cut, and {pattern} cuts no single ones: "
-            "take pattern='unstructured'.",
-        )
+    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
+        """Return s for each output; `flat_buffers_triton` computes the same for all layers at once."""
+        total = magnitude.mean(inner, keepdim=True) + MEAN_FLOOR
+        kept = (magnitude * mask).mean(inner, keepdim=True) + MEAN_FLOOR
+        share = kept / total
+        # 1.01 / (share + 0.01), written so that it is exactly 1 where everything is kept.
+        return 1 + (1 - share) / (share + SCALE_DAMPING) if self.rescale else torch.ones_like(share)
 
-    def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor:
-        """s and t, for each output; `arena_triton` has the same for all layers at once."""
-        magnitude = latent.abs()
-        inner = [dim for dim in range(latent.ndim) if dim != rows] or [0]
-        whole = magnitude.mean(inner, keepdim=True) + 1e-6
-        kept = (magnitude * mask).mean(inner, keepdim=True) + 1e-6
-        share = kept / whole
-        # 1.01 / (share + 0.01), written so that it is exactly 1 where all is kept.
-        scale = 1 + (1 - share) / (share + 0.01) if self.rescale else torch.ones_like(share)
-        return torch.stack([scale, magnitude.masked_fill(mask, 0).amax().expand_as(scale)])
-
-    def compress(self, weights: Tensor, mask: Tensor, gauge: Tensor | None = None) -> None:
-        assert gauge is not None
-        scale, threshold = gauge
+    def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
+        assert calibration is not None
+        scale, threshold = calibration
         weights.sub_(weights.clamp(-threshold, threshold)).mul_(scale)
+
+    @property
+    def fused_projection(self) -> FusedProjection:
+        return FusedProjection(soft_threshold=True, rescale=self.rescale)
+
+
+@COMPRESSORS.register("power")
+@dataclass(frozen=True)
+class PowerThreshold(Threshold):
+    """Thresholds sign(w) · (|w|ᵖ − tᵖ)^(1/p), as in Feather (Georgoulakis et al., BMVC 2023).
+
+    The power p lies between soft thresholds (p = 1) and hard ones (p = ∞).
+    """
+
+    power: float = 3.0
+
+    def __post_init__(self) -> None:
+        require(1 <= self.power < float("inf"), f"power is p, a finite number of at least 1, got {self.power}.")
+
+    def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
+        assert calibration is not None
+        threshold = calibration[1]
+        # |w| · (1 − (t/|w|)ᵖ)^(1/p) does not overflow or underflow where |w|ᵖ would.
+        ratio = torch.where(weights == 0, 1.0, threshold / weights.abs()).clamp_(max=1)
+        shrunk = weights * (1 - ratio**self.power) ** (1 / self.power)
+        apply_mask(shrunk, mask, weights)
+
+
+Soft = SoftThreshold  # the name in recipes is "soft"

@@ -1,7 +1,7 @@
-"""Named choices: methods, patterns, schedules, compressors, models.
+"""Registries of named specs: methods, patterns, schedules, compressors, data sources, augmentations, optimizers.
 
-A choice is a frozen dataclass registered under a name. It can be written in three ways, and this
-file is the only place that turns one into another:
+A spec is a frozen dataclass that is registered under a name. A spec can be written in three ways, and this module is
+the only place that converts between them:
 
     Balanced(block=32)                      in Python
     {name = "balanced", block = 32}         in a recipe
@@ -19,88 +19,97 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from .errors import PomonaError, unknown
+from .errors import PomonaError, unknown_name_error
 
-T = TypeVar("T")
-R = TypeVar("R")
+SpecT = TypeVar("SpecT")
+RegisteredT = TypeVar("RegisteredT")
+
+PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})  # the types that `validate_type` checks
 
 
-class Registry(Generic[T]):
-    """Records of one kind by name."""
+class Registry(Generic[SpecT]):
+    """Spec classes of one kind, by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._records: dict[str, type[T]] = {}
+        self._specs: dict[str, type[SpecT]] = {}
 
-    def add(self, name: str) -> Callable[[type[R]], type[R]]:
-        """Class decorator: register a frozen dataclass under `name`."""
+    def register(self, name: str) -> Callable[[type[RegisteredT]], type[RegisteredT]]:
+        """Return a class decorator that registers a frozen dataclass under `name`."""
 
-        def register(record: type[R]) -> type[R]:
-            if not dataclasses.is_dataclass(record):
-                raise TypeError(f"{record.__name__} must be a dataclass to be registered as '{name}'")
-            record.name = name  # type: ignore[attr-defined]
-            self._records[name] = record  # type: ignore[assignment]
-            return record
+        def register_class(spec: type[RegisteredT]) -> type[RegisteredT]:
+            if not dataclasses.is_dataclass(spec):
+                raise TypeError(f"{spec.__name__} must be a dataclass to be registered as '{name}'")
+            spec.name = name  # type: ignore[attr-defined]
+            self._specs[name] = spec  # type: ignore[assignment]
+            return spec
 
-        return register
+        return register_class
 
-    def __getitem__(self, name: str) -> type[T]:
-        if name not in self._records:
-            raise unknown(self.kind, name, self._records)
-        return self._records[name]
+    def __getitem__(self, name: str) -> type[SpecT]:
+        if name not in self._specs:
+            raise unknown_name_error(self.kind, name, self._specs)
+        return self._specs[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._records))
+        return iter(sorted(self._specs))
 
     def names(self, pattern: str = "*") -> list[str]:
-        """Registered names that match a shell pattern."""
+        """Return the registered names that match a shell pattern, sorted."""
         return fnmatch.filter(self, pattern)
 
-    def make(self, choice: Any) -> T:
-        """A record from any of its three spellings (a record is returned as it is)."""
+    def resolve(self, choice: Any) -> SpecT:
+        """Return the spec that `choice` stands for: a string, a mapping with a name, or a spec (returned as is).
+
+        Raises PomonaError for an unknown name or option, a missing option, or a value of the wrong type.
+        """
         if isinstance(choice, str):
-            name, options = parse(choice)
+            name, options = parse_spec(choice)
         elif isinstance(choice, Mapping):
             options = dict(choice)
             if "name" not in options:
                 raise PomonaError(f'a {self.kind} needs a name: {{name = "…"}}, got {options!r}.')
             name = options.pop("name")
-        elif any(isinstance(choice, record) for record in self._records.values()):
+        elif any(isinstance(choice, spec) for spec in self._specs.values()):
             return choice
         else:
-            raise PomonaError(f"{choice!r} is no {self.kind}: give one of {', '.join(self)}.")
-        return build(self[name], self.kind, options)
+            raise PomonaError(f"{choice!r} is not a valid {self.kind}: choose one of {', '.join(self)}.")
+        return build_spec(self[name], self.kind, options)
 
 
-def build(record: type[T], kind: str, options: Mapping[str, Any]) -> T:
-    """Make a record, refusing options it does not have and values of the wrong type."""
-    fields = {f.name: f for f in dataclasses.fields(record) if f.init}  # type: ignore[arg-type]
-    hints = type_hints(record)  # type: ignore[arg-type]
+def build_spec(spec: type[SpecT], kind: str, options: Mapping[str, Any]) -> SpecT:
+    """Instantiate a spec class; raise PomonaError for unknown or missing options and values of the wrong type."""
+    fields = {f.name: f for f in dataclasses.fields(spec) if f.init}  # type: ignore[arg-type]
+    hints = resolve_type_hints(spec)  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in fields:
-            raise unknown(f"option of {kind} '{record.name}'", key, fields)  # type: ignore[attr-defined]
-        check_type(key, value, hints[key])
-    missing = [f.name for f in fields.values() if required(f) and f.name not in options]
+            raise unknown_name_error(f"option of {kind} '{spec.name}'", key, fields)  # type: ignore[attr-defined]
+        validate_type(key, value, hints[key])
+    missing = [f.name for f in fields.values() if is_required(f) and f.name not in options]
     if missing:
-        raise PomonaError(f"{kind} '{record.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
-    return record(**options)
+        raise PomonaError(f"{kind} '{spec.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
+    return spec(**options)
 
 
 @functools.cache
-def type_hints(record: type) -> dict[str, Any]:
-    """The types of a record's fields; to resolve them takes longer than to make the record."""
-    return typing.get_type_hints(record)
+def resolve_type_hints(spec: type) -> dict[str, Any]:
+    """Return the types of a spec's fields, cached: resolving them takes longer than building the spec."""
+    return typing.get_type_hints(spec)
 
 
-def required(field: dataclasses.Field[Any]) -> bool:
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a dataclass field has no default."""
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def check_type(key: str, value: Any, hint: Any) -> None:
-    """Refuse a plain value of the wrong type. Hints that are no plain types are left to the record."""
+def validate_type(key: str, value: Any, hint: Any) -> None:
+    """Raise PomonaError if an option's value does not have the plain type of its hint.
+
+    An int is accepted where a float is expected, a bool only where a bool is expected. A hint with any type outside
+    `PLAIN_TYPES` is not checked here: the spec validates such an option itself.
+    """
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = {int, float, str, bool, type(None)}
-    if not set(allowed) <= plain:
+    if not PLAIN_TYPES.issuperset(allowed):
         return
     fits = any(
         (isinstance(value, a) and not (isinstance(value, bool) and a is not bool))
@@ -112,8 +121,11 @@ def check_type(key: str, value: Any, hint: Any) -> None:
         raise PomonaError(f"{key} takes {wanted}, got {value!r}.")
 
 
-def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """Split "name(option=value, …)" into name and options; only literals are understood, and TOML's true and false."""
+def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+    """Split "name(option=value, …)" into the name and the options.
+
+    Values are Python literals, or TOML's `true` and `false`. Raises PomonaError for anything else.
+    """
     text = text.strip()
     if "(" not in text:
         return text, {}
@@ -121,28 +133,28 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(text, mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
             raise ValueError
-        return call.func.id, {str(k.arg): value(k.value) for k in call.keywords}
+        return call.func.id, {str(k.arg): evaluate_literal(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise PomonaError(f"'{text}' is not of the form name(option=value, …).") from error
 
 
-def value(node: ast.expr) -> Any:
-    """What is written for an option."""
+def evaluate_literal(node: ast.expr) -> Any:
+    """Return the value of a literal in a syntax tree, with TOML's `true` and `false` as bools."""
     if isinstance(node, ast.Name) and node.id in ("true", "false"):
         return node.id == "true"
     return ast.literal_eval(node)
 
 
-def describe(record: Any) -> dict[str, Any]:
-    """The recipe spelling of a record: its name and every option, defaults included."""
-    options = {f.name: plain(getattr(record, f.name)) for f in dataclasses.fields(record) if f.init}
-    return {"name": record.name, **options}
+def spec_to_dict(spec: Any) -> dict[str, Any]:
+    """Return a spec as a dictionary of its name and all its options, defaults included, as a recipe writes it."""
+    options = {f.name: to_plain_data(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+    return {"name": spec.name, **options}
 
 
-def plain(value: Any) -> Any:
-    """Nested records as dictionaries, tuples as lists: what TOML and JSON can hold."""
+def to_plain_data(value: Any) -> Any:
+    """Convert nested specs to dictionaries and tuples to lists, so that TOML and JSON can hold the value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return describe(value) if hasattr(value, "name") else dataclasses.asdict(value)
+        return spec_to_dict(value) if hasattr(value, "name") else dataclasses.asdict(value)
     if isinstance(value, (tuple, list)):
-        return [plain(v) for v in value]
+        return [to_plain_data(v) for v in value]
     return value

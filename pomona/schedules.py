@@ -1,4 +1,4 @@
-"""How much of the final sparsity is asked for, when. A schedule is told the step and keeps no state."""
+"""Sparsity schedules: which fraction of the final sparsity is due at a step. Schedules keep no state."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .registry import Registry
 
 
 class Schedule(ABC):
-    """The share of the final sparsity that is asked for after a step."""
+    """A function from the training step to the fraction of the final sparsity that is due after it."""
 
     name: ClassVar[str]
 
     @property
     @abstractmethod
     def until(self) -> float:
-        """The share of training after which all of it is asked for."""
+        """The fraction of training after which the final sparsity is due."""
 
     @abstractmethod
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
-        """The share asked for after `step` of `total` steps; with epochs it moves only at their start."""
+        """Return the fraction due after `step` of `total` steps; with `steps_per_epoch` it changes at epochs only."""
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")
 
 
 @dataclass(frozen=True)
-class Rising(Schedule):
-    """From 0 at `start` to 1 at `until`, both shares of training, along a curve."""
+class RampSchedule(Schedule):
+    """Base of schedules that rise from 0 at `start` to 1 at `until`, both fractions of training, along a curve."""
 
     start: float = 0.0
     until: float = 0.75
@@ -39,7 +39,8 @@ class Rising(Schedule):
     def __post_init__(self) -> None:
         require(
             0 <= self.start < self.until <= 1,
-            f"a schedule needs 0 ≤ start < until ≤ 1 (shares of training), got start={self.start}, until={self.until}.",
+            f"a schedule needs 0 ≤ start < until ≤ 1 (fractions of training), got start={self.start}, "
+            f"until={self.until}.",
         )
 
     def __call__(self, step: int, total: int, steps_per_epoch: int | None = None) -> float:
@@ -50,37 +51,37 @@ class Rising(Schedule):
 
     @abstractmethod
     def curve(self, x: float) -> float:
-        """The share at x, which runs from 0 to 1 between `start` and `until`."""
+        """Return the fraction at x, which runs from 0 to 1 between `start` and `until`."""
 
 
-@SCHEDULES.add("cubic")
+@SCHEDULES.register("cubic")
 @dataclass(frozen=True)
-class Cubic(Rising):
-    """Zhu & Gupta (2017): 1 − (1 − x)³, quick while much is redundant, slow at the end."""
+class Cubic(RampSchedule):
+    """1 − (1 − x)³ (Zhu & Gupta, 2017): fast at first, while many weights are redundant, slow at the end."""
 
     def curve(self, x: float) -> float:
         return 1 - (1 - x) ** 3
 
 
-@SCHEDULES.add("linear")
+@SCHEDULES.register("linear")
 @dataclass(frozen=True)
-class Linear(Rising):
-    """x itself."""
+class Linear(RampSchedule):
+    """x, a straight line."""
 
     def curve(self, x: float) -> float:
         return x
 
 
-@SCHEDULES.add("cosine")
+@SCHEDULES.register("cosine")
 @dataclass(frozen=True)
-class Cosine(Rising):
+class Cosine(RampSchedule):
     """(1 − cos πx) / 2, slow at both ends."""
 
     def curve(self, x: float) -> float:
         return (1 - math.cos(math.pi * x)) / 2
 
 
-@SCHEDULES.add("constant")
+@SCHEDULES.register("constant")
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The final sparsity from the first step on."""

@@ -1,16 +1,36 @@
-"""One thread, and no GPU test where there is no GPU."""
+"""Set-up of all tests: one thread, torch's global settings restored after each test, no GPU test without a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+# This import comes first: it limits oneDNN where AMX is refused, which must happen before torch is imported.
+from pomona import cpu_features
+
+# isort: split
 import pytest
 import torch
+from torch_settings import restored_torch_settings
 
 torch.set_num_threads(1)
 
 
+def pytest_report_header() -> str:
+    """Name the state of AMX at the head of the report."""
+    return f"AMX: {cpu_features.describe_amx()}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on a machine without a CUDA device."""
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def restore_torch_settings() -> Iterator[None]:
+    """Restore torch's global settings after a test, so that no test depends on those before it."""
+    with restored_torch_settings():
+        yield

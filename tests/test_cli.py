@@ -283,7 +283,7 @@ def test_methods_as_json_are_the_registry(call):
     assert dpf["options"]["every"] == 16
     assert dpf["options"]["schedule"] == {"name": "cubic", "start": 0.0, "until": 0.75}
     for record in records.values():  # the options as printed make the method they were read from
-        assert METHODS.make({"name": record["name"], **record["options"]}) == METHODS[record["name"]]()
+        assert METHODS.resolve({"name": record["name"], **record["options"]}) == METHODS[record["name"]]()
 
 
 def test_data_tells_what_is_here_and_how_to_get_the_rest(call, here):

@@ -34,7 +34,7 @@ def test_binary_by_hand() -> None:
     weights = torch.tensor([0.2, -0.1, 0.0, -7.0])
     assert compressed(pm.Binary(), weights, torch.tensor([True, True, True, False])).tolist() == [1, -1, 1, 0]
     latent = torch.tensor([2.0, -0.5, -3.0])
-    pm.Binary().bound(latent)
+    pm.Binary().clip_latent(latent)
     assert latent.tolist() == [1, -0.5, -1]
 
 
@@ -100,7 +100,7 @@ def test_delta_without_a_compressor_is_the_share_that_was_cut() -> None:
     ("spelling", "message"),
     [
         ("quantize", "bits"),
-        ("quantize(bits=1)", r"2 to 16 bits, got 1; for one bit there is Binary\(\)"),
+        ("quantize(bits=1)", r"2 to 16 bits, got 1; use Binary\(\) for one bit"),
         ("quantize(bits=17)", "got 17"),
         ("quantise(bits=4)", "did you mean 'quantize'"),
         ("quantize(bits=4.5)", "bits takes int, got 4.5"),
@@ -108,7 +108,7 @@ def test_delta_without_a_compressor_is_the_share_that_was_cut() -> None:
 )
 def test_bad_compressors(spelling: str, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        COMPRESSORS.make(spelling)
+        COMPRESSORS.resolve(spelling)
     with pytest.raises(pm.PomonaError, match=message):
         pm.DPF(compressor=spelling)
 

@@ -1,8 +1,14 @@
-"""The documentation's code runs as it stands."""
+"""The code and the commands of the hand-written pages run as they stand there."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,21 +16,32 @@ import torch
 from torch import nn
 
 import pomona as pm
+from pomona.cli import main
 from pomona.core.method import METHODS
+from pomona.patterns import PATTERNS
 
 ROOT = Path(__file__).parents[1]
+PAGES = ["architecture", "engine", "laboratory", "methods"]  # whose Python blocks need nothing but each other
+GUIDES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page}.md" for page in (*PAGES, "add-a-method", "how-to-extend"))]
+
+# A Python block, and the output shown right behind it where there is one.
+PYTHON_WITH_OUTPUT = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
+COMMAND = re.compile(r"^\$ pomona (.+)$", re.MULTILINE)
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def read_blocks(page: str, language: str = "python") -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def network() -> nn.Module:
+def make_network() -> nn.Module:
+    """Return a small network with a convolution, a linear layer and a classifier."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train_network(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Train on random batches."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x, y = torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 10, (8,), generator=generator)
@@ -33,23 +50,59 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": page}
+    blocks = PYTHON_WITH_OUTPUT.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert blocks
+    for code, shown in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        if shown:
+            assert printed.getvalue() == shown
+
+
+@pytest.mark.parametrize("page", [*PAGES, "add-a-method", "how-to-extend"])
+def test_a_page_begins_with_its_purpose_and_an_example(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    head = re.split(r"\n## (?!A module)", text)[0]
+    assert head.startswith("# ")
+    assert "This page" in head
+    assert "```python" in head or "```console" in head
+
+
+def test_the_commands_of_the_laboratory_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands = [line for block in read_blocks("docs/laboratory.md", "console") for line in COMMAND.findall(block)]
+    assert len(commands) == 2
+    for command in commands:
+        assert main(shlex.split(command)) == 0, capsys.readouterr().err
+    assert (tmp_path / "runs/first/summary.json").is_file()
+    assert (tmp_path / "runs/two/sweep.json").is_file()
+
+
+# ---- docs/add-a-method.md
+
+
 @pytest.fixture
 def page():
+    """Run the definition on the page, and return its names and the block that uses it."""
     names: dict = {}
-    definition, use = blocks("docs/add-a-method.md")
+    definition, use = read_blocks("docs/add-a-method.md")
     try:
         exec(definition, names)
         yield names, use
     finally:
-        METHODS._records.pop("lamp", None)
+        METHODS._specs.pop("lamp", None)
 
 
 def test_the_method_on_the_page_prunes(page):
     names, use = page
-    model = network()
+    model = make_network()
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "steps": 64}
     exec(use, names)
-    train(model, names["optimizer"], 64)
+    train_network(model, names["optimizer"], 64)
     names["pruner"].finish()
     for weight in (model[0].weight, model[3].weight):
         # 9 columns are one block, padded to 32; 288 are nine: each keeps the same count, and never none.
@@ -58,9 +111,23 @@ def test_the_method_on_the_page_prunes(page):
         assert len(kept.unique()) == 1
 
 
+def test_the_method_on_the_page_never_brings_a_weight_back(page):
+    names, _ = page
+    model = make_network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pruner = names["LAMP"](sparsity=0.9, every=4)
+    pruner.attach(model, optimizer, total_steps=32)
+    pruned = {name: ~mask for name, mask in pruner.masks().items()}
+    for _ in range(8):
+        train_network(model, optimizer, 4)
+        masks = pruner.masks()
+        assert not any((masks[name] & pruned[name]).any() for name in masks)
+        pruned = {name: ~mask.clone() for name, mask in masks.items()}
+
+
 def test_the_score_on_the_page_by_hand(page):
     # Squares 1, 9, 4: 9/9, 4/(9+4), 1/(9+4+1).
-    score = page[0]["lamp"](torch.tensor([[1.0, -3.0, 2.0]]))
+    score = page[0]["lamp_score"](torch.tensor([[1.0, -3.0, 2.0]]))
     assert torch.allclose(score, torch.tensor([[1 / 14, 1.0, 4 / 13]]))
 
 
@@ -68,9 +135,45 @@ def test_the_method_on_the_page_is_registered(page):
     assert pm.methods.pruner("lamp(sparsity=0.5)").method.sparsity == 0.5
 
 
+# ---- docs/how-to-extend.md
+
+
+def test_the_pattern_and_the_method_of_the_how_to_prune_whole_columns():
+    names: dict = {}
+    try:
+        exec(read_blocks("docs/how-to-extend.md")[0], names)
+        model = make_network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        pruner = names["AnnealedPruner"](sparsity=0.5, pattern="column", include=["3.weight"], every=4)
+        pruner.attach(model, optimizer, total_steps=16)
+        train_network(model, optimizer, 16)
+        pruner.finish()
+    finally:
+        METHODS._specs.pop("annealed", None)
+        PATTERNS._specs.pop("column", None)
+    kept = model[3].weight != 0
+    assert int(kept.all(0).sum()) == int((~kept).all(0).sum()) == 144
+
+
+@pytest.mark.slow
+def test_the_scratch_folder_of_the_how_to_runs_a_sweep(tmp_path):
+    (definition, script), (recipe,) = read_blocks("docs/how-to-extend.md"), read_blocks("docs/how-to-extend.md", "toml")
+    (tmp_path / "my_pruning.py").write_text(definition)
+    (tmp_path / "columns.toml").write_text(recipe)
+    (tmp_path / "compare.py").write_text(script)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # as all tests: one thread
+    done = subprocess.run([sys.executable, "compare.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["incremental"] * 2 + ["annealed"] * 4
+    assert len(list(tmp_path.glob("runs/columns/*/summary.json"))) == 6
+
+
+# ---- README.md and all pages
+
+
 def test_the_readme_loop_runs():
-    code = next(block for block in blocks("README.md") if "attach" in block)
-    model = network()
+    code = next(block for block in read_blocks("README.md") if "attach" in block)
+    model = make_network()
     names = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
@@ -81,3 +184,9 @@ def test_the_readme_loop_runs():
     exec(code, names)
     weights = torch.cat([model[0].weight.flatten(), model[3].weight.flatten()])
     assert int((weights == 0).sum()) == round(0.9 * weights.numel())
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:pomona|benchmarks|recipes|tests|results|docs)/[\w./-]*)`", (ROOT / page).read_text())
+    assert [name for name in dict.fromkeys(named) if not (ROOT / name).exists()] == []

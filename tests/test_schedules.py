@@ -1,4 +1,4 @@
-"""How much is asked for, when."""
+"""Sparsity schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pomona.schedules import SCHEDULES, Schedule
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shares"),
+    ("schedule", "fractions"),
     [
         (pm.Linear(until=1.0), [0, 0.25, 0.5, 0.75, 1]),
         (pm.Linear(start=0.25, until=0.75), [0, 0, 0.5, 1, 1]),
@@ -23,8 +23,8 @@ from pomona.schedules import SCHEDULES, Schedule
         (pm.Constant(), [1, 1, 1, 1, 1]),
     ],
 )
-def test_shares_by_hand(schedule: Schedule, shares: list[float]) -> None:
-    assert [schedule(step, 8) for step in (0, 2, 4, 6, 8)] == pytest.approx(shares)
+def test_fractions_worked_out_by_hand(schedule: Schedule, fractions: list[float]) -> None:
+    assert [schedule(step, 8) for step in (0, 2, 4, 6, 8)] == pytest.approx(fractions)
 
 
 def test_default_is_zhu_and_gupta_until_three_quarters() -> None:
@@ -33,7 +33,7 @@ def test_default_is_zhu_and_gupta_until_three_quarters() -> None:
     assert pm.Cubic()(74, 100) < 1.0
 
 
-def test_with_epochs_it_moves_only_at_their_start() -> None:
+def test_with_epochs_the_sparsity_changes_only_at_their_start() -> None:
     linear = pm.Linear(until=1.0)
     assert [linear(step, 12, 4) for step in range(12)] == pytest.approx([0] * 4 + [1 / 3] * 4 + [2 / 3] * 4)
     assert linear(12, 12, 4) == 1.0
@@ -46,28 +46,32 @@ def test_with_epochs_it_moves_only_at_their_start() -> None:
     st.integers(1, 500),
     st.none() | st.integers(1, 50),
 )
-def test_rises_from_nothing_to_all(
+def test_schedules_rise_from_zero_to_one(
     cls: type[Schedule], start: float, length: float, total: int, steps_per_epoch: int | None
 ) -> None:
     schedule = cls(start=start, until=min(start + length, 1.0))  # type: ignore[call-arg]
-    shares = [schedule(step, total, steps_per_epoch) for step in range(total + 1)]
-    assert shares == sorted(shares)
-    assert shares[0] == 0
-    assert all(0 <= share <= 1 for share in shares)
+    fractions = [schedule(step, total, steps_per_epoch) for step in range(total + 1)]
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0
+    assert all(0 <= fraction <= 1 for fraction in fractions)
     if steps_per_epoch is None:
-        assert shares[-1] == 1
-        assert all(s == 1 for step, s in enumerate(shares) if step >= schedule.until * total + 1e-9)
+        assert fractions[-1] == 1
+        assert all(s == 1 for step, s in enumerate(fractions) if step >= schedule.until * total + 1e-9)
 
 
 @pytest.mark.parametrize("options", [{"start": 0.5, "until": 0.5}, {"until": 1.5}, {"start": -0.1}, {"until": 0}])
-def test_impossible_spans_are_refused(options: dict[str, float]) -> None:
+def test_invalid_ranges_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(pm.PomonaError, match="0 ≤ start < until ≤ 1"):
         pm.Cubic(**options)
 
 
-def test_spellings() -> None:
-    assert SCHEDULES.make("cubic(until=0.5)") == SCHEDULES.make({"name": "cubic", "until": 0.5}) == pm.Cubic(until=0.5)
+def test_a_schedule_can_be_written_in_three_ways() -> None:
+    assert (
+        SCHEDULES.resolve("cubic(until=0.5)")
+        == SCHEDULES.resolve({"name": "cubic", "until": 0.5})
+        == pm.Cubic(until=0.5)
+    )
     with pytest.raises(pm.PomonaError, match="unknown schedule 'qubic': did you mean 'cubic'"):
-        SCHEDULES.make("qubic")
+        SCHEDULES.resolve("qubic")
     with pytest.raises(pm.PomonaError, match="until takes float, got 'late'"):
-        SCHEDULES.make("cubic(until='late')")
+        SCHEDULES.resolve("cubic(until='late')")

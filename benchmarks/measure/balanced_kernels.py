@@ -87,7 +87,7 @@ def build_pruned_vgg16(block: int) -> nn.Sequential:
     model = build_vgg16()
     weights = [m.weight for m in model if isinstance(m, (nn.Conv2d, nn.Linear))]
     for weight, percent in zip(weights, VGG_SPARSITY, strict=True):
-        mask = Balanced(block=block, pad=True).masks([weight.abs()], percent / 100)[0]
+        mask = Balanced(block=block, pad=True).select_masks([weight.abs()], percent / 100)[0]
         weight.copy_(torch.where(mask, weight, 0))
     return model
 

@@ -57,8 +57,8 @@ def measure_redraw(name: str, device: str, rho: float, repeats: int) -> dict[str
     pruner = pm.IteRand(sparsity=0.6, rate=0.1)
     attach_to_network(name, device, rho, pruner)
     numbers = iter(range(1, 10**6))
-    (arena,) = pruner._attached().arenas
-    taken = median_seconds(lambda: arena.redraw(next(numbers)), device, repeats)
+    (buffers,) = pruner.attached_engine().buffers
+    taken = median_seconds(lambda: buffers.redraw_weights(next(numbers)), device, repeats)
     weights = sum(mask.numel() for mask in pruner.masks().values())
     return {"model": name, "rho": rho, "weights": weights, "ms": 1e3 * taken, "paper_ms": PAPER[name]}
 
@@ -117,15 +117,15 @@ def measure_steps(name: str, device: str, rho: float, batch: int, turns: int) ->
 
 def measure_selection(pruner: pm.Pruner, device: str, repeats: int) -> float:
     """Return the seconds of the exact mask selection of all layers, without the rest of the step."""
-    (arena,) = pruner._attached().arenas
-    if arena.selection is None:
-        return median_seconds(pruner.choose, device, repeats)
+    (buffers,) = pruner.attached_engine().buffers
+    if buffers.top_k is None:
+        return median_seconds(pruner.update_from_scores, device, repeats)
 
     count = 20  # in one graph, so that the launch of the graph does not dominate
 
     def several() -> None:
         for _ in range(count):
-            arena.selection.run(arena.latent, arena.mask)
+            buffers.top_k.run(buffers.latent, buffers.mask)
 
     return median_seconds(capture_step(several), device, repeats) / count
 
@@ -142,13 +142,15 @@ def measure_tickets(rho: float) -> list[dict[str, Any]]:
         for slot in pruner.slots if redraw else ():
             # The number of the last re-draw of each weight, if masks moved freely.
             age = torch.empty(slot.mask.shape).geometric_(REDRAW_RATE * SPARSITY)
-            slot.drawn.copy_((REDRAWS - age).clamp(min=0).int())
+            slot.draw_number.copy_((REDRAWS - age).clamp(min=0).int())
             key = slot.name, slot.target.fan_in, slot.parameter.detach()
-            slot.weight.copy_(pruner.method.stream.weights(*key, slot.drawn))
+            slot.weight.copy_(pruner.method.stream.weights(*key, slot.draw_number))
         pruner.refresh()
         pruner.finish()
         state = model.state_dict()
-        drawn = {slot.name: ticket.Drawn(slot.target.fan_in, slot.mask, slot.drawn) for slot in pruner.slots}
+        drawn = {
+            slot.name: ticket.DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots
+        }
         start = time.perf_counter()
         data = ticket.dumps(state, drawn, pruner.method.stream)
         written = time.perf_counter()

@@ -19,7 +19,7 @@ import torch
 from record_file import write_record
 from torch import Tensor
 
-from pomona.patterns.selection import keep_largest, keep_largest_per_row
+from pomona.patterns.selection import select_largest, select_largest_per_row
 
 SIZES = (25_600_000, 270_000)
 SPARSITIES = (0.5, 0.9, 0.99)
@@ -51,12 +51,12 @@ def sort(scores: Tensor, keep: int) -> Tensor:
 
 
 WHOLE: dict[str, SelectionMethod] = {
-    "pomona": lambda scores, keep: keep_largest([scores], keep)[0],
+    "pomona": lambda scores, keep: select_largest([scores], keep)[0],
     "topk": topk,
     "kthvalue": kthvalue,
     "sort": sort,
 }
-BY_ROW: dict[str, SelectionMethod] = {"pomona": keep_largest_per_row, "topk": topk, "sort": sort}
+BY_ROW: dict[str, SelectionMethod] = {"pomona": select_largest_per_row, "topk": topk, "sort": sort}
 
 
 def time_selection(method: SelectionMethod, scores: Tensor, keep: int) -> float:

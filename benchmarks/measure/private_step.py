@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from pomona import models
 from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source, audit
-from pomona.privacy.examples import per_example
+from pomona.privacy.per_example_gradients import compute_per_example_gradients
 
 SIZE = 10_000_000
 CASES = (("private_cnn", {}, 256), ("wrn16_4", {"norm": "group"}, 16), ("mlp", {"in_features": 3072}, 128))
@@ -144,7 +144,7 @@ def compare_gradients(case: tuple[str, dict[str, Any], int]) -> float:
     from opacus import GradSampleModule
 
     model, x, y = build_model_and_batch(*case, "cpu")
-    found, _ = per_example(model, F.cross_entropy, dict(model.named_parameters()), x, y)
+    found, _ = compute_per_example_gradients(model, F.cross_entropy, dict(model.named_parameters()), x, y)
     F.cross_entropy(GradSampleModule(model, loss_reduction="sum")(x), y, reduction="sum").backward()
     theirs = {name: parameter.grad_sample for name, parameter in model.named_parameters()}
     largest = max(float(value.abs().max()) for value in theirs.values())

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import pomona as pm
 from pomona.sparse import Shrunk, shrink
-from pomona.sparse.shrink import seconds
+from pomona.sparse.shrink.latency import measure_median_seconds
 
 SPARSITY, IMAGES, BATCHES = 0.4, 1000, (1, 32)
 MAX_DIFFERENCE, TARGET_SPEED_UP = 1e-4, 1.3
@@ -96,7 +96,7 @@ def measure_shrinking(way: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
         "difference": largest_difference(model, shrunk, x),
     }
     for size in BATCHES:
-        before, after = seconds([model, shrunk.model], x[:size])
+        before, after = measure_median_seconds([model, shrunk.model], x[:size])
         result[f"batch {size}"] = {"before_ms": 1000 * before, "after_ms": 1000 * after, "ratio": before / after}
     return result
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def methods(as_json: Json = False) -> None:
     """List the ways to prune, with every option and its default."""
     from pomona.methods import METHODS
-    from pomona.registry import describe
+    from pomona.registry import spec_to_dict
 
     records = []
     for record in (METHODS[name] for name in METHODS):
-        options = describe(record())
+        options = spec_to_dict(record())
         about = (record.__doc__ or "").split("\n")[0]
         records.append(
             {
@@ -77,7 +77,8 @@ def data(
         here = "[green]yes[/]" if entry.present else "no"
         table.add_row(f"[bold]{entry.name}[/]", here, entry.size, escape(entry.path or entry.get))
     show(table)
-    print(f"looked in {', '.join(map(str, sources.roots(data_dir)))}; --data-dir and POMONA_DATA name other folders.")
+    folders = ", ".join(map(str, sources.data_folders(data_dir)))
+    print(f"looked in {folders}; --data-dir and POMONA_DATA name other folders.")
 
 
 @app.command()
@@ -86,6 +87,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
 
     Python, torch, CUDA, triton and other kernels, cores, memory and data sets.
     """
+    from pomona.cpu_features import describe_amx
     from pomona.data import catalog
     from pomona.lab.runs import environment as env
     from pomona.sparse import cpu as native
@@ -93,7 +95,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
     versions, machine = env.versions(), env.machine()
     found: dict[str, Any] = {
         "versions": versions,
-        "machine": machine | {"memory_gib": memory()},
+        "machine": machine | {"memory_gib": memory(), "amx": describe_amx()},
         "kernels": {
             "triton": bool(machine["gpus"]) and versions["triton"] is not None,
             "native": native.levels()[0] if native.library() is not None else None,
@@ -110,6 +112,7 @@ def check(data_dir: DataDir = None, as_json: Json = False) -> None:
                 **{name: version or "missing" for name, version in versions.items()},
                 "GPUs": "; ".join(gpus) or "none that torch can use",
                 "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads in use",
+                "AMX": describe_amx(),
                 "memory": f"{memory()} GiB",
                 "triton kernels": "in use" if found["kernels"]["triton"] else "not in use: they need triton and a GPU",
                 "native kernels": found["kernels"]["native"] or "not in use: they need a C compiler",

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from pomona.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown_name_error
 from pomona.version import __version__
 
 RUNS = Path("runs")
@@ -33,7 +33,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if command is None:
-            raise unknown("command", cmd_name, self.list_commands(ctx))
+            raise unknown_name_error("command", cmd_name, self.list_commands(ctx))
         return command
 
 

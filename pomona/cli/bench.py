@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 
 from .base import Json, app, dump, facts, note, show
 
@@ -40,10 +40,10 @@ def bench(
 
     batches = whole_numbers(batch)
     if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name_error("dtype", dtype, DTYPES)
     kind = getattr(torch, dtype) if dtype else None
     if device not in ("auto", "cpu", "cuda"):
-        raise unknown("device", device, ("auto", "cpu", "cuda"))
+        raise unknown_name_error("device", device, ("auto", "cpu", "cuda"))
     require(device != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     what = what or ["1024x1024", "4096x4096"]
     shapes = [shape for shape in map(lab.read_shape, what) if shape is not None]
@@ -106,9 +106,9 @@ def export(
     from pomona.lab.runs import export as lab
 
     if format not in lab.FORMATS:
-        raise unknown("format", format, lab.FORMATS)
+        raise unknown_name_error("format", format, lab.FORMATS)
     if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name_error("dtype", dtype, DTYPES)
     if format == "ticket":
         made = lab.ticket(run, out)
         if as_json:

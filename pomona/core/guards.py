@@ -1,26 +1,30 @@
-"""What can go wrong between a user's loop and the engine, each in one short function."""
+"""Guards: what can go wrong between a user's training loop and the engine, each in one short function."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PomonaError
 from ..masking import apply_mask
 
 if TYPE_CHECKING:
-    from .engine import Engine, Slot
+    from .engine import Engine
+    from .slot import Slot
 
 
 def unwrap_optimizer(optimizer: object) -> Optimizer:
-    """The torch optimizer inside accelerate's and Opacus' wrappers: its step is the one that moves weights."""
+    """Return the torch optimizer inside the wrappers of accelerate and Opacus, whose step moves the weights."""
     while True:
         names = ("original_optimizer", "optimizer", "base_optimizer")
         inner = next((i for i in (getattr(optimizer, name, None) for name in names) if isinstance(i, Optimizer)), None)
@@ -33,7 +37,7 @@ def unwrap_optimizer(optimizer: object) -> Optimizer:
 
 
 def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
-    """Optimizers that look at the weights at other times than their step cannot be joined."""
+    """Refuse optimizers that read or write the weights at other times than their step."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise PomonaError(
@@ -47,15 +51,15 @@ def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
 
 
 def refuse_several(optimizers: Sequence[Optimizer], name: str) -> None:
-    """An update that replaces a step needs all gradients at once."""
+    """Refuse several optimizers for a method whose update replaces a step and needs all gradients at once."""
     if len(optimizers) > 1:
         raise PomonaError(
-            f"{name} looks at the gradient before the step and takes one optimizer, got {len(optimizers)}."
+            f"{name} reads the gradient before the step and takes one optimizer, got {len(optimizers)}: use one."
         )
 
 
-def momentum(optimizers: Iterable[Optimizer], parameter: Tensor) -> Tensor | None:
-    """The running mean of the gradient that an optimizer holds; Adam's over the root of its running square."""
+def read_momentum(optimizers: Iterable[Optimizer], parameter: Tensor) -> Tensor | None:
+    """Return the optimizer's running mean of a gradient (Adam: over the root of its second moment), or None."""
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("momentum_buffer"), Tensor):
@@ -66,21 +70,21 @@ def momentum(optimizers: Iterable[Optimizer], parameter: Tensor) -> Tensor | Non
 
 
 def refuse_without_momentum(optimizers: Iterable[Optimizer], name: str) -> None:
-    """A method that reads momentum needs an optimizer that has some."""
+    """Refuse optimizers without momentum for a method that reads it."""
     for optimizer in optimizers:
         if any(group.get("momentum") == 0 for group in optimizer.param_groups):
-            raise PomonaError(f"{name} reads the optimizer's momentum, and here it is 0: SGD(momentum=0.9), or Adam.")
+            raise PomonaError(f"{name} reads the optimizer's momentum, which is 0 here: use SGD(momentum=0.9) or Adam.")
 
 
 def refuse_frozen(slots: Iterable[Slot], name: str) -> None:
-    """A method that reads gradients needs them for every target."""
+    """Refuse frozen targets for a method that reads gradients."""
     for slot in slots:
         if not slot.parameter.requires_grad:
             raise PomonaError(f"{slot.name} is frozen and {name} needs its gradient: use exclude=['{slot.name}'].")
 
 
-def refuse_trained(model: nn.Module, slots: Iterable[Slot], name: str) -> None:
-    """A score method trains no weight: a norm may have no gain and shift that would be, a bias no score."""
+def refuse_trained_norms(model: nn.Module, slots: Iterable[Slot], name: str) -> None:
+    """Refuse norms with a trained gain and shift, and vectors, for a score method, which trains no weight."""
     for path, module in model.named_modules():
         if "Norm" in type(module).__name__ and any(p.requires_grad for p in module.parameters(recurse=False)):
             raise PomonaError(
@@ -95,15 +99,15 @@ def refuse_trained(model: nn.Module, slots: Iterable[Slot], name: str) -> None:
 
 
 def refuse_edited(name: str) -> None:
-    """Random weights are drawn, and what a user writes cannot be one of them."""
+    """Refuse a step after the user wrote to random weights, which are always drawn."""
     raise PomonaError(
-        f"{name} was changed between two steps, but a score method draws its weights and has no place for others: "
-        "pruner.refresh() brings the drawn ones back, pruner.load_state_dict(…) goes on from a saved run."
+        f"{name} was changed between two steps, but a score method draws its weights and cannot use others: "
+        "pruner.refresh() restores the drawn ones, pruner.load_state_dict(…) continues a saved run."
     )
 
 
 def refuse_values(slots: Iterable[Slot]) -> None:
-    """Weights that are NaN or infinite have no magnitude to rank; complex and sparse ones have no order."""
+    """Refuse weights that cannot be ranked: NaN, infinite, complex, sparse or sharded ones."""
     for slot in slots:
         parameter = slot.parameter
         if not parameter.is_floating_point() or parameter.layout != torch.strided:
@@ -113,33 +117,38 @@ def refuse_values(slots: Iterable[Slot]) -> None:
         if type(parameter.data).__name__ == "DTensor":
             raise PomonaError(f"{slot.name} is sharded (FSDP2, tensor parallel), which is not supported yet: use DDP.")
         if not bool(torch.isfinite(parameter).all()):
-            raise PomonaError(f"{slot.name} holds NaN or inf: mend or reload the weights before pruning them.")
+            raise PomonaError(f"{slot.name} holds NaN or inf: reload the weights before pruning them.")
 
 
 def require_owned(slots: Iterable[Slot], optimizers: Sequence[Optimizer]) -> None:
-    """Every pruned parameter that is trained must be the one the model holds and an attached optimizer moves."""
+    """Require that every trained target is the parameter that the model holds and an attached optimizer moves."""
     moved = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for slot in slots:
         if slot.target.parameter.requires_grad and id(slot.target.parameter) not in moved:
             raise PomonaError(
                 f"{slot.name} is in no attached optimizer. If it was replaced after the optimizer was made "
                 "(load_state_dict(assign=True), fully_shard, a rebuilt optimizer), attach again after that; "
-                f"if it is not to be trained, freeze it or use exclude=['{slot.name}']."
+                f"if it is not meant to be trained, freeze it or use exclude=['{slot.name}']."
             )
 
 
-def engines(optimizer: Optimizer) -> list[Engine]:
-    """The engines that are joined to an optimizer."""
+def attached_engines(optimizer: Optimizer) -> list[Engine]:
+    """Return the engines that are attached to an optimizer."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return [hook.engine for hook in hooks if hasattr(hook, "engine")]
 
 
 def refuse_overlap(slots: Iterable[Slot], optimizers: Iterable[Optimizer]) -> None:
-    """Two pruners may share an optimizer, not a parameter."""
-    held = {id(slot.parameter) for optimizer in optimizers for engine in engines(optimizer) for slot in engine.slots}
+    """Refuse a parameter that another pruner prunes; two pruners may share an optimizer."""
+    held = {
+        id(slot.parameter)
+        for optimizer in optimizers
+        for engine in attached_engines(optimizer)
+        for slot in engine.slots
+    }
     for slot in slots:
         if id(slot.parameter) in held:
-            raise PomonaError(f"{slot.name} is pruned by another pruner already: finish() that one first.")
+            raise PomonaError(f"{slot.name} is pruned by another pruner already: finish() that pruner first.")
 
 
 def refuse_foreign(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
@@ -153,8 +162,32 @@ def refuse_foreign(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
             )
 
 
-def step_frame(optimizer: Optimizer) -> FrameType | None:
-    """The stack frame of the innermost running `optimizer.step`, from within one of its hooks."""
+def refuse_foreign_steps(engine: Engine) -> Any:
+    """Hook all optimizers, to refuse the step of one that is not attached and moves pruned weights."""
+    engine_ref = weakref.ref(engine)
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        attached = engine_ref()
+        if attached is None or unwrap_optimizer(optimizer) in attached.optimizers:
+            return
+        # An attached optimizer may step another one inside its own step.
+        if attached.step_frame is None or not is_running(attached.step_frame):
+            refuse_foreign(optimizer, attached.slots)
+
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(refuse))
+    weakref.finalize(engine, handle.remove)  # where a pruner is dropped without finish()
+    return handle
+
+
+def free_state_key(optimizer: Optimizer) -> str:
+    """Return a key for the pruner's state in the optimizer's: "pomona", or with a number where that is taken."""
+    taken = {engine.key for engine in attached_engines(optimizer)}
+    keys = itertools.chain(["pomona"], (f"pomona_{n}" for n in itertools.count(2)))
+    return next(key for key in keys if key not in taken)
+
+
+def find_step_frame(optimizer: Optimizer) -> FrameType | None:
+    """Return the stack frame of the innermost running `optimizer.step`, from within one of its hooks."""
     code: CodeType | None = getattr(type(optimizer).step, "__code__", None)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
@@ -162,42 +195,36 @@ def step_frame(optimizer: Optimizer) -> FrameType | None:
     return frame
 
 
-def still_running(frame: FrameType) -> bool:
-    """Whether that frame is among our callers; if not, its step has ended, or died."""
+def is_running(frame: FrameType) -> bool:
+    """Return whether a frame is among the callers; if not, its step has ended or raised."""
     current: FrameType | None = sys._getframe(1)
     while current is not None and current is not frame:
         current = current.f_back
     return current is not None
 
 
-def skipped(optimizer: Optimizer) -> bool:
-    """Whether GradScaler let a fused optimizer run although the gradients overflowed: that is no step."""
+def step_was_skipped(optimizer: Optimizer) -> bool:
+    """Return whether GradScaler ran a fused optimizer although the gradients overflowed, which is no step."""
     found: Tensor | None = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
 
 
-def capturing(mask: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: the step is recorded, not taken."""
+def is_capturing(mask: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured: the step is captured, not taken."""
     return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def edited(slot: Slot) -> bool:
-    """Whether the user changed a weight since the last projection (loaded a checkpoint, set a value)."""
-    if slot.parameter._version == slot.version or slot.method.weights == "free":
-        return False
-    return not torch.equal(slot.sparse(), slot.parameter)
-
-
 def warn_edited(name: str) -> None:
+    """Warn that the user changed a weight between two steps."""
     warnings.warn(
-        f"{name} was changed between two steps: training goes on from its new values. "
+        f"{name} was changed between two steps: training continues from its new values. "
         "After loading weights on purpose, call pruner.refresh().",
         stacklevel=2,
     )
 
 
-def clear_state(optimizers: Iterable[Optimizer], parameter: Tensor, mask: Tensor) -> None:
-    """No trace of pruned weights in momentum or Adam moments: zero what an optimizer holds off the mask."""
+def clear_optimizer_state(optimizers: Iterable[Optimizer], parameter: Tensor, mask: Tensor) -> None:
+    """Zero the momentum and Adam moments of a parameter off its mask."""
     for optimizer in optimizers:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():

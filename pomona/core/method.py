@@ -1,69 +1,73 @@
-"""What a method is: a frozen record of its options, and one `update`."""
+"""What a method is: a frozen record of its options that says when masks change and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
 from .. import allocation as allocations
+from ..compressors import PLAIN_MASK, FusedProjection
 from ..errors import PomonaError, require
 from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
-from .fused.random_stream import Stream
+from ..scores import exclude_pruned
 from .targets import DENSE, Target, globs, prunable
 
 Masks = dict[str, Tensor]
+M = TypeVar("M", bound="Method")
 
-WEIGHTS = {
+WEIGHT_KINDS = {
     "hard": "entries off the mask stay zero; their gradient and momentum are masked too",
     "soft": "the optimizer moves dense weights, with the gradient taken at the pruned ones",
-    "free": "weights are cut at times and grow again in between",
+    "free": "weights are set to zero at mask updates and grow again in between",
     "score": "the optimizer moves a score for each weight, and random weights are kept where it is high",
 }
 
 
 @dataclass(frozen=True)
-class Time:
-    """How far training is, in optimizer steps."""
+class TrainingProgress:
+    """How far training has come, in optimizer steps."""
 
     step: int
     total: int
     steps_per_epoch: int | None = None
 
     @property
-    def next(self) -> Time:
-        """One step later."""
+    def next(self) -> TrainingProgress:
+        """The progress one step later."""
         return replace(self, step=self.step + 1)
 
-    def each(self, every: int | None) -> bool:
-        """Whether `every` steps have passed again; None is an epoch."""
+    def is_multiple_of(self, every: int | None) -> bool:
+        """Return whether the step is a multiple of `every` steps; None stands for an epoch."""
         every = self.steps_per_epoch if every is None else every
         if every is None:
-            raise PomonaError("this method moves once an epoch: give attach(…, steps_per_epoch=…), or every= in steps.")
+            raise PomonaError(
+                "this method updates its masks once an epoch: give attach(…, steps_per_epoch=…), or every= in steps."
+            )
         return self.step % every == 0
 
 
-def check_every(every: int | None) -> None:
-    """Refuse a number of steps that is none."""
+def validate_every(every: int | None) -> None:
+    """Raise PomonaError unless `every` is None or a positive number of steps."""
     require(every is None or every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {every}.")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What an update may look at, by parameter name; tensors come with their outputs first."""
+    """The tensors that a mask update may read, by parameter name, with their output dimension in front."""
 
     latent: Mapping[str, Tensor]  # what the optimizer moves
-    masks: Mapping[str, Tensor]  # the masks in force, true where kept
-    time: Time
-    grads: Mapping[str, Tensor] = field(default_factory=dict)  # unmasked, for methods that update `before` the step
-    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, for methods that `remember`
+    masks: Mapping[str, Tensor]  # the installed masks, true where kept
+    progress: TrainingProgress
+    grads: Mapping[str, Tensor] = field(default_factory=dict)  # unmasked, where `updates_before_step`
+    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, where `keeps_pruned_momentum`
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
-    fresh: Masks = field(default_factory=dict)  # where an update may mark weights that are to start anew, at zero
+    reset: Masks = field(default_factory=dict)  # an update marks weights here that restart at zero, without momentum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,151 +76,158 @@ class Method:
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    weights: ClassVar[str]
-    dense: ClassVar[frozenset[str]] = DENSE  # the authors' choice of what is left dense
-    usual: ClassVar[float] = 0.9  # the sparsity where none is given
-    remembers: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then left dense
-    once: ClassVar[bool] = False  # whether there is one update only
-    before: ClassVar[bool] = False  # whether an update comes before the step, sees its gradient, and replaces it
-    ranks: ClassVar[bool] = False  # whether an update keeps the largest |latent|, and does nothing else
+    weights: ClassVar[str]  # one of WEIGHT_KINDS
+    left_dense: ClassVar[frozenset[str]] = DENSE  # tags of the parameters that the authors leave dense
+    default_sparsity: ClassVar[float] = 0.9  # where none is given
+    regrows: ClassVar[bool] = False  # for hard methods: whether an update may bring a pruned weight back
+    keeps_pruned_momentum: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then kept
+    updates_before_step: ClassVar[bool] = False  # whether an update sees a step's gradient and replaces the step
+    ranks_by_magnitude: ClassVar[bool] = False  # whether an update is `select(magnitude(latent))` and nothing else
 
-    sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the usual one
+    sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the default
     pattern: Pattern = Unstructured()
     allocation: str = "global"
     schedule: Schedule = Cubic()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._set(pattern=PATTERNS.make(self.pattern), schedule=SCHEDULES.make(self.schedule))
-        self._set(allocation=allocations.spelled(self.allocation))
+        self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
+        self._set(allocation=allocations.normalize_allocation(self.allocation))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
-            self._set(sparsity=self.usual if self.pattern.sparsity is None else self.pattern.sparsity)
-        self._check()
+            self._set(sparsity=self.default_sparsity if self.pattern.sparsity is None else self.pattern.sparsity)
+        self._validate()
 
     def _set(self, **options: Any) -> None:
-        """Replace options by their resolved form, once, while the record is being made."""
+        """Replace options by their resolved form while the frozen record is being made."""
         for key, value in options.items():
             object.__setattr__(self, key, value)
 
-    def _check(self) -> None:
+    def _validate(self) -> None:
+        """Raise PomonaError where sparsity, pattern and allocation do not fit each other."""
         require(
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.check(self.allocation, self.target)
+        allocations.validate_allocation(self.allocation, self.final_sparsity)
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
-                abs(self.target - fixed) < 1e-6,
+                abs(self.final_sparsity - fixed) < 1e-6,
                 f"{self.pattern} fixes the sparsity at {fixed:g}, got {self.sparsity:g}: leave sparsity out, "
                 "or choose another pattern.",
             )
             require(
                 self.allocation != "erk",
-                f"{self.pattern} is as sparse in every layer: take allocation='uniform', not erk.",
+                f"{self.pattern} has the same sparsity in every layer: use allocation='uniform', not erk.",
             )
 
     @property
-    def target(self) -> float:
-        """The final sparsity."""
+    def final_sparsity(self) -> float:
+        """The sparsity at the end of training."""
         return float(self.sparsity)  # type: ignore[arg-type]
 
-    def asked(self, time: Time) -> float:
-        """The sparsity asked for by then."""
-        return self.target * self.schedule(time.step, time.total, time.steps_per_epoch)
-
-    def due(self, time: Time) -> bool:
-        """Whether the mask is updated after that step; step 0 is `attach`."""
-        raise NotImplementedError
-
-    def last(self, time: Time) -> bool:
-        """Whether an update at that time is the last one, after which the mask is at rest."""
-        return False
-
-    def start(self, targets: Targets, sparsity: float) -> Masks | None:
-        """The masks at `attach`; None keeps everything."""
-        return self.update(targets, sparsity) if self.due(targets.time) and not self.before else None
-
-    def update(self, targets: Targets, sparsity: float) -> Masks:
-        """The new masks."""
-        raise NotImplementedError
-
-    def select(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
-        """Keep the highest scores, by this method's pattern and allocation."""
-        return allocations.select(scores, sparsity, self.pattern, self.allocation)
+    @property
+    def needs_total_steps(self) -> bool:
+        """Whether the method must know the length of training."""
+        return True
 
     def targets(self, model: nn.Module) -> list[Target]:
-        """The parameters of a model that are pruned."""
-        # A whole output of the last layer is a class, and none of those is to go.
-        dense = self.dense | {"classifier"} if self.pattern.outputs else self.dense
-        return prunable(model, self.include, self.exclude, dense).targets
+        """Return the parameters of a model that are pruned."""
+        # Removing a whole output of the last layer would remove a class.
+        left_dense = self.left_dense | {"classifier"} if self.pattern.removes_outputs else self.left_dense
+        return prunable(model, self.include, self.exclude, left_dense).targets
 
-    @property
-    def timed(self) -> bool:
-        """Whether the method must know how long training takes."""
-        return True
+    # ---- when and how masks change
 
-    def bound(self, latent: Tensor) -> None:
-        """Change the latent in place after a step, where a method bounds it."""
+    def scheduled_sparsity(self, progress: TrainingProgress) -> float:
+        """Return the sparsity that the schedule asks for after this step."""
+        return self.final_sparsity * self.schedule(progress.step, progress.total, progress.steps_per_epoch)
 
-    @property
-    def plain(self) -> bool:
-        """Whether `project` is m ⊙ w and nothing else, and `bound` nothing."""
-        return True
-
-    @property
-    def stream(self) -> Stream:
-        """Where the random weights and first scores of a score method come from."""
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        """Return whether the masks are updated after this step; step 0 is `attach`."""
         raise NotImplementedError
 
-    @property
-    def coin(self) -> int:
-        """What the coin of a pruned weight must lie below for it to be drawn anew (see `stream`); 0: none ever is."""
-        return 0
-
-    def redraw(self, time: Time) -> int:
-        """The number of the re-draw of pruned weights that comes after that step; 0 is none."""
-        return 0
-
-    @property
-    def tempers(self) -> bool:
-        """Whether the optimizer is to see less than the gradient at the sparse weights."""
+    def is_last_update(self, progress: TrainingProgress) -> bool:
+        """Return whether an update at this step is the last one, after which the masks are fixed."""
         return False
 
-    def temper(self, gradient: Tensor, mask: Tensor, rows: int) -> Tensor:
-        """What it sees then, in a tensor of its own; `rows` is the dimension of the outputs."""
+    def initial_masks(self, targets: Targets, sparsity: float) -> Masks | None:
+        """Return the masks at `attach`; None keeps everything."""
+        if self.updates_before_step or not self.is_update_due(targets.progress):
+            return None
+        return self.update(targets, sparsity)
+
+    def update(self, targets: Targets, sparsity: float) -> Masks:
+        """Return new masks of the given sparsity."""
         raise NotImplementedError
 
-    def gauge(self, latent: Tensor, mask: Tensor, rows: int) -> Tensor | None:
-        """What `project` is to know of the moment a mask was taken; None: nothing.
+    def select(self, targets: Targets, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
+        """Return masks that keep the highest scores, by this method's pattern and allocation.
 
-        `rows` is the dimension of the outputs. Under a mask that keeps everything, `project` changes nothing.
+        Where the method only prunes, pruned weights rank below all others.
+        """
+        if self.only_prunes:
+            scores = exclude_pruned(scores, targets.masks)
+        return allocations.select(scores, sparsity, self.pattern, self.allocation)
+
+    @property
+    def only_prunes(self) -> bool:
+        """Whether a weight that is pruned once stays pruned."""
+        return self.weights == "hard" and not self.regrows
+
+    def restrict(self, targets: Targets, masks: Masks) -> Masks:
+        """Return the masks without weights that are pruned already, where the method only prunes.
+
+        The engine restricts the masks of every update, so that no method can revive a weight by accident: with units
+        of several sizes, the count nearest to the one asked for may include a pruned unit.
+        """
+        if not self.only_prunes:
+            return masks
+        return {name: mask & targets.masks[name] for name, mask in masks.items()}
+
+    # ---- what the model runs on, and what the optimizer sees
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor, calibration: Tensor | None = None) -> None:
+        """Write what the model runs on, m ⊙ w, into `out`, which may be `latent` itself."""
+        apply_mask(latent, mask, out)
+
+    def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor | None:
+        """Return what `project` must know of the weights when a mask is installed; None for nothing.
+
+        Under a mask that keeps everything, `project` must change nothing.
         """
         return None
 
-    def project(self, latent: Tensor, mask: Tensor, out: Tensor, gauge: Tensor | None = None) -> None:
-        """Write what the model runs on into `out`, which may be `latent` itself: m ⊙ w."""
-        apply_mask(latent, mask, out)
+    @property
+    def fused_projection(self) -> FusedProjection | None:
+        """What the fused kernels compute in place of `project`; None where only `project` itself will do."""
+        return PLAIN_MASK
+
+    def clip_latent(self, latent: Tensor) -> None:
+        """Clip the latent in place after a step, where a method bounds it."""
+
+    @property
+    def transforms_gradient(self) -> bool:
+        """Whether the optimizer sees another gradient than the one at the sparse weights."""
+        return False
+
+    def transform_gradient(self, gradient: Tensor, mask: Tensor, output_dim: int) -> Tensor:
+        """Return the gradient that the optimizer sees, in a new tensor."""
+        raise NotImplementedError
 
 
 METHODS: Registry[Method] = Registry("method")
 
 
-def method(name: str, *, paper: str, weights: str) -> Callable[[type[Method]], type[Method]]:
+def method(name: str, *, paper: str, weights: str) -> Callable[[type[M]], type[M]]:
     """Class decorator: register a method under a name, with its paper and the kind of its weights."""
-    if weights not in WEIGHTS:
-        raise PomonaError(f"weights is one of {', '.join(WEIGHTS)}, got '{weights}'.")
+    if weights not in WEIGHT_KINDS:
+        raise PomonaError(f"weights is one of {', '.join(WEIGHT_KINDS)}, got '{weights}'.")
 
-    def register(record: type[Method]) -> type[Method]:
-        record.paper, record.weights = paper, weights
-        return METHODS.add(name)(record)
+    def register(spec: type[M]) -> type[M]:
+        spec.paper, spec.weights = paper, weights
+        return METHODS.register(name)(spec)
 
     return register
-
-
-def options(record: type[Method]) -> dict[str, Any]:
-    """The options of a method with their defaults, as it resolves them."""
-    default = record()
-    return {f.name: getattr(default, f.name) for f in fields(record) if f.init}

@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
 from ..masking import apply_mask
-from ..registry import describe
-from . import guards
-from . import history as dynamics
-from .companions import companions, norms_behind
-from .engine import Engine, Slot
-from .mask_bits import pack, unpack
-from .method import Masks, Method, Targets, Time
+from . import guards, history
+from .attachment import create_slots, unwrap_optimizers
+from .engine import Engine
+from .gradients import compute_gradients, require_gradients
+from .method import Masks, Method, TrainingProgress
+from .score_method import ScoreMethod
+from .slot import Slot
+from .state import collect_state, require_same_shapes, restore_state
 from .targets import unwrap
+from .updates import install_masks, read_targets, snapshot_masks
 
-VERSION = 1  # of the state dictionary
+NOT_ATTACHED = "the pruner is not attached: call attach(model, optimizer, total_steps=…) first."
 
 
 class Pruner:
@@ -30,7 +32,7 @@ class Pruner:
 
         pruner = pm.DPF(sparsity=0.9)
         pruner.attach(model, optimizer, total_steps=steps)
-        ...                                       # the training loop, as it is
+        ...                                       # the training loop, unchanged
         pruner.finish()
 
     The model stays plain: its parameters hold their sparse values whenever it runs, and all work
@@ -43,22 +45,22 @@ class Pruner:
         self.total = 0
         self.steps_per_epoch: int | None = None
         self.last_change = 0  # the step of the last mask update
-        self.reached = 0.0  # the sparsity asked for by the last update
-        self.at_rest = False  # whether that was the last one of all
+        self.reached = 0.0  # the sparsity that the last update asked for
+        self.at_rest = False  # whether that was the last update of all
         self.finished = False
         self.slots: list[Slot] = []
-        self.companions: list[Slot] = []  # biases and norms that follow removed outputs
+        self.coupled: list[Slot] = []  # biases and norms that are removed with outputs
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
+        self.memory: dict[str, Any] = {}  # what the method remembers between updates
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
-        self._memory: dict[str, Any] = {}  # of the method
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else f"step {self.step} of {self.total}" if self.slots else "not attached"
         return f"<Pruner {self.method}, {state}>"
 
-    # ---- the life of a pruner
+    # ---- attach, train, finish
 
     @torch.no_grad()
     def attach(
@@ -71,447 +73,288 @@ class Pruner:
         loss: Callable[[], Tensor] | None = None,
         track: bool = False,
     ) -> Pruner:
-        """Join the optimizer's steps. Nothing is changed where this raises.
+        """Hook the optimizer's steps and install the first masks. Nothing is changed where this raises.
 
-        `total_steps` is the length of training in optimizer steps; with `steps_per_epoch` the
-        sparsity asked for moves at the start of each epoch, else at every update. Attach after
-        DistributedDataParallel. Where several optimizers step in turn, give them in that order:
-        the last one's steps are counted.
-
-        `loss` is for methods that look at a gradient before training (SNIP): a function that returns
-        the loss of a batch. `track` remembers when each mask entry last changed, for `settled()`, at
-        four bytes a weight.
+        Arguments:
+            model: the model to prune, after DistributedDataParallel where that is used.
+            optimizer: the optimizer that trains it. Where several step in turn, give them in that order: the
+                steps of the last one are counted.
+            total_steps: the length of training in optimizer steps.
+            steps_per_epoch: with it, the scheduled sparsity changes at the start of each epoch, else at every
+                mask update.
+            loss: for methods that read a gradient before training (SNIP), a function that returns the loss of
+                a batch.
+            track: remember when each mask entry last changed, for `settled()`, at four bytes a weight.
         """
-        self._refuse(total_steps, steps_per_epoch)
-        optimizers = [
-            guards.unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
-        ]
-        for each in optimizers:
-            guards.refuse_optimizer(each, self.method.weights)
-        if self.method.before:
-            guards.refuse_several(optimizers, self.method.name)
-        if self.method.remembers:
-            guards.refuse_without_momentum(optimizers, self.method.name)
-        targets = self.method.targets(model)
-        require(
-            bool(targets),
-            f"{type(unwrap(model)).__name__} has nothing to prune: no convolution, linear, recurrent or attention "
-            "weight besides the last classifier; name layers with include=[…].",
-        )
-        for target in targets:
-            self.method.pattern.check(target.name, target.outputs_first)
-        slots = {target.name: Slot.make(target, self.method, track) for target in targets}
-        followers = self._followers(unwrap(model), slots) if self.method.pattern.follows else []
-        everything = [*slots.values(), *followers]
-        guards.refuse_values(everything)
-        if self.method.before or self.method.remembers or self.scored:
-            guards.refuse_frozen(slots.values(), self.method.name)
-        if self.scored:
-            guards.refuse_trained(unwrap(model), slots.values(), self.method.name)
-        guards.require_owned(everything, optimizers)
-        guards.refuse_overlap(everything, optimizers)
-
+        self._validate_length(total_steps, steps_per_epoch)
+        optimizers = unwrap_optimizers(optimizer, self.method)
+        slots, coupled = create_slots(model, self.method, optimizers, track)
         self.model, self.optimizers = model, optimizers
-        self.slots, self.companions = list(slots.values()), followers
+        self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
         try:
-            self._start(loss)
+            self._install_initial_masks(loss)
         except BaseException:
             self._unhook()
-            self.slots, self.companions, self.optimizers, self.model = [], [], [], None
+            self.slots, self.coupled, self.optimizers, self.model = [], [], [], None
             raise
         return self
 
-    def _followers(self, model: nn.Module, slots: dict[str, Slot]) -> list[Slot]:
-        """What must go with removed outputs."""
-        behind = norms_behind(model)
-        for slot in slots.values():
-            norm = behind.get(slot.target.module)
-            if norm is not None and norm.weight is None:
-                slot.plain_norm = norm._buffers.get("running_mean")
-        pairs = companions(model, [slot.target for slot in slots.values()], behind)
-        return [Slot.make(one, self.method, leader=slots[leader.name]) for one, leader in pairs]
-
     def finish(self) -> None:
-        """Leave exact zeros in a plain model, and let go of it: from here on nothing holds the zeros."""
+        """Leave exact zeros in a plain model and remove all hooks: from here on nothing holds the zeros."""
         if self.finished:
             return
-        engine = self._attached()
+        engine = self.attached_engine()
         engine.refresh()
         if self.method.weights == "free" and self.last_change < self.step:
-            self._update(self.method.target)
-        if self.reached < self.method.target:
+            self._update(self.method.final_sparsity)
+        if self.reached < self.method.final_sparsity:
             require(
-                not self.method.before,
+                not self.method.updates_before_step,
                 f"{self.method.name} has seen no gradient: give attach(…, loss=…), or train one step at least.",
             )
             warnings.warn(
                 f"finish() came at step {self.step} of {self.total}, with {self.reached:.1%} pruned: the rest, up to "
-                f"{self.method.target:.1%}, was cut at once and not trained since.",
+                f"{self.method.final_sparsity:.1%}, was pruned at once, with no training after it.",
                 stacklevel=2,
             )
-            self._update(self.method.target)
-        engine.cut(last=True)
+            self._update(self.method.final_sparsity)
+        engine.apply_masks(last=True)
         self._unhook()
         self.finished = True
-        for slot in (*self.slots, *self.companions):
-            slot.latent = slot.weight = slot.seen = None
+        for slot in (*self.slots, *self.coupled):
+            slot.latent = slot.weight = slot.observed_mask = None
 
     def tick(self) -> None:
-        """Count a step that a CUDA graph replayed, and update the mask when due; no host sync."""
-        self._attached()
+        """Count a step that a CUDA graph replayed, and update the masks when due, without a host sync."""
+        self.attached_engine()
         require(
             not self.wants_gradient(),
             f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
             "pruner.wants_gradient().",
         )
-        self.advance()
+        self.complete_step()
 
     def refresh(self) -> None:
-        """Project at once: after weights were loaded or edited, or a step was broken off."""
-        self._attached().refresh()
+        """Project the model at once: after weights were loaded or edited, or a step was broken off."""
+        self.attached_engine().refresh()
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Project another copy of the model (an average of weights, say) onto the same masks, in place."""
-        self._needs_slots()
+        require(bool(self.slots), NOT_ATTACHED)
         parameters = dict(unwrap(model).named_parameters())
-        self._compare("apply", {s.name: s.mask.shape for s in self.slots}, {k: p.shape for k, p in parameters.items()})
-        for slot in (*self.slots, *self.companions):
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        require_same_shapes("apply", {s.name: s.mask.shape for s in self.slots}, shapes)
+        for slot in (*self.slots, *self.coupled):
             parameter = parameters[slot.name]
-            if slot.gauge is None:
-                slot.write(parameter.detach().clone(), parameter)
-            else:  # it is of weights that the model ran on: what the method does to them was done
+            if slot.calibration is None:
+                slot.write_projection(parameter.detach().clone(), parameter)
+            else:  # the copy holds weights that the model ran on, so thresholds were applied to them already
                 apply_mask(parameter.detach().clone(), slot.mask.to(parameter.device), parameter)
 
     # ---- what was reached
 
     def masks(self) -> Masks:
-        """Name → mask, true where kept."""
+        """Return name → mask, true where kept."""
         return {slot.name: slot.mask for slot in self.slots}
 
     def sparsity(self) -> float:
-        """The pruned fraction reached over the targets."""
-        require(
-            bool(self.slots),
-            "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.",
-        )
+        """Return the pruned fraction reached over the targets."""
+        require(bool(self.slots), NOT_ATTACHED)
         kept = sum(int(slot.mask.sum()) for slot in self.slots)
         return 1 - kept / sum(slot.mask.numel() for slot in self.slots)
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record a mask update.
+        """One entry for each mask update.
 
-        `step`, `sparsity` (asked for), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of DPF), `flips` (entries
-        that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
+        `step`, `sparsity` (scheduled), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of Lin et al., 2020), `flips`
+        (entries that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
         """
-        # Numbers stay on the device until somebody looks, so that an update needs no host sync.
-        self._history = [dynamics.plain(record) for record in self._history]
-        return [dict(record) for record in self._history]
+        # Figures stay on the device until somebody reads them, so that an update needs no host sync.
+        names = [slot.name for slot in self.slots]
+        self._history = [history.to_plain(entry, names) for entry in self._history]
+        return [dict(entry) for entry in self._history]
+
+    def replace_history(self, entries: list[dict[str, Any]]) -> None:
+        """Replace the history by entries of a saved state."""
+        self._history = entries
 
     def settled(self) -> list[float]:
-        """The share of all mask entries that never change after epoch 0, 1, 2, … (Figure 4 of DPF)."""
-        flipped = [slot.flipped for slot in self.slots if slot.flipped is not None]
-        require(bool(flipped), "nothing was tracked: call attach(…, track=True).")
+        """Return the share of mask entries that never change after epoch 0, 1, 2, … (Figure 4 of Lin et al., 2020)."""
+        last_flips = [slot.last_flip for slot in self.slots if slot.last_flip is not None]
+        require(bool(last_flips), "nothing was tracked: call attach(…, track=True).")
         require(self.steps_per_epoch is not None, "epochs are not known: call attach(…, steps_per_epoch=…).")
-        return dynamics.settled(flipped, self.steps_per_epoch)  # type: ignore[arg-type]
+        return history.settled_shares(last_flips, self.steps_per_epoch)  # type: ignore[arg-type]
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs: plain values and tensors. It also rides in `optimizer.state_dict()`."""
-        state = {
-            "version": VERSION,
-            "method": describe(self.method),
-            "step": self.step,
-            "total": self.total,
-            "steps_per_epoch": self.steps_per_epoch,
-            "last_change": self.last_change,
-            "reached": self.reached,
-            "at_rest": self.at_rest,
-            "history": self.history,
-            "shapes": {slot.name: list(slot.mask.shape) for slot in self.slots},
-            "masks": {slot.name: pack(slot.mask) for slot in self.slots},
-            "latents": {s.name: s.latent for s in (*self.slots, *self.companions) if s.latent is not None},
-            "flipped": {slot.name: slot.flipped for slot in self.slots if slot.flipped is not None},
-            "memory": copy.deepcopy(self._memory),
-        }
-        if self.scored:  # weights are not kept: the numbers of their last draws tell them
-            state["seen"] = {slot.name: pack(slot.seen) for slot in self.slots if slot.seen is not None}
-            state["drawn"] = {slot.name: slot.drawn for slot in self.slots if slot.drawn is not None}
-        gauges = {slot.name: slot.gauge for slot in self.slots if slot.gauge is not None}
-        return state | ({"gauges": gauges} if gauges else {})
+        """Return all that a resumed run needs. The state also rides in `optimizer.state_dict()`."""
+        return collect_state(self)
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; the model's weights follow. Nothing is changed where this raises."""
-        engine = self._attached()
-        masks = self._read(state)
-        engine.recover()
-        for slot in engine.slots:
-            slot.unpark()
-        for slot in self.slots:
-            slot.mask.copy_(masks[slot.name])
-            if slot.flipped is not None and slot.name in state["flipped"]:
-                slot.flipped.copy_(state["flipped"][slot.name])
-        for slot in engine.slots:
-            if slot.latent is not None:
-                slot.latent.copy_(state["latents"][slot.name])
-            if slot.weight is not None:
-                self._draw(slot, state)
-            if slot.gauge is not None:
-                slot.gauge.copy_(state["gauges"][slot.name])
-            if slot.hard or state["at_rest"]:
-                slot.heed()
-        for key in ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest"):
-            setattr(self, key, state[key])
-        self._history = [dict(record) for record in state["history"]]
-        self._memory = copy.deepcopy(state["memory"])
-        engine.hold()
-        self._aim()
-
-    def _draw(self, slot: Slot, state: dict[str, Any]) -> None:
-        """The random weights that a state tells of."""
-        if slot.drawn is not None:
-            slot.drawn.copy_(state["drawn"][slot.name])
-        weights = self.method.stream.weights(slot.name, slot.target.fan_in, slot.parameter.detach(), slot.drawn)
-        slot.weight.copy_(weights)  # type: ignore[union-attr]
-        slot.seen.copy_(unpack(state["seen"][slot.name].to(slot.mask.device), slot.mask.shape))  # type: ignore[union-attr]
-
-    def _read(self, state: dict[str, Any]) -> Masks:
-        """The masks in a state, after everything in it was found to be this pruner's."""
-        version = state.get("version")
-        require(
-            version == VERSION, f"the state has version {version}, this is {VERSION}: use the Pomona that wrote it."
-        )
-        for key in self.state_dict():
-            require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
-        mine = describe(self.method)
-        for key in mine.keys() | state["method"].keys():
-            given, own = state["method"].get(key), mine.get(key)
-            require(given == own, f"the state is of a method with {key} = {given}, this pruner has {own}.")
-        self._compare("load", {s.name: s.mask.shape for s in self.slots}, state["shapes"])
-        for key, field in (("latents", "latent"), ("gauges", "gauge")):
-            held = {s.name: t.shape for s in self._attached().slots if (t := getattr(s, field)) is not None}
-            self._compare("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
-        return {s.name: unpack(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in self.slots}
+        """Continue where the state was taken; the model's weights follow. Nothing is changed where this raises."""
+        restore_state(self, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
-        """A pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
-        twin = Pruner(self.method)
-        memo[id(self)] = twin
-        unhooked = {"_engine", "method"}
+        """Return a pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
+        copied = Pruner(self.method)
+        memo[id(self)] = copied
         for key, value in self.__dict__.items():
-            if key not in unhooked:
-                setattr(twin, key, copy.deepcopy(value, memo))
+            if key not in {"_engine", "method"}:
+                setattr(copied, key, copy.deepcopy(value, memo))
         if self._engine is not None:
-            twin._hook()
-        return twin
+            copied._hook()
+        return copied
 
-    # ---- within
+    # ---- what the engine calls
 
-    def _refuse(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
+    def wants_gradient(self) -> bool:
+        """Return whether the coming step is replaced by an update that sees its unmasked gradient."""
+        updated = bool(self._history) and self.last_change == self.step  # from the loss given to `attach`
+        return self.method.updates_before_step and not updated and self.method.is_update_due(self.progress)
+
+    @torch.no_grad()
+    def update_from_gradient(self) -> None:
+        """Update the masks by the gradient of the step that is replaced."""
+        gradients = require_gradients({s.name: s.parameter.grad for s in self.slots}, self.method.name)
+        self._update(self.method.scheduled_sparsity(self.progress), gradients)
+
+    @torch.no_grad()
+    def update_from_scores(self) -> None:
+        """Update the masks by the scores."""
+        sparsity = self.method.scheduled_sparsity(self.progress.next)
+        require(
+            sparsity == self.method.final_sparsity or not guards.is_capturing(self.slots[0].mask),
+            f"a captured step would fix {self.method.pattern} at a sparsity of {sparsity:.2%}, which must still rise "
+            f"to {self.method.final_sparsity:.2%}: step eagerly, or use schedule='constant' or pattern='unstructured'.",
+        )
+        masks = self.method.update(read_targets(self), sparsity)
+        for buffers in self.attached_engine().buffers:
+            buffers.install_masks(masks)
+
+    def updates_after_step(self) -> bool:
+        """Return whether `complete_step` will install new masks after the step under way."""
+        return not self.method.updates_before_step and self.method.is_update_due(self.progress.next)
+
+    @torch.no_grad()
+    def complete_step(self) -> None:
+        """Count a step that was taken or replaced, and update the masks when due."""
+        self.step += 1
+        if isinstance(self.method, ScoreMethod):
+            self._follow_scores(self.method)
+        elif not self.method.updates_before_step and self.method.is_update_due(self.progress):
+            self._update(self.method.scheduled_sparsity(self.progress))
+
+    # ---- mask updates
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far training has come."""
+        return TrainingProgress(self.step, self.total, self.steps_per_epoch)
+
+    def _install_initial_masks(self, loss: Callable[[], Tensor] | None) -> None:
+        """Install the masks that training begins with."""
+        sparsity = self.method.scheduled_sparsity(self.progress)
+        require(
+            loss is None or self.wants_gradient(),
+            f"{self.method.name} makes no use of a loss at attach: leave it out.",
+        )
+        if loss is not None:
+            gradients = compute_gradients(self.model, self.slots, loss)  # type: ignore[arg-type]
+            self._update(sparsity, require_gradients(gradients, self.method.name))
+            return
+        masks = self.method.initial_masks(read_targets(self), sparsity)
+        if masks is None:
+            self.attached_engine().apply_masks()
+            return
+        for slot in self.attached_engine().slots:
+            slot.save_initial_value()
+        self._install(masks, sparsity)
+        if isinstance(self.method, ScoreMethod):
+            self._redraw_weights(self.method)
+
+    @torch.no_grad()
+    def _update(self, sparsity: float, gradients: dict[str, Tensor] | None = None) -> None:
+        """Install new masks from the method, or from kernels that select for all layers at once."""
+        buffers = self.attached_engine().buffers
+        if self.method.ranks_by_magnitude and len(buffers) == 1 and buffers[0].set_sparsity(sparsity):
+            self._install(None, sparsity)
+            return
+        targets = read_targets(self, gradients)
+        masks = self.method.restrict(targets, self.method.update(targets, sparsity))
+        self._install(masks, sparsity, targets.reset)
+
+    def _install(self, masks: Mapping[str, Tensor] | None, sparsity: float, reset: Masks | None = None) -> None:
+        """Install masks, append a history entry and project the model; without masks, kernels select them."""
+        engine = self.attached_engine()
+        before = install_masks(engine.buffers, masks)
+        self._observe(before, sparsity)
+        self.at_rest = self.method.is_last_update(self.progress)
+        engine.apply_masks(self.at_rest, reset)
+
+    def _observe(self, before: Sequence[Tensor], sparsity: float) -> None:
+        """Append a history entry that compares the masks with those `before`; no weight is changed."""
+        buffers = self.attached_engine().buffers
+        self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
+        self.last_change, self.reached = self.step, sparsity
+
+    # ---- masks that follow scores
+
+    def _follow_scores(self, method: ScoreMethod) -> None:
+        """Observe masks that have followed the scores when that is due, and draw weights again."""
+        self.reached = method.scheduled_sparsity(self.progress)
+        if method.is_update_due(self.progress):
+            self._observe(snapshot_masks(self.attached_engine().buffers), self.reached)
+            self._redraw_weights(method)
+        self.set_next_sparsity()
+
+    def _redraw_weights(self, method: ScoreMethod) -> None:
+        """Draw pruned weights again when that is due; the model does not change, as they are off the mask."""
+        number = method.redraw_number(self.progress)
+        for buffers in self.attached_engine().buffers if number else ():
+            buffers.redraw_weights(number)
+
+    def set_next_sparsity(self) -> None:
+        """Tell the kernels how sparse the masks must be after the coming step, where masks follow scores."""
+        engine = self.attached_engine()
+        if isinstance(self.method, ScoreMethod):
+            sparsity = self.method.scheduled_sparsity(self.progress.next)
+            if engine.next_sparsity != sparsity:
+                engine.set_next_sparsity(sparsity)
+
+    # ---- attachment
+
+    def _validate_length(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Raise PomonaError where the pruner or the length of training does not allow to attach."""
         require(not self.finished, "this pruner is finished: make a new one.")
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
         require(
             steps_per_epoch is None or steps_per_epoch >= 1,
             f"steps_per_epoch counts optimizer steps and must be ≥ 1, got {steps_per_epoch}.",
         )
-        if self.method.timed:
+        if self.method.needs_total_steps:
             require(
                 isinstance(total_steps, int) and total_steps >= 1,
                 f"{self.method.name} needs total_steps, the length of training in optimizer steps, got {total_steps}.",
             )
-        self.method.due(Time(1, total_steps or 1, steps_per_epoch))  # refuses what it would refuse a step later
+        # Refuse now what the method would refuse one step later.
+        self.method.is_update_due(TrainingProgress(1, total_steps or 1, steps_per_epoch))
 
-    def _needs_slots(self) -> None:
-        require(bool(self.slots), "the pruner is not attached: call attach(model, optimizer, total_steps=…) first.")
-
-    def _attached(self) -> Engine:
+    def attached_engine(self) -> Engine:
+        """Return the engine, or raise PomonaError where the pruner is not attached."""
         if self._engine is None:
-            raise PomonaError(
-                "the pruner is finished and holds nothing any more."
-                if self.finished
-                else "the pruner is not attached: call attach(model, optimizer, total_steps=…) first."
-            )
+            raise PomonaError("the pruner is finished and holds nothing any more." if self.finished else NOT_ATTACHED)
         return self._engine
 
     def _hook(self) -> None:
-        self._engine = Engine([*self.slots, *self.companions], self.optimizers, self)
+        self._engine = Engine([*self.slots, *self.coupled], self.optimizers, self)
         self._engine.carry_state(self.state_dict, self.load_state_dict)
-        self._aim()
+        self.set_next_sparsity()
 
     def _unhook(self) -> None:
-        self._attached().detach()
+        self.attached_engine().detach()
         self._engine = None
-
-    @property
-    def time(self) -> Time:
-        """How far training is."""
-        return Time(self.step, self.total, self.steps_per_epoch)
-
-    @property
-    def scored(self) -> bool:
-        """Whether masks follow scores at every step, and weights are random."""
-        return self.method.weights == "score"
-
-    # The four that the engine calls.
-
-    def wants_gradient(self) -> bool:
-        """Whether the coming step is to be replaced by an update that sees its unmasked gradient."""
-        made = bool(self._history) and self.last_change == self.step  # from the loss given to `attach`
-        return self.method.before and not made and self.method.due(self.time)
-
-    @torch.no_grad()
-    def use_gradient(self) -> None:
-        """Make that update."""
-        self._update(self.method.asked(self.time), self._complete({s.name: s.parameter.grad for s in self.slots}))
-
-    @torch.no_grad()
-    def choose(self) -> None:
-        """Let the masks follow the scores."""
-        asked = self.method.asked(self.time.next)
-        require(
-            asked == self.method.target or not guards.capturing(self.slots[0].mask),
-            f"a recording would hold {self.method.pattern} at a sparsity of {asked:.2%}, and it is still to rise to "
-            f"{self.method.target:.2%}: step eagerly, or take schedule='constant' or pattern='unstructured'.",
-        )
-        masks = self.method.update(self._targets(), asked)
-        for arena in self._attached().arenas:
-            arena.put(masks)
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """A step was taken, or replaced."""
-        self.step += 1
-        if self.scored:
-            self._follow()
-        elif not self.method.before and self.method.due(self.time):
-            self._update(self.method.asked(self.time))
-
-    def _start(self, loss: Callable[[], Tensor] | None) -> None:
-        """The masks that training begins with."""
-        sparsity = self.method.asked(self.time)
-        require(
-            loss is None or self.wants_gradient(),
-            f"{self.method.name} makes no use of a loss at attach: leave it out.",
-        )
-        if loss is not None:
-            self._update(sparsity, self._gradient(loss))
-            return
-        masks = self.method.start(self._targets(), sparsity)
-        if masks is not None:
-            for slot in self._attached().slots:
-                slot.park()
-            self._put(masks, sparsity)
-            self._redraw()
-        else:
-            self._attached().cut()
-
-    def _follow(self) -> None:
-        """The masks have followed the scores: make a record when one is due, and draw weights anew."""
-        self.reached = self.method.asked(self.time)
-        if self.method.due(self.time):
-            self._put(self._targets().masks, self.reached)
-            self._redraw()
-        self._aim()
-
-    def _redraw(self) -> None:
-        """Draw pruned weights anew when that is due. The model does not feel it: they are off the mask."""
-        number = self.method.redraw(self.time)
-        for arena in self._attached().arenas if number else ():
-            arena.redraw(number)
-
-    def _aim(self) -> None:
-        """Tell the kernels how sparse the masks are to be after the coming step."""
-        engine = self._attached()
-        if self.scored and engine.aimed != (asked := self.method.asked(self.time.next)):
-            engine.aim(asked)
-
-    def _gradient(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """The gradient of a loss, with batch norm and dropout at rest."""
-        model = unwrap(self.model)  # type: ignore[arg-type]
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.enable_grad():
-                value = loss()
-                fits = isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
-                require(
-                    fits,
-                    f"loss() must give the loss of a batch, a tensor of one number with a gradient, got {value!r}.",
-                )
-                gradients = torch.autograd.grad(value, [s.parameter for s in self.slots], allow_unused=True)
-        finally:
-            for module, mode in training.items():
-                module.training = mode
-        return self._complete(dict(zip((s.name for s in self.slots), gradients, strict=True)))
-
-    def _complete(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The same gradients, none of them missing."""
-        for name, gradient in gradients.items():
-            if gradient is None:
-                raise PomonaError(
-                    f"{name} has no gradient, so the loss does not use it, and {self.method.name} cannot rank it: "
-                    f"use exclude=['{name}']."
-                )
-            if not bool(torch.isfinite(gradient).all()):
-                raise PomonaError(
-                    f"the gradient of {name} holds NaN or inf, and {self.method.name} cannot rank it: lower the "
-                    "learning rate, clip, or skip this step."
-                )
-        return dict(gradients)  # type: ignore[arg-type]
-
-    def _targets(self, grads: dict[str, Tensor] | None = None) -> Targets:
-        """What the method may look at, with outputs first."""
-
-        def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
-            return {s.name: outputs_first(v, s.target.rows) for s in self.slots if (v := pick(s)) is not None}
-
-        return Targets(
-            latent=view(lambda slot: slot.source),
-            masks=view(lambda slot: slot.mask),
-            time=self.time,
-            grads=view(lambda slot: grads.get(slot.name)) if grads else {},
-            momentum=view(lambda s: guards.momentum(self.optimizers, s.parameter)) if self.method.remembers else {},
-            memory=self._memory,
-        )
-
-    @torch.no_grad()
-    def _update(self, sparsity: float, grads: dict[str, Tensor] | None = None) -> None:
-        """New masks from the method, or from kernels that do the same on all layers at once."""
-        arenas = self._attached().arenas
-        if self.method.ranks and len(arenas) == 1 and arenas[0].aim(sparsity):
-            self._put(None, sparsity)
-            return
-        targets = self._targets(grads)
-        self._put(self.method.update(targets, sparsity), sparsity, targets.fresh)
-
-    @torch.no_grad()
-    def _put(self, masks: Mapping[str, Tensor] | None, sparsity: float, fresh: Masks | None = None) -> None:
-        """Put new masks in force, and note what the change cost."""
-        names = [slot.name for slot in self.slots]
-        record = dynamics.change(self._attached().arenas, masks, names, self.time, sparsity)
-        self.at_rest = self.method.last(self.time)
-        self._attached().cut(self.at_rest, fresh)
-        self.last_change, self.reached = self.step, sparsity
-        self._history.append(record)
-
-    def _compare(self, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:
-        """Refuse another model's tensors, naming the first that differs."""
-        for name, shape in mine.items():
-            if name not in theirs:
-                raise PomonaError(f"cannot {what}: {name} is missing, so this is another model's.")
-            if tuple(theirs[name]) != tuple(shape):
-                raise PomonaError(
-                    f"cannot {what}: {name} has shape {tuple(theirs[name])} there and {tuple(shape)} here, "
-                    "so this is another model's."
-                )
-
-
-def outputs_first(tensor: Tensor, rows: int) -> Tensor:
-    """A plain tensor with its outputs in front; views cost some microseconds each, so none without need."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.movedim(rows, 0) if rows else tensor

@@ -1,4 +1,4 @@
-"""Data sets of the papers: readers of their standard files, and batches made on the compute device.
+"""Data sets of the papers: readers of their standard files, and batches assembled on the compute device.
 
 data = pomona.data.load("cifar10", device="cuda", validation=5000)
 batches = data.batches(128, seed=1)
@@ -10,28 +10,28 @@ for x, y in data.batches(1000, part="test").evaluate():
 
 from __future__ import annotations
 
-from . import cifar, covertype, digits, folder, idx, imdb, text  # noqa: F401  (they register themselves)
+from . import cifar, covertype, digits, idx, image_folder, imdb, text  # noqa: F401  (importing them registers them)
 from .augment import AUGMENTS, ResizedCrop, Standard
 from .batches import Batches
 from .dataset import IMAGENET, Dataset
 from .fetch import download
-from .sources import SOURCES, Entry, Source, catalog, load, locate
-from .split import Split, windows
+from .sources import SOURCES, CatalogEntry, Source, catalog, load, locate
+from .split import Split, cut_windows
 
 __all__ = [
     "AUGMENTS",
     "IMAGENET",
     "SOURCES",
     "Batches",
+    "CatalogEntry",
     "Dataset",
-    "Entry",
     "ResizedCrop",
     "Source",
     "Split",
     "Standard",
     "catalog",
+    "cut_windows",
     "download",
     "load",
     "locate",
-    "windows",
 ]

@@ -1,4 +1,4 @@
-"""Covertype: which trees grow on a patch of forest, from 54 numbers in a CSV file."""
+"""Covertype: the type of forest cover on a patch of land, from 54 features in a CSV file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from pomona.errors import require
 
-from . import draws
+from . import keyed_random
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source
 from .split import Split
@@ -21,18 +21,18 @@ FILES = "covertype.csv", "covertype.csv.gz", "covtype.csv", "covtype.data", "cov
 FEATURES = 54
 
 
-@SOURCES.add("covertype")
+@SOURCES.register("covertype")
 @dataclass(frozen=True)
 class Covertype(Source):
-    """54 features in [0, 1] and the class 1 to 7 in the last column, with a header or without.
+    """54 features in [0, 1] and a class from 1 to 7 in the last column, with or without a header.
 
-    Features that leave [0, 1], as in the published file, are scaled to it column by column. The
-    test rows are the same ones for everybody, with the classes in proportion.
+    If there are features outside [0, 1], as in the published file, every column is scaled to [0, 1]. The test rows
+    are always the same, with the classes in proportion.
     """
 
-    test: float = 0.2  # share of the rows
+    test: float = 0.2  # fraction of the rows
     classes: ClassVar[int] = 7
-    holds: ClassVar[str] = "581 012 rows of 54 features, or any part of them"
+    contents: ClassVar[str] = "581 012 rows of 54 features, or any part of them"
     licence: ClassVar[str] = "CC BY 4.0"
     citation: ClassVar[str] = "Blackard, Covertype, UCI Machine Learning Repository, 1998"
     folders: ClassVar[tuple[str, ...]] = ("covertype",)
@@ -51,50 +51,51 @@ class Covertype(Source):
 
     def read(self, folder: Path) -> Dataset:
         path = next((folder / f for f in FILES if (folder / f).exists()), folder / FILES[0])
-        table = self.table(path)
-        x, labels = table[:, :FEATURES], table[:, FEATURES]
+        rows = self.read_rows(path)
+        x, labels = rows[:, :FEATURES], rows[:, FEATURES]
         bad = np.flatnonzero(~np.isin(labels, np.arange(1, 8)))
         if bad.size:
-            raise self.damaged(path, f"class {labels[bad[0]]:g} in data row {bad[0] + 1}", "1 to 7")
+            raise self.damaged_error(path, f"class {labels[bad[0]]:g} in data row {bad[0] + 1}", "1 to 7")
         if not np.isfinite(x).all():
-            raise self.damaged(path, "a feature that is no finite number", "numbers")
+            raise self.damaged_error(path, "a feature that is not a finite number", "numbers")
         y = labels.astype(np.int64) - 1
-        train, test = draws.stratified(y, round(self.test * len(y)), 0)
-        x = unit(x)
+        train, test = keyed_random.stratified_split(y, round(self.test * len(y)), 0)
+        x = scale_to_unit_range(x)
         return Dataset(
             self.name,
-            Split.of(x[train], y[train]),
-            Split.of(x[test], y[test]),
+            Split.from_arrays(x[train], y[train]),
+            Split.from_arrays(x[test], y[test]),
             classes=7,
             input_shape=(FEATURES,),
             kind="table",
         )
 
-    def table(self, path: Path) -> np.ndarray:
-        """The numbers of the file, one row a patch."""
-        lines = self.text(path).splitlines()
+    def read_rows(self, path: Path) -> np.ndarray:
+        """Read the numbers of the file, one row for each patch of land."""
+        lines = self.read_text(path).splitlines()
         header = bool(lines) and lines[0][:1] not in "+-.0123456789"
         for number, line in enumerate(lines, 1):
             columns = line.count(",") + 1
             if columns != FEATURES + 1:
-                raise self.damaged(path, f"{columns} columns in line {number}", f"{FEATURES + 1}")
+                raise self.damaged_error(path, f"{columns} columns in line {number}", f"{FEATURES + 1}")
         if len(lines) - header < 2:
-            raise self.damaged(path, f"{len(lines) - header} rows", "2 or more")
+            raise self.damaged_error(path, f"{len(lines) - header} rows", "2 or more")
         try:
             return np.loadtxt(lines[header:], np.float32, delimiter=",", ndmin=2)
         except ValueError as error:
-            raise self.damaged(path, str(error).rstrip("."), "numbers") from error
+            raise self.damaged_error(path, str(error).rstrip("."), "numbers") from error
 
-    def text(self, path: Path) -> str:
-        data = self.content(path)
+    def read_text(self, path: Path) -> str:
+        """Return the text of the file, decompressed if it is gzipped."""
+        data = self.read_bytes(path)
         try:
             return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise self.damaged(path, str(error), "CSV text, plain or gzipped") from error
+            raise self.damaged_error(path, str(error), "CSV text, plain or gzipped") from error
 
 
-def unit(x: np.ndarray) -> np.ndarray:
-    """Columns scaled to [0, 1], unless they all lie there already."""
+def scale_to_unit_range(x: np.ndarray) -> np.ndarray:
+    """Return the columns scaled to [0, 1], or unchanged if all values are in [0, 1] already."""
     low, high = x.min(0), x.max(0)
     if low.min() >= 0 and high.max() <= 1:
         return x

@@ -1,4 +1,4 @@
-"""The digits that come with scikit-learn: no file, no download."""
+"""The handwritten digits that are part of scikit-learn and need no download."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import draws
+from . import keyed_random
 from .dataset import Dataset
 from .sources import SOURCES, Source
 from .split import Split
 
 
-@SOURCES.add("digits")
+@SOURCES.register("digits")
 @dataclass(frozen=True)
 class Digits(Source):
-    """1797 grey digits of 8×8 pixels: 1347 to train and 450 to test, the same ones for everybody."""
+    """1797 gray digits of 8×8 pixels: 1347 for training and 450 for testing, in a fixed split."""
 
     classes: ClassVar[int] = 10
-    holds: ClassVar[str] = "1347 + 450 grey images of 8×8"
+    contents: ClassVar[str] = "1347 + 450 gray images of 8×8"
     licence: ClassVar[str] = "CC BY 4.0"
     citation: ClassVar[str] = "Alpaydin and Kaynak, UCI Optical Recognition of Handwritten Digits, 1998"
-    advice: ClassVar[str] = "nothing to do, it comes with scikit-learn"
+    instructions: ClassVar[str] = "nothing to do, it is part of scikit-learn"
 
     def read(self, folder: Path) -> Dataset:
-        from sklearn.datasets import load_digits  # slow to import, and nothing else needs it
+        from sklearn.datasets import load_digits  # imported here because it is slow and only this source needs it
 
         bunch = load_digits()
-        x = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]  # 17 grey levels, spread over 256
-        train, test = draws.stratified(bunch.target, 450, 0)
+        x = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]  # 17 gray levels, spread over 256
+        train, test = keyed_random.stratified_split(bunch.target, 450, 0)
         return Dataset(
             self.name,
-            Split.of(x[train], bunch.target[train]),
-            Split.of(x[test], bunch.target[test]),
+            Split.from_arrays(x[train], bunch.target[train]),
+            Split.from_arrays(x[test], bunch.target[test]),
             classes=10,
             input_shape=(1, 8, 8),
             mean=(float(x[train].mean() / 255),),

@@ -1,4 +1,4 @@
-"""MNIST and its kin: IDX files, plain or gzipped."""
+"""MNIST and Fashion-MNIST: IDX files, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ FILES = (
 )
 
 
-def published(url: str, *checksums: str) -> tuple[Download, ...]:
-    """The four files at an address."""
+def published_files(url: str, *checksums: str) -> tuple[Download, ...]:
+    """Return the four files that are published under a URL, with their MD5 checksums."""
     return tuple(Download(f"{url}/{f}.gz", f"md5:{c}") for f, c in zip(FILES, checksums, strict=True))
 
 
 @dataclass(frozen=True)
 class Idx(Source):
-    """Ten classes of grey images in four IDX files."""
+    """Base of data sets with ten classes of gray images in four IDX files."""
 
     classes: ClassVar[int] = 10
-    holds: ClassVar[str] = "60 000 + 10 000 grey images of 28×28"
+    contents: ClassVar[str] = "60 000 + 10 000 gray images of 28×28"
     mean: ClassVar[float]
     std: ClassVar[float]
     labels: ClassVar[tuple[str, ...]] = tuple("0123456789")
 
     def read(self, folder: Path) -> Dataset:
-        train, test = self.split(folder, *FILES[:2]), self.split(folder, *FILES[2:])
+        train, test = self.read_split(folder, *FILES[:2]), self.read_split(folder, *FILES[2:])
         return Dataset(
             self.name,
             train,
@@ -51,36 +51,38 @@ class Idx(Source):
             labels=self.labels,
         )
 
-    def split(self, folder: Path, images: str, labels: str) -> Split:
-        x, _ = self.array(folder, images, axes=3)
-        y, path = self.array(folder, labels, axes=1)
+    def read_split(self, folder: Path, images: str, labels: str) -> Split:
+        """Read the images and labels of one part from two files."""
+        x, _ = self.read_array(folder, images, axes=3)
+        y, path = self.read_array(folder, labels, axes=1)
         if len(x) != len(y):
-            raise self.damaged(path, f"{len(y)} labels", f"{len(x)}, one for each image")
+            raise self.damaged_error(path, f"{len(y)} labels", f"{len(x)}, one for each image")
         if y.max(initial=0) >= self.classes:
-            raise self.damaged(path, f"label {y.max()}", f"0 to {self.classes - 1}")
-        return Split.of(x[:, None], y)
+            raise self.damaged_error(path, f"label {y.max()}", f"0 to {self.classes - 1}")
+        return Split.from_arrays(x[:, None], y)
 
-    def array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
-        """One IDX file: magic number, a big-endian 32-bit length for each axis, then the bytes."""
+    def read_array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
+        """Read an IDX file: a magic number, a big-endian 32-bit length for each axis, then the bytes."""
         path = folder / name
-        data = self.content(path) if path.exists() else self.unzip(folder / f"{name}.gz")
+        data = self.read_bytes(path) if path.exists() else self.read_gzip(folder / f"{name}.gz")
         magic, start = 0x800 + axes, 4 + 4 * axes
         if len(data) < start or int.from_bytes(data[:4], "big") != magic:
-            raise self.damaged(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
+            raise self.damaged_error(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
         shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
         if len(data) != start + math.prod(shape):
-            raise self.damaged(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
+            raise self.damaged_error(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
 
-    def unzip(self, path: Path) -> bytes:
-        data = self.content(path)
+    def read_gzip(self, path: Path) -> bytes:
+        """Return the decompressed bytes of a gzip file."""
+        data = self.read_bytes(path)
         try:
             return gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise self.damaged(path, str(error), "a whole gzip file") from error
+            raise self.damaged_error(path, str(error), "a complete gzip file") from error
 
 
-@SOURCES.add("mnist")
+@SOURCES.register("mnist")
 @dataclass(frozen=True)
 class Mnist(Idx):
     """Handwritten digits."""
@@ -91,7 +93,7 @@ class Mnist(Idx):
     mean: ClassVar[float] = 0.1307
     std: ClassVar[float] = 0.3081
     downloads: ClassVar[dict[str, tuple[Download, ...]]] = {
-        "mnist": published(
+        "mnist": published_files(
             "https://ossci-datasets.s3.amazonaws.com/mnist",
             "f68b3c2dcbeaaa9fbdd348bbdeb94873",
             "d53e105ee54ea40749a09fcbcd1e9432",
@@ -101,10 +103,10 @@ class Mnist(Idx):
     }
 
 
-@SOURCES.add("fashion_mnist")
+@SOURCES.register("fashion_mnist")
 @dataclass(frozen=True)
 class FashionMnist(Idx):
-    """Pictures of clothes, in MNIST's format."""
+    """Images of clothing in the format of MNIST."""
 
     licence: ClassVar[str] = "MIT"
     citation: ClassVar[str] = "Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747, 2017"
@@ -116,7 +118,7 @@ class FashionMnist(Idx):
         *("sandal", "shirt", "sneaker", "bag", "boot"),
     )
     downloads: ClassVar[dict[str, tuple[Download, ...]]] = {
-        "fashion_mnist": published(
+        "fashion_mnist": published_files(
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
             "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
             "25c81989df183df01b3e8a0aad5dffbe",

@@ -1,4 +1,4 @@
-"""The large movie review data set, aclImdb: is a review good or bad?"""
+"""The Large Movie Review data set (aclImdb): positive and negative reviews."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .dataset import Dataset
 from .sources import SOURCES, Download, Source
 from .split import Split
 
-PADDING, UNKNOWN, FIRST = 0, 1, 2  # token ids; words start at FIRST, the most frequent one first
+PADDING, UNKNOWN, FIRST = 0, 1, 2  # token ids; words follow from FIRST on, the most frequent first
 WORD = re.compile(r"[^\W\d_]+")
 
 
-@SOURCES.add("imdb")
+@SOURCES.register("imdb")
 @dataclass(frozen=True)
 class Imdb(Source):
-    """Reviews as token ids: lower-case runs of letters, in the vocabulary of the train reviews.
+    """Reviews as token ids. Words are lower-case runs of letters; the vocabulary is that of the training reviews.
 
-    Id 0 is padding, 1 a word outside the vocabulary, 2 the most frequent word, and so on. The
-    defaults cut and pad as Keras does, at the front.
+    Id 0 is padding, 1 a word outside the vocabulary, 2 the most frequent word, and so on. By default reviews are
+    truncated and padded at the front, as in Keras.
     """
 
-    words: int = 10_000  # vocabulary: the most frequent words of train
-    maxlen: int = 80  # tokens of a review
+    words: int = 10_000  # size of the vocabulary: the most frequent words of train
+    maxlen: int = 80  # tokens per review
     keep: str = "last"  # which tokens of a longer review: the "first" or the "last"
     pad: str = "left"  # where a shorter review is filled: "left" or "right"
     classes: ClassVar[int] = 2
-    holds: ClassVar[str] = "25 000 + 25 000 reviews"
+    contents: ClassVar[str] = "25 000 + 25 000 reviews"
     licence: ClassVar[str] = "no licence stated; cite the paper"
     citation: ClassVar[str] = "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"
     folders: ClassVar[tuple[str, ...]] = ("aclImdb",)
@@ -58,13 +58,13 @@ class Imdb(Source):
 
     def read(self, folder: Path) -> Dataset:
         counts: Counter[str] = Counter()
-        train, test = self.texts(folder / "train", counts), self.texts(folder / "test", Counter())
+        train, test = self.read_reviews(folder / "train", counts), self.read_reviews(folder / "test", Counter())
         ranked = sorted(counts, key=lambda word: (-counts[word], word))[: self.words]
         ids = {word: FIRST + i for i, word in enumerate(ranked)}
         return Dataset(
             self.name,
-            self.split(train, ids),
-            self.split(test, ids),
+            self.encode(train, ids),
+            self.encode(test, ids),
             classes=2,
             input_shape=(self.maxlen,),
             kind="tokens",
@@ -72,27 +72,28 @@ class Imdb(Source):
             labels=("neg", "pos"),
         )
 
-    def texts(self, folder: Path, counts: Counter[str]) -> list[list[str]]:
-        """The words kept of each review, the bad ones first; all words are added to the counts."""
-        texts = []
+    def read_reviews(self, folder: Path, counts: Counter[str]) -> list[list[str]]:
+        """Return the words of each truncated review, negative reviews first, and add all of their words to `counts`."""
+        reviews = []
         for label in ("neg", "pos"):
             paths = sorted((folder / label).glob("*.txt"))
             if len(paths) != self.reviews:
-                raise self.damaged(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
+                raise self.damaged_error(folder / label, f"{len(paths)} reviews", f"{self.reviews}")
             for path in paths:
-                words = tokenise(self.content(path).decode("utf-8", "replace"))
+                words = tokenize(self.read_bytes(path).decode("utf-8", "replace"))
                 counts.update(words)
-                texts.append(words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :])
-        return texts
+                reviews.append(words[: self.maxlen] if self.keep == "first" else words[-self.maxlen :])
+        return reviews
 
-    def split(self, texts: list[list[str]], ids: dict[str, int]) -> Split:
-        x = np.full((len(texts), self.maxlen), PADDING, dtype=np.int64)
-        for row, words in zip(x, texts, strict=True):
+    def encode(self, reviews: list[list[str]], ids: dict[str, int]) -> Split:
+        """Return padded token ids and labels of reviews, the first half of which are negative."""
+        x = np.full((len(reviews), self.maxlen), PADDING, dtype=np.int64)
+        for row, words in zip(x, reviews, strict=True):
             start = self.maxlen - len(words) if self.pad == "left" else 0
             row[start : start + len(words)] = [ids.get(word, UNKNOWN) for word in words]
-        return Split.of(x, np.arange(2).repeat(self.reviews))
+        return Split.from_arrays(x, np.arange(2).repeat(self.reviews))
 
 
-def tokenise(text: str) -> list[str]:
-    """Lower-case runs of letters; the reviews' line breaks, written as HTML, are no words."""
+def tokenize(text: str) -> list[str]:
+    """Return the lower-case runs of letters in a text, without the HTML line breaks of the reviews."""
     return WORD.findall(text.lower().replace("<br />", " "))

@@ -1,4 +1,4 @@
-"""Where data sets lie on disk, what is there, and how to get the rest."""
+"""Data sources: where data sets are on disk, which are present, and how to get the others."""
 
 from __future__ import annotations
 
@@ -11,91 +11,92 @@ from typing import Any, ClassVar
 import torch
 
 from pomona.errors import PomonaError
-from pomona.registry import Registry, parse
+from pomona.registry import Registry, parse_spec
 
 from .dataset import Dataset
 
-Root = str | os.PathLike[str] | None
+DataRoot = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
 class Download:
-    """A published file. A tar archive must hold the data set's folder at its top."""
+    """A published file. A tar archive must contain the folder of the data set at its top level."""
 
     url: str
     checksum: str  # "md5:…" or "sha256:…", as published
-    file: str = ""  # its name on disk, where the address does not end in it
+    file: str = ""  # its name on disk, if the URL does not end in it
 
     @property
     def name(self) -> str:
+        """The name of the file on disk."""
         return self.file or self.url.rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be read from its standard files. Its fields are the options of `load`."""
+    """A data set that can be read from its standard files. The dataclass fields are the options of `load`."""
 
     name: ClassVar[str]
-    classes: ClassVar[int | None] = None  # None: the files tell
-    holds: ClassVar[str] = ""
+    classes: ClassVar[int | None] = None  # None: the number depends on the files
+    contents: ClassVar[str] = ""  # a description for `pomona data`
     licence: ClassVar[str] = ""
     citation: ClassVar[str] = ""
-    folders: ClassVar[tuple[str, ...]] = ()  # names it goes by under a data folder; none: built in
-    marker: ClassVar[str] = "."  # what a folder must hold to be taken for this data set
-    downloads: ClassVar[Mapping[str, tuple[Download, ...]]] = {}  # folder → the files that make it
-    advice: ClassVar[str] = ""  # how to get it, where it cannot be downloaded
+    folders: ClassVar[tuple[str, ...]] = ()  # possible names in a data folder; none: built in
+    marker: ClassVar[str] = "."  # a path that a folder must contain to be recognized as this data set
+    downloads: ClassVar[Mapping[str, tuple[Download, ...]]] = {}  # folder → the files it is made from
+    instructions: ClassVar[str] = ""  # how to get the data set if it cannot be downloaded
 
     def read(self, folder: Path) -> Dataset:
-        """Read the files, or say which one is missing or damaged."""
+        """Read the data set from a folder; raise PomonaError that names a missing or damaged file."""
         raise NotImplementedError
 
     @classmethod
-    def get(cls) -> str:
-        """How to get the files, as an order to the reader."""
-        return f"run `pomona data --download {cls.name}`" if cls.downloads else cls.advice
+    def how_to_get(cls) -> str:
+        """Return how to get the files, as an instruction for a message."""
+        return f"run `pomona data --download {cls.name}`" if cls.downloads else cls.instructions
 
     @classmethod
-    def candidates(cls, root: Root = None) -> list[Path]:
-        """Every folder that is looked at, in order."""
+    def candidate_folders(cls, root: DataRoot = None) -> list[Path]:
+        """Return every folder that may hold the data set, in the order of the search."""
         found = []
-        for base in roots(root):
+        for base in data_folders(root):
             found += [base / folder for folder in cls.folders]
-            found += [base] if base.name in cls.folders else []  # pointed right at it
+            found += [base] if base.name in cls.folders else []  # the data folder is the data set itself
         return found
 
     @classmethod
-    def find(cls, root: Root = None) -> Path | None:
-        """The first folder that holds the data set."""
-        return next((f for f in cls.candidates(root) if f.is_dir() and (f / cls.marker).exists()), None)
+    def find_folder(cls, root: DataRoot = None) -> Path | None:
+        """Return the first folder that holds the data set, or None."""
+        return next((f for f in cls.candidate_folders(root) if f.is_dir() and (f / cls.marker).exists()), None)
 
-    def content(self, path: Path) -> bytes:
-        """A file's bytes; a missing one is the user's to mend."""
+    def read_bytes(self, path: Path) -> bytes:
+        """Return the bytes of a file; raise PomonaError if it cannot be read."""
         try:
             return path.read_bytes()
         except OSError as error:
             raise PomonaError(
-                f"{path} cannot be read ({error.strerror}): '{self.name}' needs it; {self.mend(path)}."
+                f"{path} cannot be read ({error.strerror}): '{self.name}' needs it; {self.repair_advice(path)}."
             ) from error
 
-    def damaged(self, path: Path, found: str, expected: str) -> PomonaError:
-        """The error for a file that is not what it should be."""
-        return PomonaError(f"{path} is damaged: {found}, expected {expected}; {self.mend(path)}.")
+    def damaged_error(self, path: Path, found: str, expected: str) -> PomonaError:
+        """Return the error for a file with unexpected content."""
+        return PomonaError(f"{path} is damaged: {found}, expected {expected}; {self.repair_advice(path)}.")
 
-    def mend(self, path: Path) -> str:
-        """What to do about a bad file."""
+    def repair_advice(self, path: Path) -> str:
+        """Return what to do about a missing or damaged file, for a message."""
         if not self.downloads:
-            return "put a sound copy in its place"
+            return "replace it by an intact copy"
         names = {Path(folder).name for folder in self.folders}
         whole = next((p for p in path.parents if p.name in names), path.parent)
-        return f"remove {whole} and {self.get()}"
+        return f"remove {whole} and {self.how_to_get()}"
 
 
 SOURCES: Registry[Source] = Registry("data set")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line of `pomona data`."""
+class CatalogEntry:
+    """What `pomona data` shows about one data set; the fields are the keys of its JSON output."""
 
     name: str
     present: bool
@@ -108,45 +109,45 @@ class Entry:
     size: str
 
 
-def roots(root: Root = None) -> list[Path]:
-    """Folders of data, in the order they are looked in: the given one, POMONA_DATA, the user's cache."""
+def data_folders(root: DataRoot = None) -> list[Path]:
+    """Return the data folders in the order of the search: the given one, POMONA_DATA, the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pomona"
     given = [Path(p).expanduser() for p in (root, os.environ.get("POMONA_DATA")) if p]
     return list(dict.fromkeys([*given, cache]))
 
 
-def locate(name: str, root: Root = None) -> Path:
-    """The folder that holds a data set."""
+def locate(name: str, root: DataRoot = None) -> Path:
+    """Return the folder that holds a data set; raise PomonaError if it is not found."""
     source = SOURCES[name]
     if not source.folders:
-        raise PomonaError(f"data set '{name}' is built in and has no folder: load it as it is.")
-    folder = source.find(root)
+        raise PomonaError(f"data set '{name}' is built in and has no folder: load it by its name.")
+    folder = source.find_folder(root)
     if folder is None:
-        looked = ", ".join(str(f) for f in source.candidates(root))
+        looked = ", ".join(str(f) for f in source.candidate_folders(root))
         raise PomonaError(
-            f"data set '{name}' was looked for in {looked}, and is in none of them: {source.get()}, "
+            f"data set '{name}' was not found in {looked}: {source.how_to_get()}, "
             "or point --data-dir or POMONA_DATA at the folder that holds it."
         )
     return folder
 
 
-def catalog(root: Root = None) -> list[Entry]:
-    """Every data set: whether it is here, where it was looked for, how to get it, whom to cite."""
+def catalog(root: DataRoot = None) -> list[CatalogEntry]:
+    """Return an entry for every data set: whether it is present, where it is searched, how to get it, its citation."""
     entries = []
     for name in SOURCES:
         source = SOURCES[name]
-        path = source.find(root)
+        path = source.find_folder(root)
         entries.append(
-            Entry(
+            CatalogEntry(
                 name=name,
                 present=path is not None or not source.folders,
                 path=None if path is None else str(path),
-                looked=[str(f) for f in source.candidates(root)],
-                get=source.get(),
+                looked=[str(f) for f in source.candidate_folders(root)],
+                get=source.how_to_get(),
                 licence=source.licence,
                 citation=source.citation,
                 classes=source.classes,
-                size=source.holds,
+                size=source.contents,
             )
         )
     return entries
@@ -155,18 +156,18 @@ def catalog(root: Root = None) -> list[Entry]:
 def load(
     name: str,
     *,
-    root: Root = None,
+    root: DataRoot = None,
     device: torch.device | str = "cpu",
     validation: int | float = 0,
     seed: int = 0,
     **options: Any,
 ) -> Dataset:
-    """Read a data set and put it on the compute device once.
+    """Read a data set and move it to the compute device.
 
-    `validation`, a count or a fraction, is held out of train, drawn by `seed` with the classes in
-    proportion. The name may carry options, "imdb(maxlen=200)"; those given here win.
+    `validation`, a number of rows or a fraction, is held out of train, chosen by `seed` with the classes in
+    proportion. The name may include options, as in "imdb(maxlen=200)"; keyword `options` take precedence.
     """
-    base, inline = parse(name)
-    source = SOURCES.make({**inline, **options, "name": base})
+    base, inline = parse_spec(name)
+    source = SOURCES.resolve({**inline, **options, "name": base})
     folder = locate(base, root) if source.folders else Path()
     return source.read(folder).hold_out(validation, seed).to(device)

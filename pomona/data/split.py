@@ -1,4 +1,4 @@
-"""One part of a data set: inputs and targets, row by row."""
+"""Inputs and targets of one part of a data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pomona.errors import require
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Inputs `x` and targets `y`; row i of one belongs to row i of the other."""
+    """Inputs `x` and targets `y`, where row i of `y` is the target of row i of `x`."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -24,27 +24,28 @@ class Split:
         )
 
     @classmethod
-    def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
-        """A split from arrays; targets become int64, which the losses of torch want."""
+    def from_arrays(cls, x: np.ndarray, y: np.ndarray) -> Split:
+        """Return a split of numpy arrays; targets become int64, which the losses of torch expect."""
         return cls(torch.from_numpy(np.require(x, requirements=["C", "W"])), torch.from_numpy(y.astype(np.int64)))
 
     def __len__(self) -> int:
         return len(self.x)
 
     def to(self, device: torch.device | str) -> Split:
+        """Return the split on another device."""
         return Split(self.x.to(device), self.y.to(device))
 
-    def take(self, rows: np.ndarray) -> Split:
-        """The given rows, copied."""
+    def take_rows(self, rows: np.ndarray) -> Split:
+        """Return a copy of the given rows."""
         index = torch.from_numpy(rows).to(self.x.device)
         return Split(self.x[index], self.y[index])
 
 
-def windows(stream: Split, length: int, carry: int = 0) -> Split:
-    """Cut a token stream into windows of `length`; the last tokens that fill none are left out.
+def cut_windows(stream: Split, length: int, carry: int = 0) -> Split:
+    """Cut a token stream into windows of `length` tokens; an incomplete last window is left out.
 
-    With `carry` rows, the windows are so ordered that row i of one unshuffled batch of `carry` goes
-    on where row i of the batch before it ended: a recurrent state may be carried over.
+    With a batch size as `carry`, the windows are ordered so that in unshuffled batches row i of a batch continues row
+    i of the previous one, and a recurrent state can be carried over. Raises PomonaError if there are too few tokens.
     """
     count = len(stream) // max(length, 1)
     require(

@@ -15,23 +15,23 @@ from .sources import SOURCES, Download, Source
 from .split import Split
 
 
-@SOURCES.add("text")
+@SOURCES.register("text")
 @dataclass(frozen=True)
 class Text(Source):
-    """Your own text: `input.txt`, cut in order into train, valid and test; or one file for each part.
+    """The user's own text: `input.txt`, divided in order into train, valid and test; or one file for each part.
 
-    Files of parts are found by how they end: train.txt, valid.txt, test.txt (`ptb.train.txt` will do).
-    The vocabulary is that of the whole text. A split is one stream; y is x shifted by one.
+    The files of the parts are found by their endings: train.txt, valid.txt, test.txt (as in `ptb.train.txt`). The
+    vocabulary is that of the whole text. A split is one stream of tokens; y is x shifted by one.
     """
 
-    length: int = 64  # tokens of a window
-    unit: str = "char"  # what a token is: a "char" or a "word" (between blanks; a line ends in <eos>)
-    valid: float = 0.05  # shares cut from the end of input.txt
+    length: int = 64  # tokens per window
+    unit: str = "char"  # what a token is: a "char" or a "word" (separated by whitespace; a line ends in <eos>)
+    valid: float = 0.05  # fractions taken from the end of input.txt
     test: float = 0.05
     licence: ClassVar[str] = "yours"
     citation: ClassVar[str] = "yours"
     folders: ClassVar[tuple[str, ...]] = ("text",)
-    advice: ClassVar[str] = "put your text into text/input.txt, or train.txt, valid.txt and test.txt"
+    instructions: ClassVar[str] = "put your text into text/input.txt, or train.txt, valid.txt and test.txt"
 
     def __post_init__(self) -> None:
         require(self.length >= 1, f"length must be 1 or more, got {self.length}.")
@@ -42,9 +42,9 @@ class Text(Source):
         )
 
     def read(self, folder: Path) -> Dataset:
-        units, ends = self.units(folder)
+        units, ends = self.read_units(folder)
         vocabulary, tokens = np.unique(units, return_inverse=True)
-        parts = [Split.of(part[:-1].astype(np.int64), part[1:]) for part in np.split(tokens, ends)]
+        parts = [Split.from_arrays(part[:-1].astype(np.int64), part[1:]) for part in np.split(tokens, ends)]
         for part, name in zip(parts, ("train", "valid", "test"), strict=True):
             require(
                 len(part) >= self.length,
@@ -63,38 +63,39 @@ class Text(Source):
             labels=tuple(str(v) for v in vocabulary),
         )
 
-    def units(self, folder: Path) -> tuple[np.ndarray, list[int]]:
-        """The whole text as an array of chars or words, and where train and valid end."""
+    def read_units(self, folder: Path) -> tuple[np.ndarray, list[int]]:
+        """Return the whole text as an array of characters or words, and the positions where train and valid end."""
         whole = folder / "input.txt"
         if whole.exists() or not any(folder.glob("*train.txt")):
-            units = self.cut(whole)
+            units = self.read_file(whole)
             return units, [
                 round(len(units) * (1 - self.valid - self.test)),
                 round(len(units) * (1 - self.test)),
             ]
         files = [next(iter(sorted(folder.glob(f"*{p}.txt"))), folder / f"{p}.txt") for p in ("train", "valid", "test")]
-        parts = [self.cut(file) for file in files]
+        parts = [self.read_file(file) for file in files]
         return np.concatenate(parts), [len(parts[0]), len(parts[0]) + len(parts[1])]
 
-    def cut(self, path: Path) -> np.ndarray:
+    def read_file(self, path: Path) -> np.ndarray:
+        """Read one file as an array of characters or words."""
         try:
-            text = self.content(path).decode()
+            text = self.read_bytes(path).decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(path, str(error), "UTF-8 text") from error
+            raise self.damaged_error(path, str(error), "UTF-8 text") from error
         if not text:
-            raise PomonaError(f"{path} is empty: put a text there.")
+            raise PomonaError(f"{path} is empty: put text into it.")
         if self.unit == "word":
             return np.array(text.replace("\n", " <eos> ").split())
         return np.array([text]).view("U1")
 
 
-@SOURCES.add("shakespeare")
+@SOURCES.register("shakespeare")
 @dataclass(frozen=True)
 class Shakespeare(Text):
-    """A megabyte of Shakespeare's plays, 65 different characters."""
+    """One megabyte of Shakespeare's plays with 65 different characters."""
 
     classes: ClassVar[int] = 65
-    holds: ClassVar[str] = "1 115 394 characters"
+    contents: ClassVar[str] = "1 115 394 characters"
     licence: ClassVar[str] = "public domain"
     citation: ClassVar[str] = "Karpathy, The Unreasonable Effectiveness of Recurrent Neural Networks, 2015"
     folders: ClassVar[tuple[str, ...]] = ("tinyshakespeare",)

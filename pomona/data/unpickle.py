@@ -1,8 +1,8 @@
-"""Read the pickles of CIFAR's python version without executing them.
+"""Read the pickles of CIFAR's Python version without executing them.
 
-A pickle is a program. This interpreter knows the few instructions those files consist of: literals,
-lists, dictionaries, tuples, the memo, and the one idiom by which numpy writes a uint8 array. It
-imports nothing and calls nothing that a file names; anything else is refused.
+A pickle is a program. The interpreter in this module supports only the few instructions that these files consist of:
+literals, lists, dictionaries, tuples, the memo, and the call sequence with which numpy writes a uint8 array. It imports
+and calls nothing that a file names, and refuses everything else.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LITERALS = {
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
 }
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-# What may be named, and the plain word that stands for it here.
-NAMES = {
+# The globals that a file may name, and the word that represents each of them here.
+ALLOWED_GLOBALS = {
     "numpy.core.multiarray _reconstruct": "array",
     "numpy._core.multiarray _reconstruct": "array",
     "numpy ndarray": "ndarray",
@@ -28,67 +28,68 @@ NAMES = {
 }
 
 
-class Named(str):
-    """A permitted name; a type of its own, so that no string in a file can pass for one."""
+class AllowedGlobal(str):
+    """The word for an allowed global; a type of its own, so that no string in a file can be mistaken for one."""
 
 
-class Array:
-    """An array to be: numpy's pickles make it empty first and fill it later."""
+class PendingArray:
+    """An array whose content follows: numpy's pickles first create an empty array and fill it later."""
 
     value: np.ndarray | None = None
 
 
-class Byte:
-    """The dtype of one unsigned byte, the only one these files have."""
+class Uint8Dtype:
+    """The dtype uint8, the only one in these files."""
 
 
 def unpickle(data: bytes) -> dict[str, Any]:
-    """The dictionary in a pickle of plain values and uint8 arrays; `ValueError` for anything else."""
-    machine = Machine()
+    """Return the dictionary in a pickle of plain values and uint8 arrays; raise ValueError for anything else."""
+    machine = PickleMachine()
     for opcode, argument, _ in pickletools.genops(data):
         try:
-            machine.run(opcode.name, argument)
+            machine.execute(opcode.name, argument)
         except (IndexError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a broken pickle at {opcode.name}") from error
     result = machine.stack[-1] if machine.stack else None
     if not isinstance(result, dict):
         raise ValueError("a pickle that holds no dictionary")
-    return {_text(k): v.value if isinstance(v, Array) else v for k, v in result.items()}
+    return {_to_text(k): v.value if isinstance(v, PendingArray) else v for k, v in result.items()}
 
 
-class Machine:
-    """The pickle stack machine, less everything that could act."""
+class PickleMachine:
+    """The stack machine of pickle, without any instruction that could import or call something."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # heights of the stack at open marks
         self.memo: dict[int, Any] = {}
-        push, take, marked = self.stack.append, self.take, self.marked
+        push, pop, pop_to_mark = self.stack.append, self.pop, self.pop_to_mark
         self.actions: dict[str, Callable[[Any], Any]] = {
             **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _: None),
-            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), self.put),
+            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), self.memoize),
             **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda key: push(self.memo[key])),
-            "MEMOIZE": lambda _: self.put(len(self.memo)),
+            "MEMOIZE": lambda _: self.memoize(len(self.memo)),
             "MARK": lambda _: self.marks.append(len(self.stack)),
             "EMPTY_LIST": lambda _: push([]),
             "EMPTY_DICT": lambda _: push({}),
             "EMPTY_TUPLE": lambda _: push(()),
-            "LIST": lambda _: push(marked()),
-            "DICT": lambda _: push(_pairs(marked())),
-            "TUPLE": lambda _: push(tuple(marked())),
-            "TUPLE1": lambda _: push(tuple(take(1))),
-            "TUPLE2": lambda _: push(tuple(take(2))),
-            "TUPLE3": lambda _: push(tuple(take(3))),
-            "APPEND": lambda _: self.fill(list, take(1)),
-            "APPENDS": lambda _: self.fill(list, marked()),
-            "SETITEM": lambda _: self.fill(dict, take(2)),
-            "SETITEMS": lambda _: self.fill(dict, marked()),
-            "GLOBAL": lambda name: push(_named(name)),
-            "REDUCE": lambda _: push(_reduced(*take(2))),
-            "BUILD": lambda _: push(_built(*take(2))),
+            "LIST": lambda _: push(pop_to_mark()),
+            "DICT": lambda _: push(_to_dict(pop_to_mark())),
+            "TUPLE": lambda _: push(tuple(pop_to_mark())),
+            "TUPLE1": lambda _: push(tuple(pop(1))),
+            "TUPLE2": lambda _: push(tuple(pop(2))),
+            "TUPLE3": lambda _: push(tuple(pop(3))),
+            "APPEND": lambda _: self.extend_top(list, pop(1)),
+            "APPENDS": lambda _: self.extend_top(list, pop_to_mark()),
+            "SETITEM": lambda _: self.extend_top(dict, pop(2)),
+            "SETITEMS": lambda _: self.extend_top(dict, pop_to_mark()),
+            "GLOBAL": lambda name: push(_resolve_global(name)),
+            "REDUCE": lambda _: push(_interpret_call(*pop(2))),
+            "BUILD": lambda _: push(_set_state(*pop(2))),
         }
 
-    def run(self, opcode: str, argument: Any) -> None:
+    def execute(self, opcode: str, argument: Any) -> None:
+        """Execute one instruction; raise ValueError if it is not supported."""
         if opcode in LITERALS:
             self.stack.append(argument)
         elif opcode in CONSTANTS:
@@ -96,67 +97,71 @@ class Machine:
         elif opcode in self.actions:
             self.actions[opcode](argument)
         else:
-            raise ValueError(f"the pickle instruction {opcode}, which is not read here")
+            raise ValueError(f"the pickle instruction {opcode}, which is not supported")
 
-    def take(self, count: int) -> list[Any]:
-        """Pop `count` values."""
-        place = len(self.stack) - count
-        if place < (self.marks[-1] if self.marks else 0):
+    def pop(self, count: int) -> list[Any]:
+        """Pop `count` values; raise IndexError if there are fewer above the last mark."""
+        start = len(self.stack) - count
+        if start < (self.marks[-1] if self.marks else 0):
             raise IndexError
-        taken = self.stack[place:]
-        del self.stack[place:]
-        return taken
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
 
-    def marked(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         """Pop the values above the last mark."""
-        return self.take(len(self.stack) - self.marks.pop())
+        return self.pop(len(self.stack) - self.marks.pop())
 
-    def put(self, key: int) -> None:
+    def memoize(self, key: int) -> None:
+        """Store the value on top of the stack in the memo."""
         self.memo[key] = self.stack[-1]
 
-    def fill(self, kind: type, values: list[Any]) -> None:
-        """Add values to the container on top of the stack."""
+    def extend_top(self, kind: type, values: list[Any]) -> None:
+        """Add values to the list or dictionary on top of the stack."""
         container = self.stack[-1]
         if kind is list and isinstance(container, list):
             container.extend(values)
         elif kind is dict and isinstance(container, dict):
-            container.update(_pairs(values))
+            container.update(_to_dict(values))
         else:
             raise ValueError(f"values added to a {type(container).__name__}")
 
 
-def _pairs(values: list[Any]) -> dict[Any, Any]:
+def _to_dict(values: list[Any]) -> dict[Any, Any]:
+    """Return a dictionary of alternating keys and values."""
     return dict(zip(values[::2], values[1::2], strict=True))
 
 
-def _named(name: str) -> Named:
-    if name not in NAMES:
+def _resolve_global(name: str) -> AllowedGlobal:
+    """Return the word for an allowed global; raise ValueError for any other name."""
+    if name not in ALLOWED_GLOBALS:
         raise ValueError(f"the name '{name}', which is never imported from a data file")
-    return Named(NAMES[name])
+    return AllowedGlobal(ALLOWED_GLOBALS[name])
 
 
-def _reduced(function: Any, arguments: Any) -> Array | Byte:
-    """`_reconstruct(ndarray, (0,), 'b')` and `dtype('u1', …)`: recognised, not called."""
-    if isinstance(function, Named) and function == "array" and isinstance(arguments[0], Named):
-        return Array()
-    if isinstance(function, Named) and function == "dtype" and _text(arguments[0]) == "u1":
-        return Byte()
+def _interpret_call(function: Any, arguments: Any) -> PendingArray | Uint8Dtype:
+    """Recognize `_reconstruct(ndarray, (0,), 'b')` and `dtype('u1', …)` without calling them."""
+    if isinstance(function, AllowedGlobal) and function == "array" and isinstance(arguments[0], AllowedGlobal):
+        return PendingArray()
+    if isinstance(function, AllowedGlobal) and function == "dtype" and _to_text(arguments[0]) == "u1":
+        return Uint8Dtype()
     raise ValueError("a call other than those that make a uint8 array")
 
 
-def _built(target: Any, state: Any) -> Array | Byte:
-    """Fill an array from (version, shape, dtype, Fortran order, bytes); a byte needs no more telling."""
-    if isinstance(target, Byte):
+def _set_state(target: Any, state: Any) -> PendingArray | Uint8Dtype:
+    """Fill an array from (version, shape, dtype, Fortran order, bytes); the state of a dtype is ignored."""
+    if isinstance(target, Uint8Dtype):
         return target
-    if not isinstance(target, Array):
+    if not isinstance(target, PendingArray):
         raise ValueError("the state of an unknown object")
     _, shape, dtype, fortran, content = state
-    if not isinstance(dtype, Byte):
-        raise ValueError("an array of other than uint8")
+    if not isinstance(dtype, Uint8Dtype):
+        raise ValueError("an array of a dtype other than uint8")
     raw = content.encode("latin-1") if isinstance(content, str) else content
     target.value = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
     return target
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
+    """Return bytes decoded as Latin-1, and any other value as a string."""
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)

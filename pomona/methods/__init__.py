@@ -1,27 +1,48 @@
-"""One file a method. `pm.DPF(**options)` is a pruner that holds a frozen record of the method."""
+"""Pruning methods, one file each. `pm.DPF(**options)` returns a pruner that holds a frozen record of the method."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..registry import build
-from . import dpf, dsr, edge_popup, finetune, incremental, iterand, lottery, oneshot, rigl, sfp, snip, sparse_momentum
-from . import random_mask as random
-from . import sparse_evolutionary as set
+from ..registry import build_spec
+from . import (
+    acdc,
+    dpf,
+    dsr,
+    edge_popup,
+    feather,
+    finetune,
+    incremental,
+    iterand,
+    lottery,
+    oneshot,
+    random_mask,
+    rigl,
+    sfp,
+    snip,
+    sparse_evolutionary,
+    sparse_momentum,
+    srigl,
+    st3,
+)
+from .lottery import LotteryRounds
 
 __all__ = [
+    "ACDC",
     "DPF",
     "DSR",
     "METHODS",
     "SET",
     "SFP",
     "SNIP",
+    "ST3",
     "EdgePopup",
+    "Feather",
     "Finetune",
     "Incremental",
     "IteRand",
@@ -30,46 +51,64 @@ __all__ = [
     "OneShot",
     "Random",
     "RigL",
+    "SRigL",
     "SparseMomentum",
-    "constructor",
+    "make_constructor",
+    "make_pruner",
     "method",
-    "pruner",
 ]
 
-
-def pruner(choice: Any) -> Pruner:
-    """A pruner from a method's record, or any other spelling of it: "dpf(sparsity=0.9)"."""
-    record = METHODS.make(choice)
-    return lottery.Rounds(record) if isinstance(record, lottery.Lottery) else Pruner(record)
+Options = ParamSpec("Options")
 
 
-def constructor(record: type[Method]) -> Callable[..., Pruner]:
-    """The public face of a method: takes its options, gives a pruner."""
+def make_pruner(choice: Any) -> Pruner:
+    """Return a pruner for a method, given as its record or in any other spelling: "dpf(sparsity=0.9)"."""
+    spec = METHODS.resolve(choice)
+    return LotteryRounds(spec) if isinstance(spec, lottery.Lottery) else Pruner(spec)
 
-    def make(**options: Any) -> Pruner:
-        return pruner(build(record, "method", options))
 
-    fields = [f for f in dataclasses.fields(record) if f.init]
-    make.__name__ = make.__qualname__ = record.__name__
-    make.__doc__ = record.__doc__
-    make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+def make_constructor(spec: Callable[Options, Method]) -> Callable[Options, Pruner]:
+    """Return the public constructor of a method: it takes the method's options and returns a pruner.
+
+    Type checkers and editors see the options of the method's dataclass.
+    """
+    assert isinstance(spec, type)
+
+    def construct(*args: Options.args, **options: Options.kwargs) -> Pruner:
+        if args:
+            raise TypeError(f"{spec.__name__} takes its options by name, such as sparsity=0.9.")
+        return make_pruner(build_spec(spec, "method", options))
+
+    fields = [f for f in dataclasses.fields(spec) if f.init]
+    construct.__name__ = construct.__qualname__ = spec.__name__
+    construct.__doc__ = spec.__doc__
+    construct.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields],
         return_annotation=Pruner,
     )
-    return make
+    return construct
 
 
-DPF = constructor(dpf.DPF)
-DSR = constructor(dsr.DSR)
-EdgePopup = constructor(edge_popup.EdgePopup)
-Finetune = constructor(finetune.Finetune)
-Incremental = constructor(incremental.Incremental)
-IteRand = constructor(iterand.IteRand)
-Lottery = constructor(lottery.Lottery)
-OneShot = constructor(oneshot.OneShot)
-Random = constructor(random.Random)
-RigL = constructor(rigl.RigL)
-SET = constructor(set.SET)
-SFP = constructor(sfp.SFP)
-SNIP = constructor(snip.SNIP)
-SparseMomentum = constructor(sparse_momentum.SparseMomentum)
+def make_lottery_constructor(spec: Callable[Options, lottery.Lottery]) -> Callable[Options, LotteryRounds]:
+    """Return the public constructor of the lottery, whose pruner trains in rounds."""
+    return make_constructor(spec)  # type: ignore[return-value]
+
+
+ACDC = make_constructor(acdc.ACDC)
+DPF = make_constructor(dpf.DPF)
+DSR = make_constructor(dsr.DSR)
+EdgePopup = make_constructor(edge_popup.EdgePopup)
+Feather = make_constructor(feather.Feather)
+Finetune = make_constructor(finetune.Finetune)
+Incremental = make_constructor(incremental.Incremental)
+IteRand = make_constructor(iterand.IteRand)
+Lottery = make_lottery_constructor(lottery.Lottery)
+OneShot = make_constructor(oneshot.OneShot)
+Random = make_constructor(random_mask.Random)
+RigL = make_constructor(rigl.RigL)
+SET = make_constructor(sparse_evolutionary.SET)
+SFP = make_constructor(sfp.SFP)
+SNIP = make_constructor(snip.SNIP)
+SRigL = make_constructor(srigl.SRigL)
+ST3 = make_constructor(st3.ST3)
+SparseMomentum = make_constructor(sparse_momentum.SparseMomentum)

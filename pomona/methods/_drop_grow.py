@@ -1,64 +1,89 @@
-"""What the growing methods share: drop some weights of a layer, grow as many elsewhere, to the count."""
+"""The base of methods that drop some weights of a layer and grow as many elsewhere, with exact counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..core.method import Masks, Method, Targets
 from ..errors import PomonaError, require
-from ..patterns import Pattern, Units, Unstructured
+from ..patterns import Pattern, Unstructured
+from ..schedules import Constant, Schedule
+from ..scores import random_scores
 
 
-def drop(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
-    """The mask without the `count` active entries of the lowest score, or as near to it as the pattern can.
+@dataclass(frozen=True, kw_only=True)
+class DropGrow(Method):
+    """A method that begins with a random mask of the final sparsity, and moves its entries."""
 
-    Where a pattern counts by blocks any entries may go: `grow` fills the blocks up again.
+    regrows: ClassVar[bool] = True
+
+    seed: int = 0
+    schedule: Schedule = field(default=Constant(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.pattern.removes_outputs,
+            f"{self.name} grows weights from zero, and a filter of zeros behind a ReLU never learns: use snip, "
+            "incremental, sfp or dpf with filters, or another pattern.",
+        )
+
+    def initial_masks(self, targets: Targets, sparsity: float) -> Masks:
+        return self.select(targets, random_scores(targets.latent, self.seed), sparsity)
+
+    def require_free_layers(self) -> None:
+        """Raise PomonaError for a pattern that fixes every layer's sparsity, where weights move between layers."""
+        require(
+            self.pattern.sparsity is None,
+            f"{self.pattern} fixes every layer's sparsity, and {self.name} moves weights between layers: use another "
+            "pattern, or set or rigl.",
+        )
+
+
+def drop_lowest(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return the mask without its `count` entries of the lowest score, or as near to that as the pattern allows.
+
+    Where a pattern has the same count in every block any entries may be dropped: `grow_highest` fills the blocks again.
     """
-    chooser = pattern if isinstance(pattern, Units) else Unstructured()
+    selector = pattern if pattern.ranks_units else Unstructured()
     pruned = mask.numel() - int(mask.sum()) + count
-    return chooser.masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
+    return selector.select_masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
 
 
-def grow(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
-    """The mask with the highest-scored entries added until `active` are on; −inf is not eligible."""
-    # A row that was filled up counts more blocks than it has weights for.
-    return pattern.masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
+def grow_highest(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
+    """Return the mask with the highest-scored entries added until `active` are kept; −inf never grows."""
+    # With a padded last block, a full row counts more entries than the layer has weights.
+    return pattern.select_masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
 
 
-def part(share: float, count: int) -> int:
-    """⌊share · count⌋, where 0.29 of 100 is 29 and not 28.999…"""
+def floor_share(share: float, count: int) -> int:
+    """Return ⌊share · count⌋, with 0.29 of 100 as 29 and not 28 (of 28.999…)."""
     return int(share * count + 1e-9)
 
 
-def refuse_filters(pattern: Pattern, name: str) -> None:
-    """Refuse patterns of whole outputs, which cannot grow."""
-    require(
-        not pattern.outputs,
-        f"{name} grows weights from zero, and a filter of zeros behind a ReLU never learns: use snip, incremental, "
-        "sfp or dpf with filters, or another pattern.",
-    )
-
-
-def share_out(
+def divide_growth(
     total: int,
     weights: Mapping[str, float],
     room: Mapping[str, int],
-    quantum: Mapping[str, int] | None = None,
-    base: Mapping[str, int] | None = None,
+    unit_sizes: Mapping[str, int] | None = None,
+    active: Mapping[str, int] | None = None,
     evenly: bool = False,
 ) -> dict[str, int]:
-    """Divide `total` in proportion to `weights`, nobody above their `room`, to the last unit.
+    """Divide `total` new weights between layers in proportion to `weights`, with no layer above its `room`.
 
-    What some cannot take goes to the others, in proportion or `evenly`. With what they have (`base`) everyone
-    ends at a whole multiple of their `quantum`, by largest remainder, the earlier name first where two are alike.
+    What a full layer cannot take goes to the others, in proportion or `evenly`. Together with its `active` weights
+    every layer ends at a multiple of its unit size, by largest remainder; of equal remainders the earlier layer wins.
     """
     if total > sum(room.values()):
-        raise PomonaError(f"{total} weights are to grow and there is room for {sum(room.values())}: prune more.")
-    have = {name: 0 if base is None else base[name] for name in weights}
-    step = {name: 1 if quantum is None else quantum[name] for name in weights}
-    ideal = {name: have[name] + value for name, value in fill(total, weights, room, evenly).items()}
+        raise PomonaError(f"{total} weights must grow and there is room for {sum(room.values())}: raise the sparsity.")
+    have = {name: 0 if active is None else active[name] for name in weights}
+    step = {name: 1 if unit_sizes is None else unit_sizes[name] for name in weights}
+    ideal = {name: have[name] + value for name, value in divide_fractionally(total, weights, room, evenly).items()}
     ends = {
         name: max(int((ideal[name] + 1e-9) // step[name]), -(-have[name] // step[name])) * step[name] for name in ideal
     }
@@ -81,8 +106,10 @@ def share_out(
             return {name: ends[name] - have[name] for name in ends}
 
 
-def fill(total: int, weights: Mapping[str, float], room: Mapping[str, int], evenly: bool) -> dict[str, float]:
-    """`total` in proportion to `weights`, where those that are full pass their surplus on."""
+def divide_fractionally(
+    total: int, weights: Mapping[str, float], room: Mapping[str, int], evenly: bool
+) -> dict[str, float]:
+    """Divide `total` in proportion to `weights`, where full layers pass their surplus on."""
     whole = sum(weights.values())
     share = {name: weight / whole if whole > 0 else 1 / len(weights) for name, weight in weights.items()}
     full: set[str] = set()
@@ -93,14 +120,14 @@ def fill(total: int, weights: Mapping[str, float], room: Mapping[str, int], even
             extra = (left - sum(share[name] * total for name in rest)) / max(len(rest), 1)
             offers = {name: share[name] * total + extra for name in rest}
         else:
-            part = sum(share[name] for name in rest)
-            offers = {name: left * (share[name] / part if part > 0 else 1 / len(rest)) for name in rest}
+            whole = sum(share[name] for name in rest)
+            offers = {name: left * (share[name] / whole if whole > 0 else 1 / len(rest)) for name in rest}
         over = {name for name in rest if offers[name] > room[name]}
         if not over:
             return {name: float(room[name]) if name in full else offers[name] for name in weights}
         full |= over
 
 
-def quanta(pattern: Pattern, masks: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many weights of each layer come or go together."""
-    return {name: pattern.quantum(mask.shape) for name, mask in masks.items()}
+def unit_sizes(pattern: Pattern, masks: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return how many weights of each layer are kept or pruned together."""
+    return {name: pattern.unit_size(mask.shape) for name, mask in masks.items()}

@@ -1,32 +1,32 @@
-"""Methods that take a new mask every few steps until it comes to rest."""
+"""The base of methods that update their masks every few steps until the masks are fixed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.method import Method, Time, check_every
+from ..core.method import Method, TrainingProgress, validate_every
 
 
 @dataclass(frozen=True, kw_only=True)
 class Periodic(Method):
-    """An update every `every` steps; at the last one all of the sparsity is asked for."""
+    """A mask update every `every` steps; the last one asks for the final sparsity."""
 
     every: int = 16  # steps between mask updates
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_every(self.every)
+        validate_every(self.every)
 
     @property
-    def rest(self) -> float:
-        """The share of training after which the mask does not change any more."""
+    def fixed_from(self) -> float:
+        """The share of training after which the masks do not change any more."""
         return 1.0
 
-    def due(self, time: Time) -> bool:
-        return time.each(self.every) and time.step <= self.rest * time.total
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return progress.is_multiple_of(self.every) and progress.step <= self.fixed_from * progress.total
 
-    def last(self, time: Time) -> bool:
-        return time.step + self.every > self.rest * time.total
+    def is_last_update(self, progress: TrainingProgress) -> bool:
+        return progress.step + self.every > self.fixed_from * progress.total
 
-    def asked(self, time: Time) -> float:
-        return self.target if self.last(time) else super().asked(time)
+    def scheduled_sparsity(self, progress: TrainingProgress) -> float:
+        return self.final_sparsity if self.is_last_update(progress) else super().scheduled_sparsity(progress)

@@ -1,25 +1,22 @@
-"""Methods that choose their mask once."""
+"""The base of methods that select their mask once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from ..core.method import Method, Time
+from ..core.method import Method, TrainingProgress
 from ..schedules import Constant, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Single(Method):
-    """One update, at `attach`, for all of the sparsity."""
-
-    once: ClassVar[bool] = True
+class SingleUpdate(Method):
+    """One mask update at `attach`, to the final sparsity."""
 
     schedule: Schedule = field(default=Constant(), init=False)
 
     @property
-    def timed(self) -> bool:
+    def needs_total_steps(self) -> bool:
         return False
 
-    def due(self, time: Time) -> bool:
-        return time.step == 0
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return progress.step == 0

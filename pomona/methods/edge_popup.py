@@ -1,4 +1,4 @@
-"""Edge-popup: never train a weight, find the subnetwork."""
+"""Edge-popup: find a subnetwork of random weights without training a weight."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from typing import ClassVar
 
 import torch
 
-from ..core.fused.random_stream import Stream
-from ..core.method import Masks, Method, Targets, Time, method
+from ..core.fused.random_stream import RandomStream
+from ..core.method import Masks, Targets, TrainingProgress, method
+from ..core.score_method import ScoreMethod
 from ..core.targets import DENSE
 from ..errors import require
-from ..patterns.units import Units
 from ..schedules import Constant, Schedule
 
 
 @method("edge_popup", paper="Ramanujan et al., CVPR 2020", weights="score")
 @dataclass(frozen=True, kw_only=True)
-class EdgePopup(Method):
+class EdgePopup(ScoreMethod):
     """Weights are drawn once and never trained: the optimizer moves a score for each, and the highest are kept.
 
-    The mask is taken anew at every step, in every layer the same share of it, from the signed scores. Biases stay
-    as they are; norms must have no gain and shift. The model's own weights are replaced at `attach`.
+    The mask is selected at every step from the signed scores, with the same share in every layer. Biases stay as
+    they are; norms must have no gain and shift. The model's own weights are replaced at `attach`.
     """
 
-    dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
-    usual: ClassVar[float] = 0.5
-    counts: ClassVar[str] = "between two records of the mask"
+    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
+    default_sparsity: ClassVar[float] = 0.5
+    every_counts: ClassVar[str] = "between two entries of the history"  # what `every` means, for its error message
 
     distribution: str = "sc"  # D_param: signed constants ±√(2/fan_in), or "ku", uniform within ±√(6/fan_in)
-    every: int = 300  # steps between two records of the mask in the history
+    every: int = 300  # steps between two entries of the history
     allocation: str = "uniform"
     schedule: Schedule = Constant()
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.target < 1, f"sparsity is p, the pruned fraction in (0, 1), got {self.target:g}.")
-        require(self.every >= 1, f"every counts steps ({self.counts}) and must be ≥ 1, got {self.every}.")
-        Stream(self.seed, self.distribution)  # refuses what it cannot draw
+        require(0 < self.final_sparsity < 1, f"sparsity is p, the pruned fraction in (0, 1), got {self.sparsity:g}.")
+        require(self.every >= 1, f"every counts steps ({self.every_counts}) and must be ≥ 1, got {self.every}.")
+        RandomStream(self.seed, self.distribution)  # refuses what it cannot draw
 
     @property
-    def stream(self) -> Stream:
-        return Stream(self.seed, self.distribution)
+    def stream(self) -> RandomStream:
+        return RandomStream(self.seed, self.distribution)
 
-    def due(self, time: Time) -> bool:
-        return time.step == 0 or time.next.each(self.every)
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return progress.step == 0 or progress.next.is_multiple_of(self.every)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         scores = dict(targets.latent)
-        if isinstance(self.pattern, Units):  # ranks units by a norm, which wants scores of one sign
+        if self.pattern.ranks_units:  # units are ranked by a norm, which needs scores of one sign
             lowest = torch.stack([score.amin() for score in scores.values()]).amin()
             scores = {name: score - lowest for name, score in scores.items()}
-        return self.select(scores, sparsity)
+        return self.select(targets, scores, sparsity)

@@ -1,11 +1,11 @@
-"""Gradual pruning."""
+"""Gradual magnitude pruning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..core.method import Masks, Targets, Time, method
-from ..scores import among, magnitude
+from ..core.method import Masks, Targets, TrainingProgress, method
+from ..scores import magnitude
 from ._periodic import Periodic
 
 
@@ -16,12 +16,11 @@ class Incremental(Periodic):
 
     every: int = 16  # steps between mask updates; the authors take 100 to 1000 of much longer training
 
-    def due(self, time: Time) -> bool:
-        """Until the update that reaches the final sparsity."""
-        before = Time(max(time.step - self.every, 0), time.total, time.steps_per_epoch)
-        return super().due(time) and (time.step == 0 or self.asked(before) < self.target)
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        """Return whether an update is due; the last one is the one that reaches the final sparsity."""
+        before = replace(progress, step=max(progress.step - self.every, 0))
+        reached = progress.step > 0 and self.scheduled_sparsity(before) >= self.final_sparsity
+        return super().is_update_due(progress) and not reached
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        masks = self.select(among(magnitude(targets.latent), targets.masks), sparsity)
-        # Units of several sizes can come nearest to the count with a pruned one among them.
-        return {name: mask & targets.masks[name] for name, mask in masks.items()}
+        return self.select(targets, magnitude(targets.latent), sparsity)

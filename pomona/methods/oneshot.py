@@ -1,22 +1,22 @@
-"""One-shot pruning."""
+"""One-shot magnitude pruning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.method import Masks, Targets, Time, method
+from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
 from ..scores import magnitude
-from ._single_update import Single
+from ._single_update import SingleUpdate
 
 
 @method("oneshot", paper="Han et al., NeurIPS 2015", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class OneShot(Single):
-    """Cut the smallest weights once; the training that follows is the fine-tuning, with the mask fixed.
+class OneShot(SingleUpdate):
+    """Prune the smallest weights once; the training that follows fine-tunes the rest, with the mask fixed.
 
-    On a trained model the cut is made at `attach`. With `at` it comes after that share of training,
-    which is dense until then; at 1, after the last step, nothing is fine-tuned.
+    A trained model is pruned at `attach`. With `at` it is pruned after that share of training, which is dense
+    until then; at 1, after the last step, nothing is fine-tuned.
     """
 
     at: float = 0.0
@@ -26,11 +26,11 @@ class OneShot(Single):
         require(0 <= self.at <= 1, f"at is a share of training in [0, 1], got {self.at}.")
 
     @property
-    def timed(self) -> bool:
+    def needs_total_steps(self) -> bool:
         return self.at > 0
 
-    def due(self, time: Time) -> bool:
-        return time.step == round(self.at * time.total)
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return progress.step == round(self.at * progress.total)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(magnitude(targets.latent), sparsity)
+        return self.select(targets, magnitude(targets.latent), sparsity)

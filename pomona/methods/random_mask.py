@@ -1,4 +1,4 @@
-"""Random pruning, the floor that any method must be above."""
+"""Random pruning, the baseline of all methods."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from .. import scores
 from ..core.method import Masks, Targets, method
-from ._single_update import Single
+from ._single_update import SingleUpdate
 
 
 @method("random", paper="the baseline of all", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class Random(Single):
-    """A mask drawn at random at `attach` and kept: the weights that are left are trained."""
+class Random(SingleUpdate):
+    """A mask drawn at random at `attach` and kept; the weights that are left are trained."""
 
     seed: int = 0
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(scores.random(targets.latent, self.seed), sparsity)
+        return self.select(targets, scores.random_scores(targets.latent, self.seed), sparsity)

@@ -1,4 +1,4 @@
-"""Rigging the lottery."""
+"""Rigging the lottery (RigL)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.method import Targets, Time, method
+from ..core.method import Targets, TrainingProgress, method
 from ..core.targets import DENSE
 from ..errors import require
-from . import _drop_grow as evolve
+from ._drop_grow import drop_lowest, floor_share
 from .sparse_evolutionary import SET
 
 
 @method("rigl", paper="Evci et al., ICML 2020", weights="hard")
 @dataclass(frozen=True, kw_only=True)
 class RigL(SET):
-    """SET that grows where the dense gradient is largest, drops less and less, and does so in place of a step."""
+    """SET that grows where the dense gradient is largest and drops less and less; an update replaces a step."""
 
-    dense: ClassVar[frozenset[str]] = DENSE - {"classifier"} | {"first"}
-    before: ClassVar[bool] = True
+    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"} | {"first"}
+    updates_before_step: ClassVar[bool] = True
+    restarts_at_zero: ClassVar[bool] = False
 
     every: int | None = 100  # ΔT
     until: float = 0.75  # T_end, as a share of training
@@ -31,18 +32,12 @@ class RigL(SET):
         super().__post_init__()
         require(0 < self.until <= 1, f"until is a share of training in (0, 1], got {self.until}.")
 
-    def due(self, time: Time) -> bool:
-        return super().due(time) and time.step < self.until * time.total
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return super().is_update_due(progress) and progress.step < self.until * progress.total
 
-    def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
-        share = self.share / 2 * (1 + math.cos(math.pi * time.step / (self.until * time.total)))
-        return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(share, int(mask.sum())))
+    def drop(self, weight: Tensor, mask: Tensor, progress: TrainingProgress) -> Tensor:
+        share = self.share / 2 * (1 + math.cos(math.pi * progress.step / (self.until * progress.total)))
+        return drop_lowest(self.pattern, weight.abs(), mask, floor_share(share, int(mask.sum())))
 
-    def growth(self, name: str, targets: Targets) -> Tensor:
+    def growth_score(self, name: str, targets: Targets) -> Tensor:
         return targets.grads[name].abs()
-
-    def rewire(self, name: str, targets: Targets) -> Tensor:
-        """As SET, but what was dropped and is taken again keeps its value; truly new weights are zero already."""
-        mask = targets.masks[name]
-        kept = self.drop(targets.latent[name], mask, targets.time)
-        return evolve.grow(self.pattern, self.growth(name, targets), kept, int(mask.sum()))

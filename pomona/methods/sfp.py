@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..core.method import Masks, Method, Targets, Time, check_every, method
+from ..core.method import Masks, Method, Targets, TrainingProgress, method, validate_every
 from ..core.targets import DENSE
 from ..patterns import Filter, Pattern
 from ..schedules import Constant, Schedule
@@ -15,22 +15,22 @@ from ..scores import magnitude
 @method("sfp", paper="He et al., IJCAI 2018", weights="free")
 @dataclass(frozen=True, kw_only=True)
 class SFP(Method):
-    """Each epoch the filters of the smallest norm are set to zero in every layer, and are trained on all the same."""
+    """Each epoch the filters of the smallest norm are set to zero in every layer, and training continues with all."""
 
-    dense: ClassVar[frozenset[str]] = DENSE | {"linear", "recurrent", "attention"}
-    usual: ClassVar[float] = 0.3
+    left_dense: ClassVar[frozenset[str]] = DENSE | {"linear", "recurrent", "attention"}
+    default_sparsity: ClassVar[float] = 0.3
 
-    every: int | None = None  # steps between cuts; None is an epoch
+    every: int | None = None  # steps between updates; None is an epoch
     pattern: Pattern = Filter()
     allocation: str = "uniform"
     schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_every(self.every)
+        validate_every(self.every)
 
-    def due(self, time: Time) -> bool:
-        return time.step <= time.total and time.each(self.every)
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return progress.step <= progress.total and progress.is_multiple_of(self.every)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(magnitude(targets.latent), sparsity)
+        return self.select(targets, magnitude(targets.latent), sparsity)

@@ -1,67 +1,65 @@
-"""Sparse evolutionary training."""
+"""Sparse evolutionary training (SET)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.method import Masks, Method, Targets, Time, check_every, method
+from ..core.method import Masks, Targets, TrainingProgress, method, validate_every
 from ..errors import require
-from ..patterns import Units
-from ..schedules import Constant, Schedule
-from ..scores import random
-from . import _drop_grow as evolve
+from ..scores import random_scores
+from ._drop_grow import DropGrow, drop_lowest, floor_share, grow_highest
 
 
 @method("set", paper="Mocanu et al., Nature Communications 2018", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class SET(Method):
-    """A random sparse network; each epoch every layer drops its weakest weights and grows as many at random.
+class SET(DropGrow):
+    """A random sparse network in which every layer drops its weakest weights each epoch and grows as many at random.
 
-    Erdős–Rényi layers, here by their density rather than the paper's ε.
+    Layers are Erdős–Rényi graphs, given here by their density rather than by the paper's ε.
     """
+
+    restarts_at_zero: ClassVar[bool] = True  # whether a dropped weight that grows again loses its value
 
     share: float = 0.3  # ζ: the part of a layer's weights that is replaced
     every: int | None = None  # steps between updates; None is an epoch
-    seed: int = 0
     allocation: str = "erk"
-    schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_every(self.every)
-        evolve.refuse_filters(self.pattern, self.name)
+        validate_every(self.every)
         require(0 < self.share < 1, f"share is the part of a layer that is replaced, in (0, 1), got {self.share}.")
 
-    def due(self, time: Time) -> bool:
-        return 0 < time.step < time.total and time.each(self.every)
-
-    def start(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(random(targets.latent, self.seed), sparsity)
+    def is_update_due(self, progress: TrainingProgress) -> bool:
+        return 0 < progress.step < progress.total and progress.is_multiple_of(self.every)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return {name: self.rewire(name, targets) for name in targets.latent}
 
     def rewire(self, name: str, targets: Targets) -> Tensor:
-        """One layer's new mask: what is dropped may be drawn again, and then starts from zero."""
+        """Return one layer's new mask; a dropped weight may grow again."""
         mask = targets.masks[name]
-        kept = self.drop(targets.latent[name], mask, targets.time)
-        new = evolve.grow(self.pattern, self.growth(name, targets), kept, int(mask.sum()))
-        targets.fresh[name] = new & ~kept
-        return new
+        kept = self.drop(targets.latent[name], mask, targets.progress)
+        grown = grow_highest(self.pattern, self.growth_score(name, targets), kept, int(mask.sum()))
+        if self.restarts_at_zero:
+            targets.reset[name] = grown & ~kept
+        return grown
 
-    def drop(self, weight: Tensor, mask: Tensor, time: Time) -> Tensor:
-        """Without ζ of the smallest positive and of the largest negative weights, and those that never left zero."""
-        if isinstance(self.pattern, Units):
-            return evolve.drop(self.pattern, weight.abs(), mask, evolve.part(self.share, int(mask.sum())))
+    def drop(self, weight: Tensor, mask: Tensor, progress: TrainingProgress) -> Tensor:
+        """Return the mask without ζ of the smallest positive and of the largest negative weights, and without zeros."""
+        if self.pattern.ranks_units:
+            count = floor_share(self.share, int(mask.sum()))
+            return drop_lowest(self.pattern, weight.abs(), mask, count)
         kept = mask & (weight != 0)
         for sign in (mask & (weight > 0), mask & (weight < 0)):
-            kept &= ~sign | evolve.drop(self.pattern, weight.abs(), sign, evolve.part(self.share, int(sign.sum())))
+            count = floor_share(self.share, int(sign.sum()))
+            kept &= ~sign | drop_lowest(self.pattern, weight.abs(), sign, count)
         return kept
 
-    def growth(self, name: str, targets: Targets) -> Tensor:
-        """The score by which free entries are taken."""
-        # A stream of its own for each layer and update, so that a resumed run draws the same.
+    def growth_score(self, name: str, targets: Targets) -> Tensor:
+        """Return the score by which free entries grow: random."""
+        # Each layer and update has its own seed, so that a resumed run draws the same.
         index = list(targets.latent).index(name)
-        return random({name: targets.latent[name]}, self.seed + 1_000_003 * targets.time.step + index)[name]
+        return random_scores({name: targets.latent[name]}, self.seed + 1_000_003 * targets.progress.step + index)[name]

@@ -1,16 +1,16 @@
 """The networks of the papers, by name.
 
-build("resnet20")                        with the paper's options
-build("wrn28_2", num_classes=100)        with others
-names("resnet*")                         what there is
-info("conv6").options                    what can be chosen
-summary(model, (3, 32, 32))              parameters, non-zeros and MACs, layer by layer
+build("resnet20")                        build a network with the options of its paper
+build("wrn28_2", num_classes=100)        build a network with other options
+names("resnet*")                         list the names of networks
+info("conv6").options                    list the options of a network and their defaults
+summary(model, (3, 32, 32))              count parameters, non-zeros and MACs, layer by layer
 """
 
 from __future__ import annotations
 
-from . import conv, densenet, lstm, mlp, resnet, resnet_cifar, vgg, wide_resnet  # noqa: F401  (they register)
-from .registry import Info, build, info, names
+from . import conv, densenet, lstm, mlp, resnet, resnet_cifar, vgg, wide_resnet  # noqa: F401  (importing them registers them)
+from .registry import ModelInfo, build, info, names
 from .summary import Layer, Summary, summary
 
-__all__ = ["Info", "Layer", "Summary", "build", "info", "names", "summary"]
+__all__ = ["Layer", "ModelInfo", "Summary", "build", "info", "names", "summary"]

@@ -14,9 +14,9 @@ State = tuple[torch.Tensor, torch.Tensor]
 class LSTM(nn.Module):
     """Embedding, LSTM, dropout and a linear classifier over (batch, time) token ids.
 
-    Token 0 is padding, on either side. The classifier reads the forward state at the last real token
-    and the backward state at the first one. Sizes are those of IteRand's IMDB networks; the initial
-    values are PyTorch's: N(0, 1) for the embedding, uniform in ±1/√hidden for the LSTM.
+    Token 0 is padding, which may be on either side. The classifier reads the forward state at the last token and the
+    backward state at the first one. The sizes are those of IteRand's IMDB networks. The initial values are PyTorch's:
+    N(0, 1) for the embedding, uniform in ±1/√hidden for the LSTM.
     """
 
     def __init__(
@@ -40,26 +40,26 @@ class LSTM(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         states = self.lstm(self.embedding(tokens))[0]
-        # A count over the real tokens is 1 first at the first one, and highest first at the last one.
+        # The running count of real tokens first reaches 1 at the first one, and its maximum at the last one.
         count = tokens.ne(0).cumsum(1)
-        last = state_at(states[..., : self.lstm.hidden_size], count.argmax(1))
+        last = gather_state(states[..., : self.lstm.hidden_size], count.argmax(1))
         if self.lstm.bidirectional:
-            first = state_at(states[..., self.lstm.hidden_size :], count.clamp(max=1).argmax(1))
+            first = gather_state(states[..., self.lstm.hidden_size :], count.clamp(max=1).argmax(1))
             last = torch.cat((last, first), 1)
         return self.linear(self.dropout(last))
 
 
-def state_at(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """From (batch, time, hidden), the state of each sample at its own position."""
+def gather_state(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Return the state of each sample at its own position, from states of shape (batch, time, hidden)."""
     return states.take_along_dim(position[:, None, None], 1).squeeze(1)
 
 
 class LanguageModel(nn.Module):
-    """Zaremba's "large" LSTM: logits (batch, time, vocabulary) for the next token.
+    """The "large" LSTM of Zaremba et al. (2014): logits (batch, time, vocabulary) for the next token.
 
-    `model(tokens)` starts from a zero state. `model(tokens, state)` goes on from a state, first the
-    one `start` gives, and returns the logits and the new state. Every weight is uniform in ±0.04;
-    dropout acts between the layers and never through time.
+    `model(tokens)` starts from a zero state and returns the logits. `model(tokens, state)` continues from a state,
+    which `start` gives for the first call, and returns the logits and the new state. Every weight is uniform in
+    ±0.04. Dropout acts between the layers, not through time.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LanguageModel(nn.Module):
             nn.init.uniform_(parameter, -0.04, 0.04)
 
     def start(self, batch: int) -> State:
-        """The zero state for a batch."""
+        """Return the zero state for a batch."""
         weight = self.decoder.weight
         zeros = weight.new_zeros(self.lstm.num_layers, batch, self.lstm.hidden_size)
         return zeros, zeros.clone()

@@ -13,7 +13,7 @@ from .registry import register
 class MLP(nn.Module):
     """Linear layers with ReLU between them; images are flattened.
 
-    Glorot-normal weights and zero biases, as in the lottery-ticket paper.
+    Weights are Glorot-normal and biases zero, as in Frankle & Carbin (2019).
     """
 
     def __init__(self, *, num_classes: int = 10, in_features: int = 784, hidden: tuple[int, ...] = (300, 100)) -> None:

@@ -1,4 +1,4 @@
-"""The networks by name: a typed record each, whose options are read from the network's own signature."""
+"""The registry of networks: a typed description of each, whose options come from the signature of its class."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import require, unknown
-from ..registry import check_type
+from ..errors import require, unknown_name_error
+from ..registry import validate_type
 
 
 @dataclass(frozen=True)
-class Info:
-    """What is known of a network before it is built."""
+class ModelInfo:
+    """Description of a network that can be built: its name, paper, input shape and options."""
 
     name: str
     paper: str
     input_shape: tuple[int, ...]  # one sample: (channels, height, width), or (tokens,)
     options: Mapping[str, Any]  # every option of `build`, with its default
-    make: Callable[..., nn.Module]
+    constructor: Callable[..., nn.Module]
 
     @property
-    def tokens(self) -> bool:
-        """Whether the network reads token ids, and not images."""
+    def takes_tokens(self) -> bool:
+        """Whether the inputs of the network are token ids rather than images."""
         return "vocabulary" in self.options
 
-    def fit(self, input_shape: tuple[int, ...], num_classes: int | None = None) -> dict[str, Any]:
-        """The options that fit the network to samples of this shape, and to this many classes."""
-        facts = {
+    def fit_options(self, input_shape: tuple[int, ...], num_classes: int | None = None) -> dict[str, Any]:
+        """Return the options that fit the network to samples of this shape and to this number of classes."""
+        candidates = {
             "in_channels": input_shape[0],
             "in_features": prod(input_shape),
             "image_size": input_shape[-1],
         }
         if num_classes is not None:
-            facts["num_classes"] = num_classes
-        return {key: value for key, value in facts.items() if key in self.options}
+            candidates["num_classes"] = num_classes
+        return {key: value for key, value in candidates.items() if key in self.options}
 
 
-_records: dict[str, Info] = {}
+_models: dict[str, ModelInfo] = {}
 
 
 def register(
@@ -55,32 +55,32 @@ def register(
     *shape: Any,
     **defaults: Any,
 ) -> None:
-    """Enter `network(*shape, **options)` under a name.
+    """Register `network(*shape, **options)` under a name.
 
-    The positional arguments make the network what its name says and cannot be changed. Its
-    keyword-only parameters are the options; `defaults` replaces some of their defaults.
+    The positional arguments `shape` belong to the name and cannot be changed by a user. The keyword-only parameters
+    of the class are the options; `defaults` replaces some of their defaults.
     """
     parameters = inspect.signature(network).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | defaults
     hints = typing.get_type_hints(network.__init__)
 
-    def make(**given: Any) -> nn.Module:
+    def construct(**given: Any) -> nn.Module:
         for key, value in given.items():
             if key not in options:
-                raise unknown(f"option of model '{name}'", key, options)
-            check(key, value, hints[key])
+                raise unknown_name_error(f"option of model '{name}'", key, options)
+            validate_option(key, value, hints[key])
         return network(*shape, **options | given)
 
-    _records[name] = Info(name, paper, input_shape, MappingProxyType(options), make)
+    _models[name] = ModelInfo(name, paper, input_shape, MappingProxyType(options), construct)
 
 
-def check(key: str, value: Any, hint: Any) -> None:
-    """Refuse a value outside the choices, of the wrong type, or no count where one is needed."""
+def validate_option(key: str, value: Any, hint: Any) -> None:
+    """Raise PomonaError for a value of the wrong type, outside the choices, or below 1 where a count is needed."""
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):
-            raise unknown(key, value, typing.get_args(hint))
+            raise unknown_name_error(key, value, typing.get_args(hint))
         return
-    check_type(key, value, hint)
+    validate_type(key, value, hint)
     if hint is int:
         require(value >= 1, f"{key} must be at least 1, got {value}.")
     if hint == tuple[int, ...]:
@@ -89,17 +89,17 @@ def check(key: str, value: Any, hint: Any) -> None:
 
 
 def names(pattern: str = "*") -> list[str]:
-    """The networks whose name matches a shell pattern."""
-    return fnmatch.filter(sorted(_records), pattern)
+    """Return the names of networks that match a shell pattern, sorted."""
+    return fnmatch.filter(sorted(_models), pattern)
 
 
-def info(name: str) -> Info:
-    """The record of a network."""
-    if name not in _records:
-        raise unknown("model", name, _records)
-    return _records[name]
+def info(name: str) -> ModelInfo:
+    """Return the description of a network; raise PomonaError for an unknown name."""
+    if name not in _models:
+        raise unknown_name_error("model", name, _models)
+    return _models[name]
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A network with fresh weights, drawn from torch's random generator."""
-    return info(name).make(**options)
+    """Build a network; its initial weights are drawn from torch's random generator."""
+    return info(name).constructor(**options)

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: parameters, non-zeros and multiply-accumulates (MACs)."""
+"""Cost of a model, layer by layer: parameters, non-zeros and multiply-accumulate operations (MACs)."""
 
 from __future__ import annotations
 
@@ -22,62 +22,62 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that holds parameters of its own, or does MACs."""
+    """Cost of one module that has its own parameters or performs MACs."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]  # of its first weight
-    params: int  # a tensor shared by several layers is counted at the first
+    shape: tuple[int, ...]  # of the first weight
+    params: int  # a tensor shared by several layers is counted in the first
     nonzeros: int
     macs: int
-    macs_left: int
+    macs_left: int  # MACs whose weight is not zero
 
     @property
     def sparsity(self) -> float:
-        """The share of its parameters that is zero."""
+        """The fraction of the layer's parameters that are zero."""
         return 1 - self.nonzeros / self.params if self.params else 0.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model costs for one sample."""
+    """Cost of a model for one sample."""
 
     layers: tuple[Layer, ...]
-    elementwise: int  # 2 for each element out of a norm, 1 for each out of a ReLU module
+    elementwise: int  # operations outside MACs: 2 for each output element of a norm, 1 for each of a ReLU module
 
     @property
     def params(self) -> int:
-        """Parameters, tied ones once."""
+        """The number of parameters, with tied parameters counted once."""
         return sum(layer.params for layer in self.layers)
 
     @property
     def nonzeros(self) -> int:
-        """Parameters that are not zero (in a fresh model most biases are)."""
+        """The number of parameters that are not zero (in a new model most biases are zero)."""
         return sum(layer.nonzeros for layer in self.layers)
 
     @property
     def macs(self) -> int:
-        """MACs of convolutions, linear and recurrent layers and attention projections, with dense weights."""
+        """The MACs of convolutions, linear and recurrent layers and attention projections with dense weights."""
         return sum(layer.macs for layer in self.layers)
 
     @property
     def macs_left(self) -> int:
-        """The MACs whose weight is not zero."""
+        """The number of MACs whose weight is not zero."""
         return sum(layer.macs_left for layer in self.layers)
 
     @property
     def sparsity(self) -> float:
-        """The share of all parameters that is zero."""
+        """The fraction of all parameters that are zero."""
         return 1 - self.nonzeros / self.params if self.params else 0.0
 
     def __rich__(self) -> Table:
         table = Table("layer", "kind", "weight", show_footer=True)
         table.columns[0].footer = "total"
         titles = ("params", "non-zeros", "sparsity", "MACs", "MACs left")
-        for title, total in zip(titles, cells(self), strict=True):
+        for title, total in zip(titles, format_cells(self), strict=True):
             table.add_column(title, footer=total, justify="right", no_wrap=True)
         for layer in self.layers:
-            table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *cells(layer))
+            table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *format_cells(layer))
         return table
 
     def __str__(self) -> str:
@@ -86,35 +86,36 @@ class Summary:
         return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def cells(of: Layer | Summary) -> tuple[str, ...]:
-    """The numbers of a row of the table. A zero in a bias or a norm is a value, not a pruned weight."""
+def format_cells(of: Layer | Summary) -> tuple[str, ...]:
+    """Return the numbers of a table row as text, without a sparsity for biases and norms, whose zeros are values."""
     share = "" if isinstance(of, Layer) and len(of.shape) < 2 else f"{of.sparsity:.2%}"
     return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
 
 
 def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summary:
-    """Count parameters, non-zeros and MACs by one forward pass, which leaves the model as it was.
+    """Count parameters, non-zeros and MACs with one forward pass, which does not change the model.
 
-    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding
-    are given token ids. On the meta device nothing is computed and every weight counts as non-zero.
+    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding receive token
+    ids. On the meta device nothing is computed and every weight counts as non-zero. Raises PomonaError for an invalid
+    shape, and if the model does not run on samples of that shape.
     """
-    model = getattr(model, "_orig_mod", model)  # a compiled model runs past hooks
-    batch = input_shape if isinstance(input_shape, torch.Tensor) else example(model, input_shape)
+    model = getattr(model, "_orig_mod", model)  # a compiled model does not call the hooks of its modules
+    batch = input_shape if isinstance(input_shape, torch.Tensor) else make_example_batch(model, input_shape)
     shape = tuple(batch.shape)
     require(batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got shape {shape}.")
-    counter = Counter(len(batch))
-    with watched(model, counter):
+    counter = CostCounter(len(batch))
+    with counting_hooks(model, counter):
         try:
             model(batch)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             name = type(model).__name__
             raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
-    return counter.summary(model)
+    return counter.summarize(model)
 
 
-def example(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    """A batch of one sample of zeros, where the model is."""
+def make_example_batch(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+    """Return a batch of one sample of zeros, with the device and dtype of the model, or token ids for an embedding."""
     valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
     message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
     require(valid and not isinstance(shape, str), message)
@@ -126,8 +127,8 @@ def example(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextmanager
-def watched(model: nn.Module, counter: Counter) -> Iterator[None]:
-    """Evaluation mode without gradients, every module reporting; afterwards all is as before."""
+def counting_hooks(model: nn.Module, counter: CostCounter) -> Iterator[None]:
+    """Run the model in evaluation mode without gradients, with `counter` as a forward hook of every module."""
     training = {module: module.training for module in model.modules()}
     hooks = [module.register_forward_hook(counter, with_kwargs=True) for module in training]
     try:
@@ -142,72 +143,72 @@ def watched(model: nn.Module, counter: Counter) -> Iterator[None]:
 
 
 @dataclass
-class Counter:
-    """A forward hook that counts. Every weight does one MAC at each position it is applied to."""
+class CostCounter:
+    """Forward hook that counts MACs: every weight performs one at each position that it is applied to."""
 
     samples: int
     elementwise: int = 0
-    macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # of all weights, of those not zero
-    known: dict[torch.Tensor, int] = field(default_factory=dict)
+    macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # [of all weights, of non-zero weights]
+    nonzero_counts: dict[torch.Tensor, int] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         inputs = (*args, *kwargs.values())
         if isinstance(module, nn.Linear):
-            self.add(module, out.numel() // module.out_features, module.weight)
+            self.add_macs(module, out.numel() // module.out_features, module.weight)
         elif isinstance(module, conv._ConvTransposeNd):
-            self.add(module, inputs[0].numel() // module.in_channels, module.weight)
+            self.add_macs(module, inputs[0].numel() // module.in_channels, module.weight)
         elif isinstance(module, conv._ConvNd):
-            self.add(module, out.numel() // module.out_channels, module.weight)
+            self.add_macs(module, out.numel() // module.out_channels, module.weight)
         elif isinstance(module, RECURRENT):
-            steps = inputs[0].data.numel() // module.input_size  # `data` also opens a packed sequence
-            self.add(module, steps, *weights(module))
+            steps = inputs[0].data.numel() // module.input_size  # a packed sequence has its elements in `data`
+            self.add_macs(module, steps, *own_weights(module))
         elif isinstance(module, nn.MultiheadAttention):
             named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            self.attention(module, named["query"], named["key"], named["value"])
+            self.add_attention(module, named["query"], named["key"], named["value"])
         elif isinstance(module, NORMS):
             self.elementwise += 2 * out.numel() // self.samples
         elif isinstance(module, nn.ReLU):
             self.elementwise += out.numel() // self.samples
 
-    def attention(
+    def add_attention(
         self, module: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """The four projections; the products of queries, keys and values have no weights."""
+        """Add the MACs of the four projections; the products of queries, keys and values have no weights."""
         if module.in_proj_weight is None:
             parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         else:
             parts = module.in_proj_weight.chunk(3)
         for tensor, weight in zip((query, key, value), parts, strict=True):
-            self.add(module, tensor.numel() // tensor.shape[-1], weight)
-        self.add(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
+            self.add_macs(module, tensor.numel() // tensor.shape[-1], weight)
+        self.add_macs(module.out_proj, query.numel() // query.shape[-1], module.out_proj.weight)
 
-    def add(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
-        """Positions are those of the whole batch."""
+    def add_macs(self, module: nn.Module, positions: int, *tensors: torch.Tensor) -> None:
+        """Add the MACs of weights that are applied at `positions` positions of the whole batch."""
         macs = self.macs.setdefault(module, [0, 0])
         macs[0] += positions * sum(t.numel() for t in tensors) // self.samples
-        macs[1] += positions * sum(map(self.nonzeros, tensors)) // self.samples
+        macs[1] += positions * sum(map(self.count_nonzeros, tensors)) // self.samples
 
-    def nonzeros(self, tensor: torch.Tensor) -> int:
-        """Entries that are not zero, counted once for each tensor."""
-        if tensor not in self.known:
-            self.known[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
-        return self.known[tensor]
+    def count_nonzeros(self, tensor: torch.Tensor) -> int:
+        """Return the number of non-zero entries of a tensor, counted once and then cached."""
+        if tensor not in self.nonzero_counts:
+            self.nonzero_counts[tensor] = tensor.numel() if tensor.is_meta else int(tensor.count_nonzero())
+        return self.nonzero_counts[tensor]
 
-    def summary(self, model: nn.Module) -> Summary:
-        """The record of every module that has parameters or did MACs, in the model's order."""
+    def summarize(self, model: nn.Module) -> Summary:
+        """Return the summary of all modules that have parameters or performed MACs, in the model's order."""
         seen: set[torch.Tensor] = set()
         layers = []
         for name, module in model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p not in seen]
             seen.update(own)
             if own or module in self.macs:
-                shape = next((tuple(w.shape) for w in weights(module)), ())
-                params, nonzeros = sum(p.numel() for p in own), sum(map(self.nonzeros, own))
+                shape = next((tuple(w.shape) for w in own_weights(module)), ())
+                params, nonzeros = sum(p.numel() for p in own), sum(map(self.count_nonzeros, own))
                 macs, left = self.macs.get(module, (0, 0))
                 layers.append(Layer(name, type(module).__name__, shape, params, nonzeros, macs, left))
         return Summary(tuple(layers), self.elementwise)
 
 
-def weights(module: nn.Module) -> list[torch.Tensor]:
-    """A module's own weights, without its biases."""
+def own_weights(module: nn.Module) -> list[torch.Tensor]:
+    """Return the weights that belong to a module itself, without its biases."""
     return [p for name, p in module.named_parameters(recurse=False) if "weight" in name]

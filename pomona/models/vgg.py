@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .layers import conv, he_normal, make_norm
+from .layers import init_he_normal, make_conv, make_norm
 from .registry import register
 
 
 class VGG(nn.Module):
-    """Five stages of 3×3 convolutions with batch norm, a max-pool after each, a classifier; He-normal.
+    """Five stages of 3×3 convolutions with batch norm, each with a max-pool, and a classifier; initialized He-normal.
 
-    `hidden=(512, 512)` puts two layers before the classifier, as the code of SNIP and of Sparse
-    Momentum does; DPF speaks of convolutions and one last layer only, which is the default here.
+    `hidden=(512, 512)` adds two layers before the classifier, as in the code of SNIP and of Sparse Momentum. DPF
+    describes convolutions and a single last layer, which is the default here.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class VGG(nn.Module):
         features: list[nn.Module] = []
         for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
             for _ in range(depth):
-                features += [conv(in_channels, width), make_norm(width, affine=affine), nn.ReLU()]
+                features += [make_conv(in_channels, width), make_norm(width, affine=affine), nn.ReLU()]
                 in_channels = width
             features.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -38,7 +38,7 @@ class VGG(nn.Module):
             classifier += [nn.Linear(in_channels, width), nn.ReLU(), nn.BatchNorm1d(width, affine=affine)]
             in_channels = width
         self.classifier = nn.Sequential(*classifier, nn.Linear(in_channels, num_classes))
-        he_normal(self)
+        init_he_normal(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(x))

@@ -7,19 +7,19 @@ from typing import Literal
 import torch
 from torch import nn
 
-from .layers import conv, he_normal, head, make_dropout, make_norm
+from .layers import init_he_normal, make_conv, make_dropout, make_head, make_norm
 from .registry import register
 
 
-class Block(nn.Module):
-    """Norm, ReLU, convolution, twice; where the shape changes the shortcut starts after the first ReLU."""
+class PreactivationBlock(nn.Module):
+    """Residual block of two convolutions, each after norm and ReLU; a 1×1 shortcut starts after the first ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, rate: float, kind: str, affine: bool) -> None:
         super().__init__()
-        self.norm1, self.conv1 = make_norm(inputs, kind, affine), conv(inputs, outputs, 3, stride)
-        self.norm2, self.conv2 = make_norm(outputs, kind, affine), conv(outputs, outputs)
+        self.norm1, self.conv1 = make_norm(inputs, kind, affine), make_conv(inputs, outputs, 3, stride)
+        self.norm2, self.conv2 = make_norm(outputs, kind, affine), make_conv(outputs, outputs)
         self.relu, self.dropout = nn.ReLU(), make_dropout(rate)
-        self.shortcut = conv(inputs, outputs, 1, stride) if inputs != outputs else None
+        self.shortcut = make_conv(inputs, outputs, 1, stride) if inputs != outputs else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.norm1(x))
@@ -30,9 +30,9 @@ class Block(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """6n+4 layers in three stages of 16k, 32k and 64k channels, He-normal.
+    """6n+4 layers in three stages of 16k, 32k and 64k channels, initialized He-normal.
 
-    `norm="group"` mixes no samples, as training under differential privacy needs.
+    `norm="group"` does not mix samples, as training under differential privacy requires.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class WideResNet(nn.Module):
     ) -> None:
         super().__init__()
         channels = 16
-        self.stem = conv(in_channels, channels)
+        self.stem = make_conv(in_channels, channels)
         blocks: list[nn.Module] = []
         for stage in range(3):
             for block in range((depth - 4) // 6):
                 stride = 2 if stage > 0 and block == 0 else 1
                 outputs = 16 * width * 2**stage
-                blocks.append(Block(channels, outputs, stride, dropout, norm, affine))
+                blocks.append(PreactivationBlock(channels, outputs, stride, dropout, norm, affine))
                 channels = outputs
         self.blocks = nn.Sequential(*blocks)
         self.final = nn.Sequential(make_norm(channels, norm, affine), nn.ReLU())
-        self.head = head(channels, num_classes)
-        he_normal(self)
+        self.head = make_head(channels, num_classes)
+        init_he_normal(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.final(self.blocks(self.stem(x))))

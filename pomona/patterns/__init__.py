@@ -1,7 +1,7 @@
-"""Which weights fall together, and the only place where a top-k is taken."""
+"""Sparsity patterns: which weights are pruned together. Every top-k selection of weights is made here."""
 
 from .balanced import NM, Balanced
 from .base import PATTERNS, Pattern
-from .units import Block, Filter, Kernel, Units, Unstructured
+from .units import Block, Filter, Kernel, UnitPattern, Unstructured
 
-__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "Units", "Unstructured"]
+__all__ = ["NM", "PATTERNS", "Balanced", "Block", "Filter", "Kernel", "Pattern", "UnitPattern", "Unstructured"]

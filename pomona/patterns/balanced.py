@@ -1,4 +1,4 @@
-"""Patterns that keep the same count in every block of every row (Yao et al., AAAI 2019)."""
+"""Patterns that keep the same number of weights in every block of every row (Yao et al., AAAI 2019)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch.nn.functional import pad
 from ..errors import PomonaError, require
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
-from .selection import keep_largest, keep_largest_per_row
+from .selection import select_largest, select_largest_per_row
+
+ROUNDING_SLACK = 1e-9  # keeps a product such as 0.29 · 50 from being rounded down by a floating-point error
 
 
-@PATTERNS.add("balanced")
+@PATTERNS.register("balanced")
 @dataclass(frozen=True)
 class Balanced(Pattern):
-    """Each row of the matrix out × (in · kh · kw) in equal blocks that keep the same count.
+    """Rows of the matrix out × (in · kh · kw) in equal blocks, each of which keeps the same number of weights.
 
-    Give the width of a `block`, or the number of `blocks` in a row. A row that does not divide is
-    refused, or with `pad` its last block is filled up with columns that hold nothing.
+    Options: the width of a `block`, or the number of `blocks` in a row. Rows that cannot be divided into such blocks
+    are refused; with `pad` the last block of a row is filled with columns that are never kept.
     """
 
     block: int | None = None
@@ -32,15 +34,15 @@ class Balanced(Pattern):
     def __post_init__(self) -> None:
         require(
             (self.block is None) != (self.blocks is None),
-            f"Balanced takes block= or blocks=, one of them, got block={self.block}, blocks={self.blocks}.",
+            f"Balanced takes either block= or blocks=, got block={self.block}, blocks={self.blocks}.",
         )
         require((self.block or self.blocks or 0) >= 1, "Balanced needs at least one column and one block.")
 
-    def width(self, columns: int) -> int:
-        """The width of a block in a row of that many columns."""
+    def block_width(self, columns: int) -> int:
+        """Return the width of a block in a row of `columns` columns."""
         return self.block or math.ceil(columns / self.blocks)  # type: ignore[operator]
 
-    def check(self, name: str, shape: torch.Size) -> None:
+    def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
         if self.pad or columns % (self.block or self.blocks or 1) == 0:
             return
@@ -51,47 +53,50 @@ class Balanced(Pattern):
             f"pad=True fills the last block up, or leave the layer out with exclude=['{name}']."
         )
 
-    def quantum(self, shape: torch.Size) -> int:
+    def unit_size(self, shape: torch.Size) -> int:
         rows, columns = matrix_shape(shape)
-        return rows * math.ceil(columns / self.width(columns))
+        return rows * math.ceil(columns / self.block_width(columns))
 
-    def pruned(self, sparsity: float, width: int) -> int:
-        """How many of a block's weights go: round half up, one at least is kept."""
-        return min(math.floor(sparsity * width + 0.5 + 1e-9), width - 1)
+    def pruned_per_block(self, sparsity: float, width: int) -> int:
+        """Return how many weights of a block are pruned: the nearest number, halves rounded up, at least one kept."""
+        return min(math.floor(sparsity * width + 0.5 + ROUNDING_SLACK), width - 1)
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        widths = [self.width(matrix_shape(s.shape)[1]) for s in scores]
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        widths = [self.block_width(matrix_shape(s.shape)[1]) for s in scores]
         if len(scores) == 1:
-            return [keep_per_block(scores[0], widths[0], widths[0] - self.pruned(sparsity, widths[0]))]
-        # One threshold over all layers says how sparse each is; its blocks then share that evenly.
+            return [select_per_block(scores[0], widths[0], widths[0] - self.pruned_per_block(sparsity, widths[0]))]
+        # One threshold over all layers decides how sparse each layer is; its blocks then all have that sparsity.
         count = sum(s.numel() for s in scores)
-        common = keep_largest(scores, count - count_pruned(sparsity, count))
+        common = select_largest(scores, count - count_pruned(sparsity, count))
         return [
-            keep_per_block(s, width, width - share_of_block((~m).sum(), m.numel(), width))
+            select_per_block(s, width, width - scale_pruned_to_block((~m).sum(), m.numel(), width))
             for s, m, width in zip(scores, common, widths, strict=True)
         ]
 
 
-def share_of_block(pruned: Tensor, count: int, width: int) -> Tensor:
-    """How many of a block go where `pruned` of a layer's `count` do: half up, in whole numbers, on the device."""
+def scale_pruned_to_block(pruned: Tensor, count: int, width: int) -> Tensor:
+    """Return how many weights of a block are pruned where `pruned` of the layer's `count` weights are.
+
+    Halves are rounded up. The arithmetic is in integers on the device, so that the host does not wait for it.
+    """
     return ((2 * pruned * width + count) // (2 * count)).clamp(max=width - 1)
 
 
-def keep_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
-    """The mask of one layer that keeps `keep` entries in each block of `width` columns."""
+def select_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
+    """Return the mask of one layer that keeps the `keep` highest scores in each block of `width` columns."""
     rows, columns = matrix_shape(score.shape)
     padding = -columns % width
     flat = score.reshape(rows, columns)
     if padding:
         flat = pad(flat, (0, padding), value=-torch.inf)
-    kept = keep_largest_per_row(flat.reshape(-1, width), keep)
+    kept = select_largest_per_row(flat.reshape(-1, width), keep)
     return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
 
 
-@PATTERNS.add("nm")
+@PATTERNS.register("nm")
 @dataclass(frozen=True)
 class NM(Pattern):
-    """n kept of every m along in · kh · kw. It fixes the sparsity at 1 − n/m."""
+    """n of every m consecutive weights along in · kh · kw are kept, which fixes the sparsity at 1 − n/m."""
 
     n: int
     m: int
@@ -103,7 +108,7 @@ class NM(Pattern):
     def sparsity(self) -> float:
         return 1 - self.n / self.m
 
-    def check(self, name: str, shape: torch.Size) -> None:
+    def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
         require(
             columns % self.m == 0,
@@ -111,7 +116,7 @@ class NM(Pattern):
             f"m={math.gcd(columns, self.m)} would fit, or leave the layer out with exclude=['{name}'].",
         )
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        # On the way there (a schedule that is still rising) more than n are kept.
-        pruned = Balanced(block=self.m).pruned(min(sparsity, self.sparsity), self.m)
-        return [keep_per_block(s, self.m, self.m - pruned) for s in scores]
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        # While a schedule is still below the final sparsity, more than n weights are kept.
+        pruned = Balanced(block=self.m).pruned_per_block(min(sparsity, self.sparsity), self.m)
+        return [select_per_block(s, self.m, self.m - pruned) for s in scores]

@@ -1,4 +1,4 @@
-"""What every pattern is."""
+"""The interface of a sparsity pattern, and the registry of all patterns."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from ..registry import Registry
 class Pattern(ABC):
     """Which weights of a tensor are kept or pruned together.
 
-    Tensors come with their outputs first, as (out, in, …). A pattern sees scores only: −inf is an
-    entry to be kept last, +inf one to be kept first.
+    Tensors have their outputs in the first dimension, as (out, in, …). A pattern sees scores only: entries with a
+    score of −inf are kept last, entries with +inf first.
     """
 
     name: ClassVar[str]
-    outputs: ClassVar[bool] = False  # whether whole outputs fall
+    is_elementwise: ClassVar[bool] = False  # whether single weights are ranked against each other
+    ranks_units: ClassVar[bool] = False  # whether units are ranked by a norm, which needs non-negative scores
+    removes_outputs: ClassVar[bool] = False  # whether whole outputs (rows, filters) are pruned
 
     @property
-    def follows(self) -> bool:
-        """Whether biases and norms fall with the outputs they belong to."""
-        return self.outputs
+    def removes_coupled(self) -> bool:
+        """Whether the biases and norms of a pruned output are pruned with it."""
+        return self.removes_outputs
 
     @property
     def sparsity(self) -> float | None:
-        """The one sparsity the pattern can have, or None where it can have any."""
+        """The only sparsity that the pattern allows, or None where it allows any."""
         return None
 
-    def check(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
-        """Refuse a tensor that the pattern does not fit."""
+    def validate_shape(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most patterns fit every shape
+        """Raise PomonaError if the pattern does not fit a tensor of this shape; `name` is for the message."""
 
-    def quantum(self, shape: torch.Size) -> int:
-        """How many weights of a tensor come or go together: its count of kept weights moves in such steps."""
+    def unit_size(self, shape: torch.Size) -> int:
+        """Return how many weights are kept or pruned together: the step in which the number of kept weights changes."""
         return 1
 
-    def weight(self, shape: torch.Size) -> int:
-        """What these count for where a sparsity is shared out."""
-        return self.quantum(shape)
+    def unit_weight(self, shape: torch.Size) -> int:
+        """Return how much one unit counts when a sparsity is shared between tensors."""
+        return self.unit_size(shape)
 
     @abstractmethod
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        """One mask a tensor, true where kept, that together have the sparsity nearest to the one asked for."""
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        """Return one mask per score tensor, true where kept; together they have the nearest possible sparsity."""
 
 
 PATTERNS: Registry[Pattern] = Registry("pattern")

@@ -1,7 +1,7 @@
-"""Exact selection: the `keep` largest scores, no more and no fewer, the same on every device.
+"""Exact top-k selection: the `keep` largest scores, no more and no fewer, the same on every device.
 
-A NaN counts as the largest score, -0.0 equals 0.0, and of equal scores the earlier is kept. So a mask
-never depends on the machine that made it, and the count of zeros is the one asked for.
+A NaN counts as the largest score, -0.0 equals 0.0, and of equal scores the earlier is kept. So a mask does not depend
+on the machine that made it, and the number of zeros is exactly the requested one.
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pomona.errors import PomonaError, require
+from ..errors import PomonaError, require
 
 Array = NDArray[Any]
 
-CHUNK = 1 << 18  # entries worked on at a time on CPU: a chunk and its masks stay in the cache
-RANKED = 8  # columns up to which comparing all pairs of a row beats a partition on CPU
+CHUNK = 1 << 18  # entries processed at a time on the CPU, so that a chunk and its masks stay in the cache
+MAX_RANKED_COLUMNS = 8  # row length up to which comparing all pairs is faster than a partition on the CPU
+MAX_KERNEL_ENTRIES = 2**30  # the kernels index entries with 32 bits
 
-# The integers as wide as a float, and the bits of its infinity: all above are NaNs.
-_BITS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (torch.int64, 0x7FF0_0000_0000_0000)}
+# The integer type as wide as a float type, and the bits of the float's infinity: all larger bit patterns are NaNs.
+_INTEGER_VIEWS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (torch.int64, 0x7FF0_0000_0000_0000)}
 
 
 @torch.no_grad()
-def keep_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """Boolean masks, one a score tensor and of its shape, true for the `keep` largest entries of all.
+def select_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Return one boolean mask per score tensor, true for the `keep` largest entries over all tensors.
 
-    Ties are broken by position: tensor order, then row-major order. On CUDA nothing waits for the
-    device, and the masks are views of one buffer.
+    Ties are broken by position: tensor order, then row-major order. On CUDA the host does not wait for the device,
+    and the masks are views of one buffer. Raises PomonaError for a count out of range, scores that are not floats,
+    and scores on several devices.
     """
     total = sum(score.numel() for score in scores)
-    _check(keep, total, "entries", *scores)
+    _validate(keep, total, "entries", *scores)
     if keep in (0, total):
         return [torch.full_like(score, keep > 0, dtype=torch.bool) for score in scores]
     if scores[0].device.type == "cpu":
-        return _keep_on_cpu(scores, keep)
+        return _select_on_cpu(scores, keep)
     flat = [score.reshape(-1) for score in scores]
-    if kernels := _kernels(*scores):
-        mask = kernels.keep_largest(flat, keep)
+    if kernels := _kernels_for(*scores):
+        mask = kernels.select_largest(flat, keep)
     else:
-        mask = _keep_by_topk(_keys(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
+        mask = _select_by_topk(_keys(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
     parts = mask.split([score.numel() for score in scores])
     return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
 
 
 @torch.no_grad()
-def keep_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
-    """The mask of a (rows × columns) score, true for the `keep` largest entries of each row.
+def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the mask of a (rows × columns) score, true for the `keep` largest entries of each row.
 
-    A count that lies on the device, as a tensor of one whole number from 1 to the columns, stays there.
+    `keep` may be a tensor on the device with one integer from 1 to the number of columns; on CUDA the host does not
+    wait for its value. Raises PomonaError for a count out of range and scores that are not two-dimensional floats.
     """
     require(
         scores.ndim == 2,
@@ -62,26 +65,26 @@ def keep_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
     rows, columns = scores.shape
     if isinstance(keep, Tensor):
         if scores.is_cuda:
-            return _keep_by_sort(_keys(scores), keep)
+            return _select_by_sort(_keys(scores), keep)
         keep = int(keep)
-    _check(keep, columns, "columns", scores)
+    _validate(keep, columns, "columns", scores)
     if keep in (0, columns) or rows == 0:
         return torch.full(scores.shape, keep > 0, device=scores.device)
     if scores.device.type == "cpu":
         mask = torch.empty(scores.shape, dtype=torch.bool)
         size = max(1, CHUNK // columns)
-        rank = _keep_by_rank if columns <= RANKED else _keep_by_partition
+        select_rows = _select_by_rank if columns <= MAX_RANKED_COLUMNS else _select_by_partition
         for part, out in zip(scores.split(size), mask.split(size), strict=True):
-            rank(_keys(part).numpy(), keep, out.numpy())
+            select_rows(_keys(part).numpy(), keep, out.numpy())
         return mask
-    kernels = _kernels(scores)
-    if kernels and columns <= kernels.LONGEST_ROW:
-        return kernels.keep_largest_per_row(scores, keep)
-    return _keep_by_topk(_keys(scores), keep)
+    kernels = _kernels_for(scores)
+    if kernels and columns <= kernels.MAX_ROW_LENGTH:
+        return kernels.select_largest_per_row(scores, keep)
+    return _select_by_topk(_keys(scores), keep)
 
 
-def _check(keep: int, limit: int, what: str, *scores: Tensor) -> None:
-    """Refuse a count out of range, scores that are not floats, and scores on several devices."""
+def _validate(keep: int, limit: int, what: str, *scores: Tensor) -> None:
+    """Raise PomonaError for a count out of range, scores that are not floats, and scores on several devices."""
     require(0 <= keep <= limit, f"cannot keep {keep} of {limit} {what}: ask for 0 to {limit}.")
     for score in scores:
         require(
@@ -94,74 +97,79 @@ def _check(keep: int, limit: int, what: str, *scores: Tensor) -> None:
 
 
 @cache
-def _triton() -> ModuleType | None:
+def _import_kernels() -> ModuleType | None:
+    """Return the module of the Triton kernels, or None where Triton is not installed."""
     try:
-        from pomona.patterns import selection_triton
+        from . import radix_select_triton
     except ImportError:
         return None
-    return selection_triton
+    return radix_select_triton
 
 
-def _kernels(*scores: Tensor) -> ModuleType | None:
-    """The Triton kernels, where there are any for these scores."""
+def _kernels_for(*scores: Tensor) -> ModuleType | None:
+    """Return the module of the Triton kernels if they can select from these scores, else None."""
     fits = all(score.is_cuda and score.dtype != torch.float64 for score in scores)
-    return _triton() if fits and sum(score.numel() for score in scores) < 2**30 else None
+    return _import_kernels() if fits and sum(score.numel() for score in scores) < MAX_KERNEL_ENTRIES else None
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores, made from their bits without a comparison."""
+    """Return integers in the order of the scores, computed from their bits without a comparison."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    kind, infinity = _BITS[wide.dtype]
+    kind, infinity = _INTEGER_VIEWS[wide.dtype]
     bits, top = wide.view(kind), torch.iinfo(kind).max
     sign = bits >> (torch.iinfo(kind).bits - 1)
-    keys = (bits ^ (sign & top)).sub_(sign)  # minus the magnitude where the sign is set: both zeros are 0
+    keys = (bits ^ (sign & top)).sub_(sign)  # −magnitude where the sign bit is set, so both zeros become 0
     gap = top + 1 - infinity
-    return keys.sub_(gap).clamp_(max=infinity - gap + 1)  # negative NaNs wrap round to the other NaNs
+    return keys.sub_(gap).clamp_(max=infinity - gap + 1)  # negative NaNs wrap around to the positive ones
 
 
-def _keep_by_topk(keys: Tensor, keep: int) -> Tensor:
-    """The mask of the `keep` largest keys of each row in plain torch, without waiting for the device."""
-    return _from_least(keys, keys.topk(keep, dim=1, sorted=False).values.amin(dim=1, keepdim=True), keep)
+def _select_by_topk(keys: Tensor, keep: int) -> Tensor:
+    """Return the mask of the `keep` largest keys of each row in plain torch, without waiting for the device."""
+    return _mask_from_threshold(keys, keys.topk(keep, dim=1, sorted=False).values.amin(dim=1, keepdim=True), keep)
 
 
-def _keep_by_sort(keys: Tensor, keep: Tensor) -> Tensor:
-    """The same where the count is known to the device alone."""
-    return _from_least(keys, keys.sort(dim=1, descending=True).values.index_select(1, keep.reshape(1) - 1), keep)
+def _select_by_sort(keys: Tensor, keep: Tensor) -> Tensor:
+    """Return the mask of the `keep` largest keys of each row where `keep` lies on the device."""
+    thresholds = keys.sort(dim=1, descending=True).values.index_select(1, keep.reshape(1) - 1)
+    return _mask_from_threshold(keys, thresholds, keep)
 
 
-def _from_least(keys: Tensor, least: Tensor, keep: int | Tensor) -> Tensor:
-    """All keys above each row's `least`, and the first ties with it, `keep` altogether."""
-    above, ties = keys > least, keys == least
+def _mask_from_threshold(keys: Tensor, threshold: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the mask of all keys above their row's threshold and of the first ties with it, `keep` in each row."""
+    above, ties = keys > threshold, keys == threshold
     return above | (ties & (ties.cumsum(1) <= keep - above.sum(1, keepdim=True)))
 
 
-def _keep_on_cpu(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
+def _select_on_cpu(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Return the masks of `select_largest` for scores on the CPU, computed with numpy."""
     wide = torch.float64 if any(score.dtype == torch.float64 for score in scores) else torch.float32
     parts = [score.detach().to(wide).reshape(-1).numpy() for score in scores]
     masks = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
     chunks = list(_chunks(parts))
     outs = list(_chunks([mask.view(-1).numpy() for mask in masks]))
     with np.errstate(invalid="ignore"):
-        if not _mark(chunks, outs, _likely_threshold(parts, chunks, keep), keep):
+        if not _mark(chunks, outs, _estimate_threshold(parts, chunks, keep), keep):
             _mark(chunks, outs, _kth_largest(np.concatenate(parts), keep), keep)
     return masks
 
 
 def _chunks(parts: list[Array]) -> Iterator[Array]:
+    """Yield views of at most `CHUNK` entries of each array."""
     for part in parts:
         for start in range(0, part.size, CHUNK):
             yield part[start : start + CHUNK]
 
 
 def _kth_largest(values: Array, k: int) -> Any:
+    """Return the k-th largest value of an array, with NaN as the largest."""
     return np.partition(values, values.size - k)[values.size - k]
 
 
-def _likely_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any:
-    """The `keep`-th largest value, wrong only where an unlucky sample misses it.
+def _estimate_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any:
+    """Return the `keep`-th largest value; it is wrong only if the sample's bracket misses it, which `_mark` detects.
 
-    A random sample brackets the value to four standard deviations (Floyd and Rivest, 1975); one pass
-    counts what lies above the bracket and gathers the few values inside, among which it is found.
+    A random sample brackets the value to four standard deviations (Floyd and Rivest, 1975). One pass over the values
+    counts those above the bracket and collects the few inside, among which the value is found.
     """
     total = sum(part.size for part in parts)
     share, draw = keep / total, total ** (-1 / 3)
@@ -177,7 +185,7 @@ def _likely_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any
 
     below, inside = 0, []
     for chunk in chunks:
-        under = chunk < high  # a NaN is not under anything, so it counts as above
+        under = chunk < high  # false for NaN, which counts as above
         below += int(np.count_nonzero(under))
         inside.append(chunk[under > (chunk <= low)])
     middle = np.concatenate(inside)
@@ -188,28 +196,28 @@ def _likely_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any
 
 
 def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) -> bool:
-    """Mark all above the threshold and the first ties; false where that cannot make `keep` entries."""
-    lost = np.isnan(threshold)  # then nothing is above it, and the NaNs are the ties
-    left = keep
+    """Mark all entries above the threshold and the first ties; return whether these are `keep` entries."""
+    is_nan = np.isnan(threshold)  # if so nothing is above the threshold, and the NaNs are the ties
+    remaining = keep
     for chunk, mask in zip(chunks, masks, strict=True):
         np.logical_not(np.less_equal(chunk, threshold, out=mask), out=mask)
-        if lost:
+        if is_nan:
             mask[:] = False
-        left -= int(np.count_nonzero(mask))
+        remaining -= int(np.count_nonzero(mask))
     for chunk, mask in zip(chunks, masks, strict=True):
-        if left <= 0:
+        if remaining <= 0:
             break
-        ties = np.flatnonzero(np.isnan(chunk) if lost else chunk == threshold)[:left]
+        ties = np.flatnonzero(np.isnan(chunk) if is_nan else chunk == threshold)[:remaining]
         mask[ties] = True
-        left -= ties.size
-    return left == 0
+        remaining -= ties.size
+    return remaining == 0
 
 
-def _keep_by_rank(keys: Array, keep: int, mask: Array) -> None:
-    """Rank each entry of short rows by counting those that come before it."""
+def _select_by_rank(keys: Array, keep: int, mask: Array) -> None:
+    """Write the mask of short rows: the rank of an entry is the number of entries of its row that precede it."""
     columns = np.ascontiguousarray(keys.T)
     rank = np.empty(columns.shape, np.uint8)
-    rank[:] = np.arange(len(columns), dtype=np.uint8)[:, None]  # at first every earlier entry wins
+    rank[:] = np.arange(len(columns), dtype=np.uint8)[:, None]  # first assume that each entry precedes all later ones
     for i in range(len(columns) - 1):
         wins = (columns[i + 1 :] > columns[i]).view(np.uint8)
         rank[i + 1 :] -= wins
@@ -217,13 +225,13 @@ def _keep_by_rank(keys: Array, keep: int, mask: Array) -> None:
     np.less(rank.T, keep, out=mask)
 
 
-def _keep_by_partition(keys: Array, keep: int, mask: Array) -> None:
-    """Find the threshold of each row, then keep what is above it and the first ties."""
+def _select_by_partition(keys: Array, keep: int, mask: Array) -> None:
+    """Write the mask of long rows: the threshold of each row comes from a partition, and the first ties are kept."""
     kth = keys.shape[1] - keep
-    least = np.partition(keys, kth, axis=1)[:, kth, None]
-    if np.count_nonzero(np.greater_equal(keys, least, out=mask)) == keep * len(keys):
+    threshold = np.partition(keys, kth, axis=1)[:, kth, None]
+    if np.count_nonzero(np.greater_equal(keys, threshold, out=mask)) == keep * len(keys):
         return
     over = np.flatnonzero(mask.sum(axis=1) > keep)
-    above, ties = keys[over] > least[over], keys[over] == least[over]
-    left = keep - above.sum(axis=1, keepdims=True)
-    mask[over] = above | (ties & (ties.cumsum(axis=1) <= left))
+    above, ties = keys[over] > threshold[over], keys[over] == threshold[over]
+    remaining = keep - above.sum(axis=1, keepdims=True)
+    mask[over] = above | (ties & (ties.cumsum(axis=1) <= remaining))

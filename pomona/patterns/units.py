@@ -1,4 +1,4 @@
-"""Patterns made of units that are ranked against each other: weights, tiles, kernels, filters."""
+"""Patterns whose units are ranked against each other: single weights, tiles, kernels, filters."""
 
 from __future__ import annotations
 
@@ -11,49 +11,51 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import PomonaError, require, unknown
+from ..errors import PomonaError, require, unknown_name_error
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
-from .selection import keep_largest
+from .selection import select_largest
 
 
-class Units(Pattern):
-    """A tensor is cut into equal units; the units of all tensors are ranked together."""
+class UnitPattern(Pattern):
+    """Base of patterns that divide a tensor into equal units and rank the units of all tensors together by a norm."""
+
+    ranks_units: ClassVar[bool] = True
 
     norm: int
 
     @abstractmethod
-    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A view of the tensor, and the dimensions of that view that one unit spans."""
+    def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of a view of the tensor, and the dimensions of that view which one unit spans."""
 
-    def quantum(self, shape: torch.Size) -> int:
-        view, inner = self.split(shape)
+    def unit_size(self, shape: torch.Size) -> int:
+        view, inner = self.split_into_units(shape)
         return math.prod(view[dim] for dim in inner)
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-        views = [self.split(s.shape) for s in scores]
-        units = [self.reduce(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
-        sizes = [self.weight(s.shape) for s in scores]
-        kept = keep_units(units, sizes, sparsity)
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        views = [self.split_into_units(s.shape) for s in scores]
+        units = [self.unit_norms(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
+        sizes = [self.unit_weight(s.shape) for s in scores]
+        kept = select_units(units, sizes, sparsity)
         return [
             k.expand(view).reshape(s.shape).contiguous() for k, s, (view, _) in zip(kept, scores, views, strict=True)
         ]
 
-    def reduce(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
-        """The norm of the scores over each unit; a unit with nothing but −inf stays −inf."""
+    def unit_norms(self, score: Tensor, inner: tuple[int, ...]) -> Tensor:
+        """Return the norm of the scores over each unit; a unit of −inf scores only stays −inf."""
         wide = torch.promote_types(score.dtype, torch.float32)
         norm = torch.linalg.vector_norm(score.clamp(min=0), self.norm, inner, keepdim=True, dtype=wide)
         return norm.masked_fill((score == -torch.inf).all(dim=inner, keepdim=True), -torch.inf)
 
 
-def keep_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
-    """Keep the highest units, as many as come nearest to the sparsity in weights."""
+def select_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
+    """Return masks of the highest-ranked units, as many as bring the sparsity, counted in weights, nearest."""
     weights = sum(u.numel() * size for u, size in zip(units, sizes, strict=True))
     pruned = count_pruned(sparsity, weights)
     if len(set(sizes)) == 1:
         count = sum(u.numel() for u in units)
-        return keep_largest(units, count - round(pruned / sizes[0]))
-    # Units of several sizes: walk down the ranking, and stop where the weights kept are nearest.
+        return select_largest(units, count - round(pruned / sizes[0]))
+    # Units of several sizes: go down the ranking, and stop where the number of kept weights is nearest.
     flat = torch.cat([u.flatten() for u in units])
     order = flat.argsort(descending=True, stable=True)
     size = torch.cat([torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)])
@@ -64,20 +66,22 @@ def keep_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -
     return [m.view(u.shape) for m, u in zip(mask.split([u.numel() for u in units]), units, strict=True)]
 
 
-@PATTERNS.add("unstructured")
+@PATTERNS.register("unstructured")
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """Every weight for itself."""
+    """Single weights, without structure."""
 
-    def masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+    is_elementwise: ClassVar[bool] = True
+
+    def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
-        return keep_largest(scores, count - count_pruned(sparsity, count))
+        return select_largest(scores, count - count_pruned(sparsity, count))
 
 
-@PATTERNS.add("block")
+@PATTERNS.register("block")
 @dataclass(frozen=True)
-class Block(Units):
-    """Tiles of h × w in the matrix out × (in · kh · kw), ranked by their norm."""
+class Block(UnitPattern):
+    """Tiles of h × w weights in the matrix out × (in · kh · kw), ranked by their norm."""
 
     shape: tuple[int, int]
     norm: int = 2
@@ -87,9 +91,9 @@ class Block(Units):
         whole = len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
         require(whole, f"a block needs a shape (h, w) of whole numbers ≥ 1, got {self.shape}.")
         object.__setattr__(self, "shape", sides)
-        check_norm(self.norm)
+        validate_norm(self.norm)
 
-    def check(self, name: str, shape: torch.Size) -> None:
+    def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
         if rows % self.shape[0] or columns % self.shape[1]:
             fits = (math.gcd(rows, self.shape[0]), math.gcd(columns, self.shape[1]))
@@ -98,57 +102,58 @@ class Block(Units):
                 f"Block({fits}) would fit, or leave the layer out with exclude=['{name}']."
             )
 
-    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         rows, columns = matrix_shape(shape)
         height, width = self.shape
         return (rows // height, height, columns // width, width), (1, 3)
 
 
-@PATTERNS.add("kernel")
+@PATTERNS.register("kernel")
 @dataclass(frozen=True)
-class Kernel(Units):
-    """The 2-D slices (kh × kw) of a convolution; in a linear layer every weight is one."""
+class Kernel(UnitPattern):
+    """Kernels of a convolution, its 2-D slices of kh × kw weights; in a linear layer each weight is its own kernel."""
 
     norm: int = 2
 
     def __post_init__(self) -> None:
-        check_norm(self.norm)
+        validate_norm(self.norm)
 
-    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         outer = math.prod(shape[:2])
         return (outer, math.prod(shape[2:])), (1,)
 
 
-@PATTERNS.add("filter")
+@PATTERNS.register("filter")
 @dataclass(frozen=True)
-class Filter(Units):
-    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm go with them.
+class Filter(UnitPattern):
+    """Whole output channels, ranked by their L1 or L2 norm; their bias and batch norm are pruned with them.
 
-    The papers count filters (`of="filters"`) and leave norms alone (`norms=False`): a removed channel then still
-    passes on the constant that its norm makes of zero, so that it cannot be taken out.
+    The papers count filters (`of="filters"`) and do not prune norms (`norms=False`). The norm then turns a pruned
+    channel into a constant that later layers read, so the channel cannot be removed from the network.
     """
 
-    outputs: ClassVar[bool] = True
+    removes_outputs: ClassVar[bool] = True
 
     norm: int = 2
-    of: str = "weights"  # what the sparsity is a share of, over all tensors: "weights" or "filters"
-    norms: bool = True  # whether bias and norm fall with their filter
+    of: str = "weights"  # what the sparsity is a fraction of, over all tensors: "weights" or "filters"
+    norms: bool = True  # whether bias and norm are pruned with their filter
 
     def __post_init__(self) -> None:
-        check_norm(self.norm)
+        validate_norm(self.norm)
         if self.of not in ("weights", "filters"):
-            raise unknown("share", self.of, ("weights", "filters"))
+            raise unknown_name_error("share", self.of, ("weights", "filters"))
 
     @property
-    def follows(self) -> bool:
+    def removes_coupled(self) -> bool:
         return self.norms
 
-    def split(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (shape[0], math.prod(shape[1:])), (1,)
 
-    def weight(self, shape: torch.Size) -> int:
-        return 1 if self.of == "filters" else self.quantum(shape)
+    def unit_weight(self, shape: torch.Size) -> int:
+        return 1 if self.of == "filters" else self.unit_size(shape)
 
 
-def check_norm(norm: int) -> None:
+def validate_norm(norm: int) -> None:
+    """Raise PomonaError unless `norm` is 1 or 2."""
     require(norm in (1, 2), f"norm must be 1 or 2, got {norm}.")

@@ -1,18 +1,20 @@
-"""Private training that prunes the gradient: GIP (Yang et al., 2023), and what it is measured against.
+"""Private training with gradients index pruning (GIP; Yang et al., 2023), and the methods it is compared with.
 
 step = pm.privacy.gip(model, optimizer, rows=len(x), batch_size=512, epsilon=2, delta=1e-5, steps=1000)
 for rows in step:
     step(x[rows], y[rows])
 """
 
-from . import network, schedule  # noqa: F401  (they register themselves)
-from .accounting import Budget, Pair, Split, best_split, splits
-from .audit import audit
-from .mechanism import IndexMechanism
-from .noise import Source
-from .schedule import Exponential
-from .step import METHODS, PrivateStep, gip
-from .validate import fix, problems, validate
+from . import exponential_schedule, private_cnn  # noqa: F401  (they register themselves)
+from .accounting import Pair
+from .budget import Budget
+from .budget_split import Split, best_split, splits
+from .canary_audit import audit
+from .exponential_schedule import Exponential
+from .index_mechanism import IndexMechanism
+from .model_validation import fix, problems, validate
+from .private_step import METHODS, PrivateStep, gip
+from .random_source import Source
 
 __all__ = [
     "METHODS",

@@ -16,9 +16,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..core.targets import unwrap
-from ..errors import require, unknown
+from ..errors import require, unknown_name_error
 from ..masking import matrix_shape
-from ..models.summary import example as zeros
+from ..models.summary import make_example_batch as zeros
 from .format import DTYPES, WIDEST, BalancedTensor, index_bits
 from .layers import Conv2dReLU, Packed, PackedConv2d, PackedLinear, PackedLSTM, Weighted, channels_last
 from .timing import emptying, last_cache, race
@@ -134,7 +134,7 @@ def compress(
     such as torch.float16. `patience` is how many seconds the whole model is timed for, and each layer a third of that.
     """
     if keep not in KEEP:
-        raise unknown("keep", keep, KEEP)
+        raise unknown_name_error("keep", keep, KEEP)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = unwrap(model)
     batch = None if example is None else example if isinstance(example, Tensor) else zeros(dense, example)

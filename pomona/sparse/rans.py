@@ -1,9 +1,9 @@
-"""Entropy coding of bytes by asymmetric numeral systems (rANS; Duda, 2009), many lanes at a time in NumPy.
+"""Entropy coding of bytes by range asymmetric numeral systems (rANS; Duda, 2009), vectorised over lanes in NumPy.
 
-Symbol i belongs to lane i mod lanes. Every lane has a state of 64 bits, at least 2³², which gives and takes
-words of 32 bits; a symbol's share of 2¹⁶ is its frequency. A stream is the lanes' last states, eight bytes
-each, and the words in the order in which a decoder asks for them, all little-endian. Only integers are used,
-so that any machine decodes what any other has encoded.
+Symbol i belongs to lane i mod lanes. Each lane has a 64-bit state of at least 2³², from which the encoder moves 32-bit
+words to the stream. The frequency of a symbol is its share of 2¹⁶. A stream consists of the final states of all lanes,
+eight bytes each, and the words in the order in which a decoder reads them, all little-endian. All arithmetic is on
+integers, so any machine can decode what another has encoded.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from numpy.typing import NDArray
 from ..errors import PomonaError
 
 Bytes = NDArray[np.uint8]
-Table = NDArray[np.uint64]
+Frequencies = NDArray[np.uint64]  # one for each symbol
 
-SCALE = 16
-WHOLE = 1 << SCALE  # the sum of all frequencies
-FLOOR = np.uint64(1 << 32)  # the least state
-WORD, GAP, LOW = np.uint64(32), np.uint64(SCALE), np.uint64(WHOLE - 1)
-
-
-def lanes(count: int) -> int:
-    """How many lanes a stream of so many symbols has: few enough that their states cost less than half a per cent."""
-    return min(max(count // 2048, 1), 1024)
+FREQUENCY_BITS = 16
+FREQUENCY_SUM = 1 << FREQUENCY_BITS  # of all symbols
+MIN_STATE = np.uint64(1 << 32)
+WORD_BITS, FREQUENCY_SHIFT, FREQUENCY_MASK = np.uint64(32), np.uint64(FREQUENCY_BITS), np.uint64(FREQUENCY_SUM - 1)
 
 
-def encode(symbols: Bytes, frequencies: Table) -> bytes:
-    """The symbols as a stream; each must have a frequency, and none the whole."""
-    width = lanes(len(symbols))
-    states = np.full(width, FLOOR)
+def lane_count(symbols: int) -> int:
+    """Return the number of lanes of a stream: so few that their states take less than half a per cent of it."""
+    return min(max(symbols // 2048, 1), 1024)
+
+
+def encode(symbols: Bytes, frequencies: Frequencies) -> bytes:
+    """Encode symbols as a stream; each must have a frequency above 0 and below FREQUENCY_SUM."""
+    width = lane_count(len(symbols))
+    states = np.full(width, MIN_STATE)
     starts = np.cumsum(frequencies) - frequencies
     words: list[NDArray[Any]] = []
-    for at in reversed(range(0, len(symbols), width)):
-        row = symbols[at : at + width]
-        state, share = states[: len(row)], frequencies[row]
-        full = state >> (WORD + GAP) >= share
-        words.append(state[full].astype("<u4"))  # the low word
-        state[full] >>= WORD
-        quotient, rest = np.divmod(state, share)
-        state[:] = (quotient << GAP) + rest + starts[row]
+    for position in reversed(range(0, len(symbols), width)):
+        row = symbols[position : position + width]
+        state, frequency = states[: len(row)], frequencies[row]
+        would_overflow = state >> (WORD_BITS + FREQUENCY_SHIFT) >= frequency
+        words.append(state[would_overflow].astype("<u4"))  # the low word
+        state[would_overflow] >>= WORD_BITS
+        quotient, remainder = np.divmod(state, frequency)
+        state[:] = (quotient << FREQUENCY_SHIFT) + remainder + starts[row]
     return b"".join([states.astype("<u8").tobytes(), *(part.tobytes() for part in reversed(words))])
 
 
-def decode(data: bytes, count: int, frequencies: Table) -> Bytes:
-    """The symbols of a stream again."""
-    width = lanes(count)
+def decode(data: bytes, count: int, frequencies: Frequencies) -> Bytes:
+    """Decode a stream of `count` symbols; raise PomonaError if it is damaged."""
+    width = lane_count(count)
     if len(data) < 8 * width or len(data) % 4:
         raise PomonaError(f"a stream of {len(data)} bytes cannot hold {count} symbols: the file is damaged.")
     states = np.frombuffer(data, "<u8", width).astype(np.uint64)
@@ -56,44 +56,46 @@ def decode(data: bytes, count: int, frequencies: Table) -> Bytes:
     starts = np.cumsum(frequencies) - frequencies
     symbol_at = np.repeat(np.arange(len(frequencies), dtype=np.uint8), frequencies.astype(np.int64))
     symbols = np.empty(count, np.uint8)
-    taken = 0
-    for at in range(0, count, width):
-        row = symbols[at : at + width]
+    words_read = 0
+    for position in range(0, count, width):
+        row = symbols[position : position + width]
         state = states[: len(row)]
-        place = state & LOW
-        row[:] = symbol_at[place]
-        state[:] = frequencies[row] * (state >> GAP) + place - starts[row]
-        empty = np.flatnonzero(state < FLOOR)
-        more = words[taken : taken + len(empty)]
-        if len(more) < len(empty):
+        remainder = state & FREQUENCY_MASK
+        row[:] = symbol_at[remainder]
+        state[:] = frequencies[row] * (state >> FREQUENCY_SHIFT) + remainder - starts[row]
+        needs_word = np.flatnonzero(state < MIN_STATE)
+        next_words = words[words_read : words_read + len(needs_word)]
+        if len(next_words) < len(needs_word):
             break
-        state[empty] = state[empty] << WORD | more
-        taken += len(empty)
-    if taken != len(words) or (states != FLOOR).any():
-        raise PomonaError("a stream does not end as it began: the file is damaged.")
+        state[needs_word] = state[needs_word] << WORD_BITS | next_words
+        words_read += len(needs_word)
+    if words_read != len(words) or (states != MIN_STATE).any():
+        raise PomonaError("a stream does not end in the state in which it began: the file is damaged.")
     return symbols
 
 
-def scaled(counts: list[int]) -> Table:
-    """Frequencies in proportion to counts, in exact arithmetic: at least 1 for each that is counted.
+def scale_frequencies(counts: list[int]) -> Frequencies:
+    """Return frequencies in proportion to counts, in exact arithmetic, with at least 1 for each non-zero count.
 
-    Where less than two are counted the first ones pass for counted, so that no frequency is the whole.
+    Where fewer than two counts are not zero, the first symbols count as present, so that no frequency is the whole sum.
     """
-    total, seen = sum(counts), {i for i, count in enumerate(counts) if count}
+    total, present = sum(counts), {i for i, count in enumerate(counts) if count}
     for i in (0, 1):
-        if len(seen) < 2:
-            seen.add(i)
-    shares = [(WHOLE - len(seen)) * count // max(total, 1) + (i in seen) for i, count in enumerate(counts)]
-    shares[shares.index(max(shares))] += WHOLE - sum(shares)
-    return np.array(shares, np.uint64)
+        if len(present) < 2:
+            present.add(i)
+    scaled = [
+        (FREQUENCY_SUM - len(present)) * count // max(total, 1) + (i in present) for i, count in enumerate(counts)
+    ]
+    scaled[scaled.index(max(scaled))] += FREQUENCY_SUM - sum(scaled)
+    return np.array(scaled, np.uint64)
 
 
-def histogram(symbols: Bytes) -> Table:
-    """The frequencies of some symbols."""
-    return scaled(np.bincount(symbols, minlength=256).tolist())
+def count_frequencies(symbols: Bytes) -> Frequencies:
+    """Return the frequencies with which the 256 byte values occur among symbols."""
+    return scale_frequencies(np.bincount(symbols, minlength=256).tolist())
 
 
-def bits(ones: int, count: int) -> Table:
-    """The frequencies of bytes whose eight bits are each 1 with the probability ones / count."""
+def bit_frequencies(ones: int, count: int) -> Frequencies:
+    """Return the frequencies of bytes whose eight bits are each 1 with probability ones / count."""
     ones, zeros = max(ones, 1), max(count - ones, 1)
-    return scaled([ones ** byte.bit_count() * zeros ** (8 - byte.bit_count()) for byte in range(256)])
+    return scale_frequencies([ones ** byte.bit_count() * zeros ** (8 - byte.bit_count()) for byte in range(256)])

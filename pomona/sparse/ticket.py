@@ -1,21 +1,23 @@
-"""Tickets: a network of random weights as the seed that drew them, and what the seed cannot tell.
+"""Tickets: files that store a network of random weights as a seed, its masks and the few values not in the seed.
 
     pomonaT1         8 bytes
     version          4 bytes, little-endian; this is version 1
-    length           4 bytes: of the header
-    header           zlib; JSON in UTF-8
+    length           4 bytes, little-endian: size of the header
+    header           JSON in UTF-8, compressed by zlib
     body             streams and tensors, in the order of the header
-    SHA-256          32 bytes: of all that stands before, in every version
+    SHA-256          32 bytes: checksum of everything before it, in every version
 
-The header has the stream (its version, `seed` and `distribution`), the `tensors` that were drawn from it and
-all `others` of the network's state, which stand in the body as they are, little-endian. Of a drawn tensor the
-body has the mask's bits, row-major and eight to a byte (the first in the highest bit), entropy-coded (`rans`)
-with the frequencies that follow from how many are kept. Where weights were drawn anew it also has, of kept
-weights only: for signed constants the bits that tell which signs changed, coded likewise; for uniform weights
-the numbers of their last re-draws, of all tensors together, as planes of bytes, lowest first, each behind
-its table of 256 frequencies of two bytes.
+The header holds the random stream (its version, `seed` and `distribution`), the `tensors` that were drawn from it,
+and the `others`, the rest of the network's state, whose bytes are in the body, little-endian. For each drawn tensor
+the body holds the bits of its mask, row-major and eight to a byte (the first in the highest bit), entropy-coded
+(`rans`) with frequencies that follow from the number of kept weights. If weights were re-drawn, the body also holds,
+for kept weights only:
 
-A network comes back bit for bit, on any machine and with any torch.
+- for signed constants, the bits of the weights whose sign changed, coded in the same way;
+- for uniform weights, the number of the last re-draw of each weight, over all tensors, split into planes of bytes with
+  the lowest byte first. Each plane follows the 256 frequencies of its byte values, two bytes each.
+
+A network is restored bit for bit, on any machine and with any version of torch.
 """
 
 from __future__ import annotations
@@ -33,40 +35,44 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import models
 from ..core.fused import random_stream as streams
-from ..core.fused.random_stream import Stream
+from ..core.fused.random_stream import RandomStream
 from ..core.pruner import Pruner
+from ..core.score_method import ScoreMethod
 from ..core.targets import unwrap
 from ..errors import PomonaError, require
 from ..version import __version__
 from . import rans
 
-MAGIC, VERSION, DIGEST = b"pomonaT1", 1, 32
-HEAD = struct.Struct("<II")
+MAGIC, VERSION, DIGEST_SIZE = b"pomonaT1", 1, 32
+PREFIX = struct.Struct("<II")  # version, size of the header
+FREQUENCIES_SIZE = 512  # 256 frequencies of two bytes
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A tensor that was drawn: what is kept of it, and the number of each weight's last re-draw, if there were any."""
+class DrawnTensor:
+    """A tensor whose weights were drawn from the random stream, and its mask."""
 
     fan_in: int
-    mask: Tensor
-    redraws: Tensor | None = None
+    mask: Tensor  # true where a weight is kept
+    redraws: Tensor | None = None  # the number of each weight's last re-draw; None if nothing was re-drawn
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a ticket holds."""
+    """The content of a ticket."""
 
     header: dict[str, Any]
-    state: dict[str, Tensor]  # the network's whole state
-    masks: dict[str, Tensor]  # of the tensors that were drawn
+    state: dict[str, Tensor]  # the whole state dict of the network
+    masks: dict[str, Tensor]  # of the drawn tensors
 
     def build(self) -> nn.Module:
-        """The network itself, where the ticket tells which of `pm.models` it is."""
-        from .. import models
-
-        require(bool(self.header["model"]), "the ticket does not tell its model: build it, and load ticket.state.")
+        """Return the network in evaluation mode; raise PomonaError if the ticket does not name its model."""
+        require(
+            bool(self.header["model"]),
+            "the ticket does not name its model: build the model, and load ticket.state into it.",
+        )
         model = models.build(**self.header["model"])
         model.load_state_dict(self.state)
         return model.eval()
@@ -75,13 +81,16 @@ class Ticket:
 def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = None) -> int:
     """Write the ticket of a score method's network, finished or not, and return its size in bytes.
 
-    `model` is the name and the options for `pm.models.build`, so that a reader need not know them.
+    `model` holds the name and options for `pm.models.build`, which `Ticket.build` needs. PomonaError is raised if the
+    method trains weights, if the pruner is not attached, or if weights were changed since they were drawn.
     """
-    require(pruner.scored, f"{pruner.method.name} trains weights: a ticket holds random ones (edge_popup, iterand).")
+    method = pruner.method
+    if not isinstance(method, ScoreMethod):
+        raise PomonaError(f"{method.name} trains weights: a ticket holds random ones (edge_popup, iterand).")
     require(pruner.model is not None, "the pruner is not attached, and has no network to save.")
-    drawn = {slot.name: Drawn(slot.target.fan_in, slot.mask, slot.drawn) for slot in pruner.slots}
+    drawn = {slot.name: DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots}
     state = unwrap(pruner.model).state_dict()  # type: ignore[arg-type]
-    data = dumps(state, drawn, pruner.method.stream, model)
+    data = dumps(state, drawn, method.stream, model)
     partial = Path(f"{path}.part")
     partial.write_bytes(data)
     partial.replace(path)
@@ -89,7 +98,7 @@ def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = Non
 
 
 def load(path: str | Path) -> Ticket:
-    """Read a ticket."""
+    """Read a ticket from a file; raise PomonaError if it is missing, damaged or of a newer version."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -98,146 +107,164 @@ def load(path: str | Path) -> Ticket:
 
 
 def dumps(
-    state: Mapping[str, Tensor], drawn: Mapping[str, Drawn], stream: Stream, model: Mapping[str, Any] | None = None
+    state: Mapping[str, Tensor],
+    drawn: Mapping[str, DrawnTensor],
+    stream: RandomStream,
+    model: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """A ticket as bytes. `state` is the network's whole state, of which some tensors were drawn."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    """Return a ticket as bytes.
+
+    `state` is the whole state dict of the network; `drawn` describes the tensors of it that were drawn from `stream`.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     body: list[bytes] = []
-    numbers: list[Tensor] = []
+    redraws: list[Tensor] = []
     tensors = []
-    for name, one in drawn.items():
-        kept = one.mask.cpu().flatten().nonzero().flatten()
+    for name, tensor in drawn.items():
+        kept = tensor.mask.cpu().flatten().nonzero().flatten()
         values = state[name].flatten()[kept]
-        fresh = stream.at(name, one.fan_in, kept)
-        facts = {"name": name, "shape": list(one.mask.shape), "dtype": kind(state[name]), "fan_in": one.fan_in}
-        facts |= {"kept": len(kept), "mask": put(body, one.mask.cpu().flatten().numpy())}
-        if one.redraws is not None and stream.distribution == "sc":
+        fresh = stream.weights_at(name, tensor.fan_in, kept)
+        entry: dict[str, Any] = {
+            "name": name,
+            "shape": list(tensor.mask.shape),
+            "dtype": dtype_name(state[name]),
+            "fan_in": tensor.fan_in,
+            "kept": len(kept),
+            "mask": append_bits(body, tensor.mask.cpu().flatten().numpy()),
+        }
+        if tensor.redraws is not None and stream.distribution == "sc":
             flips = (values != fresh.to(values.dtype)).numpy()
-            facts |= {"changed": int(flips.sum()), "signs": put(body, flips)}
+            entry |= {"changed": int(flips.sum()), "signs": append_bits(body, flips)}
             fresh = torch.where(torch.from_numpy(flips), -fresh, fresh)
-        elif one.redraws is not None:
-            numbers.append(one.redraws.cpu().flatten()[kept])
-            fresh = stream.at(name, one.fan_in, kept, numbers[-1])
-        refuse_trained(name, state[name], kept, fresh)
-        tensors.append(facts)
+        elif tensor.redraws is not None:
+            redraws.append(tensor.redraws.cpu().flatten()[kept])
+            fresh = stream.weights_at(name, tensor.fan_in, kept, redraws[-1])
+        refuse_trained_weights(name, state[name], kept, fresh)
+        tensors.append(entry)
+    others = {name: value for name, value in state.items() if name not in drawn}
     header = {
         "pomona": __version__,
         "model": None if model is None else dict(model),
         "stream": {"version": streams.VERSION, "seed": stream.seed, "distribution": stream.distribution},
         "tensors": tensors,
-        "planes": planes(body, torch.cat(numbers).numpy()) if numbers else [],
-        "others": [{"name": n, "shape": list(t.shape), "dtype": kind(t)} for n, t in state.items() if n not in drawn],
+        "planes": append_byte_planes(body, torch.cat(redraws).numpy()) if redraws else [],
+        "others": [{"name": n, "shape": list(t.shape), "dtype": dtype_name(t)} for n, t in others.items()],
     }
-    body += [raw(tensor) for name, tensor in state.items() if name not in drawn]
-    text = zlib.compress(json.dumps(header).encode(), 9)
-    data = b"".join([MAGIC, HEAD.pack(VERSION, len(text)), text, *body])
+    body += [tensor_bytes(value) for value in others.values()]
+    compressed = zlib.compress(json.dumps(header).encode(), 9)
+    data = b"".join([MAGIC, PREFIX.pack(VERSION, len(compressed)), compressed, *body])
     return data + hashlib.sha256(data).digest()
 
 
 def loads(data: bytes, name: str = "this") -> Ticket:
-    """A ticket from its bytes."""
-    require(data[: len(MAGIC)] == MAGIC, f"{name} is no ticket: it does not begin as one.")
-    whole, digest = data[:-DIGEST], data[-DIGEST:]
+    """Return the ticket with the given bytes; raise PomonaError, with `name` for the file, if they are damaged."""
+    require(data[: len(MAGIC)] == MAGIC, f"{name} is not a ticket: it does not begin with {MAGIC.decode()}.")
+    content, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
     require(
-        hashlib.sha256(whole).digest() == digest,
+        hashlib.sha256(content).digest() == digest,
         f"{name} is damaged: its checksum is not that of its content; copy or export it again.",
     )
-    version, length = HEAD.unpack_from(whole, len(MAGIC))
-    require(version <= VERSION, f"{name} is a ticket of version {version}, this is {VERSION}: update pomona.")
-    start = len(MAGIC) + HEAD.size
-    header = json.loads(zlib.decompress(whole[start : start + length]))
-    theirs = header["stream"]["version"]
+    version, length = PREFIX.unpack_from(content, len(MAGIC))
     require(
-        theirs <= streams.VERSION,
-        f"{name} draws from a stream of version {theirs}, this is {streams.VERSION}: update pomona.",
+        version <= VERSION,
+        f"{name} is a ticket of version {version}, but this pomona reads up to version {VERSION}: update pomona.",
     )
-    return unfold(header, Reader(whole, start + length))
+    start = len(MAGIC) + PREFIX.size
+    header = json.loads(zlib.decompress(content[start : start + length]))
+    stream_version = header["stream"]["version"]
+    require(
+        stream_version <= streams.VERSION,
+        f"{name} uses a random stream of version {stream_version}, but this pomona has version {streams.VERSION}: "
+        "update pomona.",
+    )
+    return decode_ticket(header, BodyReader(content, start + length))
 
 
-class Reader:
-    """The body, part by part."""
+class BodyReader:
+    """A reader of the body, one part after the other."""
 
-    def __init__(self, data: bytes, at: int) -> None:
-        self.data, self.at = data, at
+    def __init__(self, data: bytes, position: int) -> None:
+        self.data, self.position = data, position
 
-    def take(self, size: int) -> bytes:
-        self.at += size
-        return self.data[self.at - size : self.at]
+    def read_bytes(self, size: int) -> bytes:
+        """Return the next bytes."""
+        self.position += size
+        return self.data[self.position - size : self.position]
 
-    def bits(self, size: int, ones: int, count: int) -> np.ndarray:
-        """Bits, where so many of them are 1."""
-        packed = rans.decode(self.take(size), -(-count // 8), rans.bits(ones, count))
-        return np.unpackbits(packed, count=count).astype(bool)
+    def read_bits(self, size: int, ones: int, count: int) -> np.ndarray:
+        """Return `count` bits, of which `ones` are 1, from a stream of `size` bytes."""
+        octets = rans.decode(self.read_bytes(size), -(-count // 8), rans.bit_frequencies(ones, count))
+        return np.unpackbits(octets, count=count).astype(bool)
 
 
-def unfold(header: dict[str, Any], body: Reader) -> Ticket:
-    """The network that a header and its body stand for."""
-    stream = Stream(header["stream"]["seed"], header["stream"]["distribution"])
+def decode_ticket(header: dict[str, Any], body: BodyReader) -> Ticket:
+    """Return the ticket with a given header and body."""
+    stream = RandomStream(header["stream"]["seed"], header["stream"]["distribution"])
     masks, signs = {}, {}
-    for facts in header["tensors"]:
-        name, shape = facts["name"], torch.Size(facts["shape"])
-        masks[name] = torch.from_numpy(body.bits(facts["mask"], facts["kept"], shape.numel())).view(shape)
-        if "signs" in facts:
-            signs[name] = torch.from_numpy(body.bits(facts["signs"], facts["changed"], facts["kept"]))
-    total = sum(facts["kept"] for facts in header["tensors"])
-    numbers = torch.zeros(total, dtype=torch.int64)
+    for entry in header["tensors"]:
+        name, shape = entry["name"], torch.Size(entry["shape"])
+        masks[name] = torch.from_numpy(body.read_bits(entry["mask"], entry["kept"], shape.numel())).view(shape)
+        if "signs" in entry:
+            signs[name] = torch.from_numpy(body.read_bits(entry["signs"], entry["changed"], entry["kept"]))
+    total = sum(entry["kept"] for entry in header["tensors"])
+    redraws = torch.zeros(total, dtype=torch.int64)
     for place, size in enumerate(header["planes"]):
-        table = np.frombuffer(body.take(512), "<u2").astype(np.uint64)
-        numbers |= torch.from_numpy(rans.decode(body.take(size), total, table)).long() << 8 * place
+        frequencies = np.frombuffer(body.read_bytes(FREQUENCIES_SIZE), "<u2").astype(np.uint64)
+        redraws |= torch.from_numpy(rans.decode(body.read_bytes(size), total, frequencies)).long() << 8 * place
     state: dict[str, Tensor] = {}
     used = 0
-    for facts in header["tensors"]:
-        name = facts["name"]
+    for entry in header["tensors"]:
+        name = entry["name"]
         kept = masks[name].flatten().nonzero().flatten()
-        values = stream.at(name, facts["fan_in"], kept, numbers[used : used + len(kept)])
+        values = stream.weights_at(name, entry["fan_in"], kept, redraws[used : used + len(kept)])
         if name in signs:
             values = torch.where(signs[name], -values, values)
-        weight = torch.zeros(masks[name].numel(), dtype=getattr(torch, facts["dtype"]))
+        weight = torch.zeros(masks[name].numel(), dtype=getattr(torch, entry["dtype"]))
         weight[kept] = values.to(weight.dtype)
-        state[name] = weight.view(facts["shape"])
+        state[name] = weight.view(entry["shape"])
         used += len(kept)
-    for facts in header["others"]:
-        dtype = getattr(torch, facts["dtype"])
-        data = bytearray(body.take(torch.Size(facts["shape"]).numel() * dtype.itemsize))
+    for entry in header["others"]:
+        dtype = getattr(torch, entry["dtype"])
+        data = bytearray(body.read_bytes(torch.Size(entry["shape"]).numel() * dtype.itemsize))
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        state[facts["name"]] = flat.view(facts["shape"])
+        state[entry["name"]] = flat.view(entry["shape"])
     return Ticket(header, state, masks)
 
 
-def put(body: list[bytes], flags: np.ndarray) -> int:
-    """Add bits to the body, entropy-coded, and return how many bytes they take."""
-    body.append(rans.encode(np.packbits(flags), rans.bits(int(flags.sum()), flags.size)))
+def append_bits(body: list[bytes], flags: np.ndarray) -> int:
+    """Append entropy-coded bits to the body and return how many bytes they take."""
+    body.append(rans.encode(np.packbits(flags), rans.bit_frequencies(int(flags.sum()), flags.size)))
     return len(body[-1])
 
 
-def planes(body: list[bytes], numbers: np.ndarray) -> list[int]:
-    """Add numbers to the body, a plane of bytes at a time, and return how many bytes each takes behind its table."""
+def append_byte_planes(body: list[bytes], numbers: np.ndarray) -> list[int]:
+    """Append numbers to the body as byte planes, each behind its frequencies, and return the size of each plane."""
     sizes = []
     for place in range(max(1, -(-int(numbers.max(initial=0)).bit_length() // 8))):
         plane = (numbers >> 8 * place & 0xFF).astype(np.uint8)
-        table = rans.histogram(plane)
-        coded = rans.encode(plane, table)
-        body += [table.astype("<u2").tobytes(), coded]
+        frequencies = rans.count_frequencies(plane)
+        coded = rans.encode(plane, frequencies)
+        body += [frequencies.astype("<u2").tobytes(), coded]
         sizes.append(len(coded))
     return sizes
 
 
-def refuse_trained(name: str, weight: Tensor, kept: Tensor, drawn: Tensor) -> None:
-    """Refuse weights that are not the stream's, or not zero where they are pruned."""
+def refuse_trained_weights(name: str, weight: Tensor, kept: Tensor, drawn: Tensor) -> None:
+    """Raise PomonaError unless a weight holds the drawn values at the kept positions and zeros elsewhere."""
     expected = torch.zeros(weight.numel(), dtype=weight.dtype)
     expected[kept] = drawn.to(weight.dtype)
     if not torch.equal(expected, weight.flatten()):
         raise PomonaError(
-            f"{name} holds values that were not drawn: it was trained or edited since, and a ticket keeps random "
-            "weights only; save the state of such a network as it is."
+            f"{name} holds values that were not drawn: it was trained or edited since, and a ticket holds random "
+            "weights only; save the state dict of this network instead."
         )
 
 
-def kind(tensor: Tensor) -> str:
-    """The name of a tensor's type."""
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def raw(tensor: Tensor) -> bytes:
-    """A tensor's bytes."""
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's values."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -130,7 +130,7 @@ def quantile(u: Array, rest: Array) -> Array:
 
 def count(sparsity: float, block: int | None) -> float:
     """How many of a block the pattern prunes; without blocks, what share."""
-    return sparsity if block is None else Balanced(block=block).pruned(sparsity, block)
+    return sparsity if block is None else Balanced(block=block).pruned_per_block(sparsity, block)
 
 
 def check(sparsity: float, **scale: float) -> None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.targets import trace
+from ..core.tracing import trace
 from ..errors import PomonaError, require
 from . import spectral
 

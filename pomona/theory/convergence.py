@@ -240,7 +240,7 @@ class Trace:
                 f"the theorems are about dense weights moved by gradients at pruned ones, and {pruner} has no such "
                 "pair: attach DPF first, or leave the pruner out and give one_shot what it cuts.",
             )
-        self.slots = pruner.slots + pruner.companions if pruner else []
+        self.slots = pruner.slots + pruner.coupled if pruner else []
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.gammas: list[float] = []
         self.squares: dict[str, list[Tensor]] = {"lost": [], "whole": [], "gradient": []}
@@ -254,7 +254,7 @@ class Trace:
         """Note the weights: of pruned parameters the dense ones, whatever they hold at the moment."""
         dense = {id(slot.parameter): slot.dense for slot in self.slots}
         self.gammas.append(float(optimizer.param_groups[0]["lr"]))
-        self.squares["lost"].append(square(slot.dense - slot.sparse() for slot in self.slots))
+        self.squares["lost"].append(square(slot.dense - slot.projected() for slot in self.slots))
         self.squares["whole"].append(square(dense.get(id(p), p) for p in self.parameters))
 
     @torch.no_grad()

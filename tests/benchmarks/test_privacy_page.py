@@ -24,7 +24,7 @@ def test_code_on_the_page_runs():
     names: dict = {}
     exec(code, names)
     step = names["step"]
-    assert step.done == 20
+    assert step.steps_taken == 20
     assert step.spent == pytest.approx(2, rel=1e-3)
     assert step.lost(19) == pytest.approx(0.5, abs=0.05)
 

@@ -88,7 +88,7 @@ def eager(method: str, fused: bool) -> dict[str, Any]:
 def captured(method: str, fused: bool) -> dict[str, Any]:
     model, optimizer, pruner = build(method, fused)
     images, labels = data()
-    side = torch.cuda.Stream()
+    side = torch.cuda.RandomStream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for x, y in zip(images[:WARM], labels[:WARM], strict=True):

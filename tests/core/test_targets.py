@@ -205,7 +205,7 @@ def test_wrapped_models_keep_their_own_names() -> None:
 
 def test_an_unknown_layer_is_left_and_can_be_named() -> None:
     model = nn.ModuleDict({"own": nn.ParameterList([nn.Parameter(torch.ones(4, 4))]), "body": nn.Linear(4, 4)})
-    assert reasons(model)["own.0"] == "of a kind of layer not known here"
+    assert reasons(model)["own.0"] == "part of a layer of unknown kind"
     assert taken(model, include="own.0") == ["own.0"]
 
 

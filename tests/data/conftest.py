@@ -1,4 +1,4 @@
-"""No test here sees the data of the machine it runs on, unless it asks."""
+"""Fixtures that hide the data folders of the machine from the tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_data_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POMONA_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -93,7 +93,7 @@ def test_a_rate_stays_within_lr(schedule, epochs, per_epoch):
     ],
 )
 def test_optimizers_are_torchs(choice, kind):
-    record = OPTIMIZERS.make(choice)
+    record = OPTIMIZERS.resolve(choice)
     optimizer = record.build([torch.nn.Parameter(torch.ones(2))])
     assert type(optimizer) is kind
     group = optimizer.param_groups[0]
@@ -118,11 +118,11 @@ def test_adamw_decays_the_weights_themselves():
         (lambda: SGD(lr=math.nan), "lr must be above 0"),
         (lambda: SGD(momentum=1.0), "momentum must be in"),
         (lambda: SGD(momentum=0.0), "set nesterov = false"),
-        (lambda: OPTIMIZERS.make("sdg"), "did you mean 'sgd'"),
-        (lambda: OPTIMIZERS.make("adam(momentum=0.9)"), "option of optimizer 'adam'"),
-        (lambda: RATES.make({"name": "step", "milestones": [1.5]}), "a milestone is"),
-        (lambda: RATES.make({"name": "step", "milestones": 3}), "takes a list"),
-        (lambda: RATES.make({"name": "cosin"}), "did you mean 'cosine'"),
+        (lambda: OPTIMIZERS.resolve("sdg"), "did you mean 'sgd'"),
+        (lambda: OPTIMIZERS.resolve("adam(momentum=0.9)"), "option of optimizer 'adam'"),
+        (lambda: RATES.resolve({"name": "step", "milestones": [1.5]}), "a milestone is"),
+        (lambda: RATES.resolve({"name": "step", "milestones": 3}), "takes a list"),
+        (lambda: RATES.resolve({"name": "cosin"}), "did you mean 'cosine'"),
         (lambda: Cosine(per="batch"), "'step' or 'epoch'"),
         (lambda: Step(gamma=0.0), "gamma must be"),
         (lambda: Step(warmup=-1), "warmup must be"),

@@ -195,7 +195,7 @@ def test_augmentation_is_a_choice():
         ({"data": "digits(validation='x')"}, "data.validation takes int or float"),
         ({"data": {"name": "digits", "augment": "standrd"}}, "did you mean 'standard'"),
         ({"optimizer": {"lr": "high"}}, "lr takes float, got 'high'"),
-        ({"optimizer": 3}, "3 is no optimizer"),
+        ({"optimizer": 3}, "3 is not a valid optimizer"),
         ({"rate": {"gama": 0.1}}, "did you mean 'gamma'"),
     ],
 )

@@ -201,7 +201,9 @@ def test_evaluations_come_every_so_often_and_at_the_end(tmp_path):
 
 
 def test_what_a_person_should_know_is_noted(tmp_path, monkeypatch):
-    monkeypatch.setattr("pomona.methods.oneshot.OneShot.due", lambda self, time: False)  # it leaves all to finish()
+    monkeypatch.setattr(
+        "pomona.methods.oneshot.OneShot.is_update_due", lambda self, time: False
+    )  # it leaves all to finish()
     notes: list[str] = []
     train(recipe("oneshot", epochs=1), tmp_path / "run", note=notes.append)
     assert len(notes) == 1
@@ -492,7 +494,7 @@ def test_a_recipe_edited_under_its_checkpoint_is_refused(tmp_path):
         (lambda: recipe(batch_size=2000, drop_last=True), "batch_size 2000"),
         (
             lambda: Recipe.load({"data": "cifar10", "model": "resnet20"}),
-            "data set 'cifar10' was looked for in",
+            "data set 'cifar10' was not found in",
         ),
         (
             lambda: Recipe.load({"data": "digits(validation=5000)", "model": "mlp"}),

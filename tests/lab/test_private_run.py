@@ -16,7 +16,7 @@ from pomona.errors import PomonaError
 from pomona.lab import Interrupted
 from pomona.lab.recipes.bundled import files
 from pomona.lab.runs import private
-from pomona.privacy import Budget, accounting
+from pomona.privacy import Budget, accounting, budget
 
 SIGMA = 1.0  # will do for ε = 8
 STEPS = 12  # 3 epochs of 1347 rows in samples of 400
@@ -102,8 +102,8 @@ def test_a_run_cannot_be_resumed_with_another_budget(tmp_path):
 
 
 def test_a_run_needs_no_accountant_once_its_budget_is_solved(tmp_path, monkeypatch):
-    monkeypatch.setattr(accounting, "find_spec", lambda name: None)
-    monkeypatch.setattr(accounting, "library", lambda: pytest.fail("the accountant was asked"))
+    monkeypatch.setattr(budget, "find_spec", lambda name: None)
+    monkeypatch.setattr(accounting, "import_dp_accounting", lambda: pytest.fail("the accountant was asked"))
     private.train(recipe(), tmp_path / "run")
     written = private.PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
     assert written.private.budget == recipe().private.budget
@@ -123,7 +123,7 @@ def test_a_budget_for_another_run_is_refused(tmp_path):
 
 def test_a_budget_that_does_not_keep_its_promise_is_refused(tmp_path):
     pytest.importorskip("dp_accounting")
-    with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve it anew"):
+    with pytest.raises(PomonaError, match="a budget with σ=0.5 .* not 1e-05: solve the budget again"):
         private.train(recipe(budget=settled(0.01, sigma=0.5)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Reference, Tiny, bits, draws, follow, largest, started, step, still, values
 from kit import Net, adam, sgd, train
+from reference_methods import Reference, Tiny, bits, draws, follow, largest, started, step, still, values
 
 import pomona as pm
 
@@ -180,7 +180,9 @@ def test_a_nearly_dense_network_has_less_room_than_falls() -> None:
 def test_a_start_that_a_layer_cannot_hold_is_refused() -> None:
     model = Net()
     before = model.hidden.weight.clone()
-    with pytest.raises(pm.PomonaError, match=r"at 99.90% hidden.weight \(192 weights\) would start with none"):
+    with pytest.raises(
+        pm.PomonaError, match=r"at a sparsity of 99.90% hidden.weight \(192 weights\) would start with none"
+    ):
         pm.DSR(sparsity=0.999).attach(model, sgd(model), total_steps=10)
     assert torch.equal(model.hidden.weight, before)
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Tiny, bits, largest, pull, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_methods import Tiny, bits, largest, pull, values
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.core.fused.random_stream import Stream
+from pomona.core.fused.random_stream import RandomStream
 
 
 def scores(pruner: pm.Pruner) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def scores(pruner: pm.Pruner) -> dict[str, Tensor]:
 # ---- by hand: two layers of three weights, p = 2/3 keeps one of each
 
 
-class Given(Stream):
+class Given(RandomStream):
     """A stream whose weights and scores are written on paper."""
 
     def weights(self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None) -> Tensor:

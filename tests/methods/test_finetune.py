@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Reference, Tiny, bits, draws, follow, largest, largest_of_all, step, still, values
 from kit import TARGETS, Net, adam, batch, loss_at, sgd, train
+from reference_methods import Reference, Tiny, bits, draws, follow, largest, largest_of_all, step, still, values
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
-from pomona.methods import METHODS, pruner
+from pomona.methods import METHODS, make_pruner
 
 WEIGHTS = [[4.0, -3.0, 2.0, 1.0], [-8.0, 0.5, 7.0, 6.0]]
 ZERO = [[0.0] * 4] * 2
@@ -199,7 +199,7 @@ def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[st
         return model, masks
     optimizer = sgd(model)
     model.norm.requires_grad_(METHODS[name].weights != "score")  # scores leave no norm to train
-    ours = pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
+    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
     train(model, optimizer, range(steps))
     ours.finish()
     model.norm.requires_grad_(True)
@@ -268,7 +268,7 @@ def test_hard_methods_leak_no_bias_at_any_step(name: str, make: Any) -> None:
     model = Net().double()
     nn.init.normal_(model.norm.bias)
     optimizer = make(model)
-    ours = pruner({"name": name, **options}).attach(model, optimizer, total_steps=24)
+    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=24)
     gone = 0
     for t in range(24):
         train(model, optimizer, [t])

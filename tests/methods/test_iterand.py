@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import Tiny, pull
 from kit import Net, loss_at, same, saved, sgd, train
+from reference_methods import Tiny, pull
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.core.fused.random_stream import Stream, label, philox
+from pomona.core.fused.random_stream import RandomStream, name_words, philox
 
 TOTAL = 30
 
@@ -36,7 +36,7 @@ def redrawn(name: str, shape: torch.Size, number: int, rate: float, seed: int) -
     """Which coins fall for a re-draw, and the signs drawn, one position at a time."""
     coins, signs = [], []
     for position in range(shape.numel()):
-        words = philox((position, number, *label(name)), (seed, 0))
+        words = philox((position, number, *name_words(name)), (seed, 0))
         coins.append(words[1] / 2**32 < rate)
         signs.append(1.0 if words[0] < 2**31 else -1.0)
     return torch.tensor(coins).view(shape), torch.tensor(signs, dtype=torch.float64).view(shape)
@@ -47,7 +47,7 @@ def redrawn(name: str, shape: torch.Size, number: int, rate: float, seed: int) -
 def test_a_redraw_is_equation_3(rate: float, every: int) -> None:
     """w ← w ⊙ m + (1 − m) ⊙ [(1 − b) ⊙ w + b ⊙ w̃], before the forward of iteration t where (t + 1) mod K_per = 0."""
     model, optimizer, pruner = begin(every=every, rate=rate, sparsity=0.5, seed=3)
-    now = {s.name: Stream(3, "sc").weights(s.name, s.target.fan_in, s.parameter.detach()) for s in pruner.slots}
+    now = {s.name: RandomStream(3, "sc").weights(s.name, s.target.fan_in, s.parameter.detach()) for s in pruner.slots}
     for step in range(9):
         if (step + 1) % every == 0:
             for slot in pruner.slots:
@@ -67,14 +67,14 @@ def test_by_hand_on_four_weights() -> None:
     )
     slot = pruner.slots[0]
     slot.latent.copy_(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))  # type: ignore[union-attr]
-    first, second = (Stream(0, "ku").at("a.weight", 4, torch.arange(4), k).double() for k in (0, 1))
+    first, second = (RandomStream(0, "ku").weights_at("a.weight", 4, torch.arange(4), k).double() for k in (0, 1))
     pull(model, a=[[0.0] * 4]).backward()
     optimizer.step()
     assert slot.weight.tolist() == [[first[0], first[1], second[2], second[3]]]  # type: ignore[union-attr]
-    assert slot.drawn.tolist() == [[0, 0, 1, 1]]  # type: ignore[union-attr]
+    assert slot.draw_number.tolist() == [[0, 0, 1, 1]]  # type: ignore[union-attr]
     assert model.a.weight.tolist() == [[first[0], first[1], 0, 0]], "the model feels nothing of it"
     optimizer.step()
-    assert slot.drawn.tolist() == [[0, 0, 1, 1]], "not again before two more steps"  # type: ignore[union-attr]
+    assert slot.draw_number.tolist() == [[0, 0, 1, 1]], "not again before two more steps"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("distribution", ["sc", "ku"])
@@ -118,7 +118,7 @@ def test_at_rate_zero_it_is_edge_popup() -> None:
     train(other, plain, range(TOTAL))
     assert same(model.state_dict(), other.state_dict())
     assert pruner.history == popup.history
-    assert all(slot.drawn is None for slot in pruner.slots), "nothing is to be remembered"
+    assert all(slot.draw_number is None for slot in pruner.slots), "nothing is to be remembered"
 
 
 @pytest.mark.parametrize("stop", [2, 3, 10, 29])

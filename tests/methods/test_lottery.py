@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Tiny, largest_of_all, step, values
 from kit import TARGETS, Net, loss_at, same, sgd, train
+from reference_methods import Tiny, largest_of_all, step, values
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.methods import lottery
+from pomona.methods import _round_store
 
 
 def test_levels_by_hand() -> None:
     """Kept of 1000 at a rate of 0.2: 0.8^L, as ⌈0.2 · remaining⌉ go each time."""
-    levels = pm.Lottery(sparsity=0.9).method.levels(1000)
+    levels = pm.Lottery(sparsity=0.9).method.round_sparsities(1000)
     # 1000 − 200, 800 − 160, 640 − 128, 512 − ⌈102.4⌉, 409 − ⌈81.8⌉, 327 − ⌈65.4⌉, 261 − ⌈52.2⌉, 208 − ⌈41.6⌉,
     # 166 − ⌈33.2⌉, 132 − ⌈26.4⌉, and of 105 the 5 that are left to go.
     kept = [1000, 800, 640, 512, 409, 327, 261, 208, 166, 132, 105, 100]
@@ -40,7 +40,7 @@ def test_levels_by_hand() -> None:
     ],
 )
 def test_levels(options: dict[str, Any], count: int, kept: list[int]) -> None:
-    levels = pm.Lottery(**options).method.levels(count)
+    levels = pm.Lottery(**options).method.round_sparsities(count)
     assert [round((1 - level) * count) for level in levels] == kept
 
 
@@ -332,7 +332,7 @@ def test_a_result_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
         return {"path": tmp_path}
 
     assert len(pm.Lottery(sparsity=0.5, retrainings=1).rounds(Net().double(), training)) == 2, "in memory anything goes"
-    with pytest.raises(pm.PomonaError, match="which a folder cannot keep"):
+    with pytest.raises(pm.PomonaError, match="which a folder cannot store"):
         pm.Lottery(sparsity=0.5, retrainings=1).rounds(Net().double(), training, folder=tmp_path)
 
 
@@ -356,7 +356,7 @@ def test_a_crash_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.M
     whole = Net().double()
     expected = pm.Lottery(**options).rounds(whole, sparse)
     assert len(expected) == 4
-    shelf, calls = lottery.Shelf, {"left": 0}
+    shelf, calls = _round_store.RoundStore, {"left": 0}
 
     def dying(method: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -367,16 +367,16 @@ def test_a_crash_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.M
 
         return run
 
-    write, record = shelf.write, shelf.record
+    write, record = shelf.write_tensors, shelf.write_results
     for survived in range(13):  # four writes of the first round, three of each other
         folder = tmp_path / str(survived)
         calls["left"] = survived
-        monkeypatch.setattr(shelf, "write", dying(write))
-        monkeypatch.setattr(shelf, "record", dying(record))
+        monkeypatch.setattr(shelf, "write_tensors", dying(write))
+        monkeypatch.setattr(shelf, "write_results", dying(record))
         with pytest.raises(KeyboardInterrupt):
             pm.Lottery(**options).rounds(Net().double(), sparse, folder=folder)
-        monkeypatch.setattr(shelf, "write", write)
-        monkeypatch.setattr(shelf, "record", record)
+        monkeypatch.setattr(shelf, "write_tensors", write)
+        monkeypatch.setattr(shelf, "write_results", record)
         again = Net().double()
         assert pm.Lottery(**options).rounds(again, sparse, folder=folder) == expected
         assert same(again.state_dict(), whole.state_dict()), f"killed after {survived} writes"

@@ -13,7 +13,7 @@ from kit import TARGETS, Net, attached, obeys, same, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
-from pomona.methods import METHODS, pruner
+from pomona.methods import METHODS, make_pruner
 
 
 def updates(pruner: pm.Pruner) -> list[int]:
@@ -193,7 +193,7 @@ def test_the_final_sparsity_is_reached_by_training(make: Any, total: int, steps_
 
 
 def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
-    with pytest.raises(pm.PomonaError, match=r"still rise \(until=0\.95\) when the mask comes to rest at 0\.9"):
+    with pytest.raises(pm.PomonaError, match=r"still rise \(until=0\.95\) when the mask is fixed at 0\.9"):
         pm.DPF(schedule=pm.Cubic(until=0.95))
     pm.DPF(schedule=pm.Cubic(until=0.95), settle=0.05)
     pm.DPF(schedule=pm.Cubic(until=0.9))
@@ -215,7 +215,7 @@ def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
         ({"every": 2.5}, "every takes int, got 2.5"),
         ({"settle": 1.0}, r"in \[0, 1\), got 1\.0"),
         ({"pattern": "filtr"}, "unknown pattern 'filtr': did you mean 'filter'"),
-        ({"pattern": 3}, "3 is no pattern"),
+        ({"pattern": 3}, "3 is not a valid pattern"),
         ({"pattern": pm.NM(2, 4), "sparsity": 0.9}, "fixes the sparsity at 0.5, got 0.9"),
         ({"schedule": "cubics"}, "did you mean 'cubic'"),
         ({"include": 3}, "include"),
@@ -229,21 +229,21 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 def test_unknown_methods() -> None:
     with pytest.raises(pm.PomonaError, match="unknown method 'dfp': did you mean 'dpf'"):
-        pruner("dfp(sparsity=0.9)")
+        make_pruner("dfp(sparsity=0.9)")
 
 
 def test_a_pattern_that_fixes_the_sparsity_sets_it() -> None:
-    assert pm.DPF(pattern=pm.NM(1, 4)).method.target == 0.75
-    assert pm.DPF(pattern=pm.NM(1, 4), sparsity=0.75).method.target == 0.75
-    assert pm.DPF().method.target == 0.9
+    assert pm.DPF(pattern=pm.NM(1, 4)).method.final_sparsity == 0.75
+    assert pm.DPF(pattern=pm.NM(1, 4), sparsity=0.75).method.final_sparsity == 0.75
+    assert pm.DPF().method.final_sparsity == 0.9
 
 
 def test_methods_have_three_spellings() -> None:
     method = pm.DPF(sparsity=0.8, pattern=pm.Balanced(block=4), include=["conv*"]).method
     spelt = {"name": "dpf", "sparsity": 0.8, "pattern": {"name": "balanced", "block": 4}, "include": "conv*"}
-    assert pruner(spelt).method == method
-    assert pruner("dpf(sparsity=0.8, pattern='balanced(block=4)', include='conv*')").method == method
-    assert pruner(method).method is method
+    assert make_pruner(spelt).method == method
+    assert make_pruner("dpf(sparsity=0.8, pattern='balanced(block=4)', include='conv*')").method == method
+    assert make_pruner(method).method is method
 
 
 @pytest.mark.parametrize("name", list(METHODS))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Reference, Tiny, bits, follow, largest, started, step, values
 from kit import Net, adam, batch, loss_at, sgd, train
+from reference_methods import Reference, Tiny, bits, follow, largest, started, step, values
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Tiny, bits, largest_of_all, pull, step, still
 from kit import Net, adam, batch, loss_at, sgd, train
+from reference_methods import Tiny, bits, largest_of_all, pull, step, still
 from torch import Tensor, nn
 from torch.nn import functional as F
 

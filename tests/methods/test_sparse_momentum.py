@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Reference, Tiny, bits, follow, largest, started, step, still, values
 from kit import Net, adam, attached, loss_at, sgd, train
+from reference_methods import Reference, Tiny, bits, follow, largest, started, step, still, values
 
 import pomona as pm
 
@@ -173,7 +173,7 @@ def test_it_moves_once_an_epoch_but_not_at_the_end() -> None:
 def test_an_optimizer_without_momentum_is_refused_at_attach() -> None:
     model = Net()
     before = model.conv1.weight.clone()
-    with pytest.raises(pm.PomonaError, match="reads the optimizer's momentum, and here it is 0"):
+    with pytest.raises(pm.PomonaError, match="reads the optimizer's momentum, which is 0 here"):
         pm.SparseMomentum(every=2).attach(model, sgd(model, momentum=0.0, nesterov=False), total_steps=10)
     assert torch.equal(model.conv1.weight, before), "nothing is changed where attach raises"
 

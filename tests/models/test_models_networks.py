@@ -1,3 +1,5 @@
+"""The networks: parameter counts, initial weights and forward passes."""
+
 from __future__ import annotations
 
 import math
@@ -24,23 +26,24 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def sample(name: str, batch: int = 2, device: str = "cpu", small: bool = True) -> torch.Tensor:
+def make_inputs(name: str, batch: int = 2, device: str = "cpu", small: bool = True) -> torch.Tensor:
+    """Return random inputs for a network, of at most 64×64 pixels if `small`."""
     shape = info(name).input_shape
-    if info(name).tokens:
+    if info(name).takes_tokens:
         return torch.randint(1, 50, (batch, 9), device=device)
     return torch.randn(batch, shape[0], *((min(shape[1], 64),) * 2 if small else shape[1:]), device=device)
 
 
-def meta(name: str, **options) -> nn.Module:
+def build_on_meta(name: str, **options) -> nn.Module:
     with torch.device("meta"):
         return build(name, **options)
 
 
-def params(model: nn.Module) -> int:
+def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def conv_weights(model: nn.Module) -> int:
+def count_conv_weights(model: nn.Module) -> int:
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d))
 
 
@@ -74,42 +77,42 @@ def conv_weights(model: nn.Module) -> int:
     ],
 )
 def test_published_parameter_counts(name, options, millions):
-    assert round(params(meta(name, **options)) / 1e6, 2) == millions
+    assert round(count_params(build_on_meta(name, **options)) / 1e6, 2) == millions
 
 
-def test_exact_counts_worked_by_hand():
-    assert params(meta("lenet300")) == 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10 == 266_610
-    assert 20_000 <= params(meta("digits_cnn")) <= 40_000
+def test_exact_counts_worked_out_by_hand():
+    assert count_params(build_on_meta("lenet300")) == 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10 == 266_610
+    assert 20_000 <= count_params(build_on_meta("digits_cnn")) <= 40_000
     # A new shortcut of type B at the two places where the width doubles, each with its batch norm.
-    extra = params(meta("resnet20", shortcut="B")) - params(meta("resnet20"))
+    extra = count_params(build_on_meta("resnet20", shortcut="B")) - count_params(build_on_meta("resnet20"))
     assert extra == 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
-    one_way, two_ways = params(meta("lstm")), params(meta("bilstm"))
+    one_way, two_ways = count_params(build_on_meta("lstm")), count_params(build_on_meta("bilstm"))
     assert one_way == 25_002 * 100 + 4 * 256 * (100 + 256 + 2) + 256 * 2 + 2
     assert two_ways - one_way == 4 * 256 * (100 + 256 + 2) + 256 * 2
 
 
-@pytest.mark.parametrize(("name", "left"), [("resnet34", 6.38), ("resnet50", 7.04), ("resnet101", 12.72)])
-def test_iterands_remaining_parameters(name, left):
-    """IteRand, Table 4: 30 % of the convolutions' weights."""
-    assert round(0.3 * conv_weights(meta(name, stem="imagenet")) / 1e6, 2) == left
+@pytest.mark.parametrize(("name", "kept_millions"), [("resnet34", 6.38), ("resnet50", 7.04), ("resnet101", 12.72)])
+def test_parameters_that_iterand_keeps(name, kept_millions):
+    """Chijiwa et al. (2021), Table 4: 30 % of the weights of convolutions."""
+    assert round(0.3 * count_conv_weights(build_on_meta(name, stem="imagenet")) / 1e6, 2) == kept_millions
 
 
 @pytest.mark.parametrize("rho", [0.25, 0.5, 1.0, 2.0])
 def test_rho_scales_the_width_but_not_the_stem(rho):
     widths = [int(w * rho) for w in (64, 64, 128, 128, 256, 256, 256, 256)]
-    layers = [m for m in meta("conv6", rho=rho).modules() if isinstance(m, nn.Conv2d)]
+    layers = [m for m in build_on_meta("conv6", rho=rho).modules() if isinstance(m, nn.Conv2d)]
     assert [m.out_channels for m in layers] == [*widths, 10]
     assert [m.kernel_size[0] for m in layers] == [3] * 6 + [1] * 3
     assert layers[6].in_channels == int(256 * rho) * 16
-    resnet = [m for m in meta("resnet18", rho=rho).modules() if isinstance(m, nn.Conv2d)]
+    resnet = [m for m in build_on_meta("resnet18", rho=rho).modules() if isinstance(m, nn.Conv2d)]
     assert resnet[0].out_channels == 64
     assert resnet[-1].out_channels == int(512 * rho)
 
 
 @pytest.mark.parametrize("name", names())
 def test_forward_backward_and_trace_at_full_size(name):
-    """On the meta device: shapes and the graph are real, only the numbers are not."""
-    model, x = meta(name), sample(name, device="meta", small=False)
+    """On the meta device shapes and the graph are computed, but no values."""
+    model, x = build_on_meta(name), make_inputs(name, device="meta", small=False)
     out = model(x)
     classes = info(name).options.get("num_classes")
     assert out.shape == ((2, classes) if classes else (2, 9, 10_000))
@@ -121,7 +124,7 @@ def test_forward_backward_and_trace_at_full_size(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - HEAVY))
-def test_numbers_at_small_size(name):
+def test_weights_gradients_and_reloading_at_small_size(name):
     options = SMALL.get(name, {})
     torch.manual_seed(3)
     model = build(name, **options)
@@ -131,7 +134,7 @@ def test_numbers_at_small_size(name):
         assert torch.equal(one, two), key
 
     model.train()
-    x = sample(name)
+    x = make_inputs(name)
     model(x).square().sum().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
@@ -144,10 +147,10 @@ def test_numbers_at_small_size(name):
 
 
 @pytest.mark.parametrize("name", [n for n in names() if "affine" in info(n).options and n not in HEAVY | {"wrn28_2"}])
-def test_without_affine_only_weights_are_left(name):
-    model = meta(name, affine=False)
-    linear = sum(params(m) for m in model.modules() if isinstance(m, nn.Linear))
-    assert params(model) == conv_weights(model) + linear
+def test_without_affine_only_weights_are_parameters(name):
+    model = build_on_meta(name, affine=False)
+    linear = sum(count_params(m) for m in model.modules() if isinstance(m, nn.Linear))
+    assert count_params(model) == count_conv_weights(model) + linear
 
 
 def test_group_norm_does_not_mix_samples():
@@ -157,7 +160,7 @@ def test_group_norm_does_not_mix_samples():
     alone = grouped(x[:1])
     assert torch.allclose(grouped(x)[:1], alone, atol=1e-4)
     assert not torch.allclose(batched(x)[:1], batched(x[:1]), atol=1e-4)
-    assert params(grouped) == params(batched)
+    assert count_params(grouped) == count_params(batched)
 
 
 @pytest.mark.parametrize("name", ["resnet20", "wrn28_2", "resnet18", "vgg11", "densenet40", "digits_cnn"])
@@ -198,13 +201,13 @@ def test_conv6_agrees_with_linear_layers():
 
 
 def test_dropout_is_off_by_default_and_can_be_on():
-    assert not any(isinstance(m, nn.Dropout) for m in meta("wrn28_2").modules())
-    assert sum(isinstance(m, nn.Dropout) for m in meta("wrn28_2", dropout=0.3).modules()) == 12
-    assert sum(isinstance(m, nn.Dropout) for m in meta("densenet40", dropout=0.2).modules()) == 38
+    assert not any(isinstance(m, nn.Dropout) for m in build_on_meta("wrn28_2").modules())
+    assert sum(isinstance(m, nn.Dropout) for m in build_on_meta("wrn28_2", dropout=0.3).modules()) == 12
+    assert sum(isinstance(m, nn.Dropout) for m in build_on_meta("densenet40", dropout=0.2).modules()) == 38
 
 
 @pytest.mark.parametrize("name", ["lstm", "bilstm"])
-def test_classifier_reads_the_last_real_token_as_packing_does(name):
+def test_classifier_reads_the_last_token_before_padding(name):
     torch.manual_seed(0)
     model = build(name, vocabulary=20, hidden=6, num_classes=3).eval()
     lengths = torch.tensor([5, 3, 1])
@@ -216,7 +219,7 @@ def test_classifier_reads_the_last_real_token_as_packing_does(name):
     assert torch.allclose(model(tokens), model.linear(torch.cat(parts, 1)), atol=1e-6)
 
 
-def test_left_padding_is_read_at_its_end_and_empty_text_is_no_error():
+def test_left_padding_and_empty_texts_are_read():
     torch.manual_seed(0)
     model = build("bilstm", vocabulary=20, hidden=6).eval()
     tokens = torch.tensor([[0, 0, 7, 3], [0, 0, 0, 0]])
@@ -227,7 +230,7 @@ def test_left_padding_is_read_at_its_end_and_empty_text_is_no_error():
     assert out.isfinite().all()
 
 
-def test_a_frozen_embedding_gets_no_gradient():
+def test_frozen_embedding_has_no_gradient():
     model = build("lstm", vocabulary=20, hidden=4, frozen=True)
     model(torch.randint(1, 20, (2, 3))).sum().backward()
     assert model.embedding.weight.grad is None

@@ -1,3 +1,5 @@
+"""The registry of networks."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,11 +16,11 @@ def test_names_are_listed_by_pattern():
     assert {"mlp", "lenet300", "conv6", "digits_cnn", "vgg16_d", "densenet40", "lstm_lm"} <= set(names())
 
 
-def test_a_record_has_the_defaults_of_the_signature():
-    record = info("resnet50")
-    assert (record.name, record.input_shape) == ("resnet50", (3, 224, 224))
-    assert record.options["stem"] == "imagenet"
-    assert record.options["num_classes"] == 1000
+def test_info_has_the_defaults_of_the_signature():
+    resnet50 = info("resnet50")
+    assert (resnet50.name, resnet50.input_shape) == ("resnet50", (3, 224, 224))
+    assert resnet50.options["stem"] == "imagenet"
+    assert resnet50.options["num_classes"] == 1000
     assert info("resnet18").options["stem"] == "cifar"
     assert dict(info("resnet56").options) == {
         "num_classes": 10,
@@ -26,12 +28,12 @@ def test_a_record_has_the_defaults_of_the_signature():
         "shortcut": "A",
         "affine": True,
     }
-    assert record.paper
-    assert not record.tokens
-    assert info("bilstm").tokens
+    assert resnet50.paper
+    assert not resnet50.takes_tokens
+    assert info("bilstm").takes_tokens
 
 
-def test_a_record_cannot_be_changed():
+def test_info_options_are_read_only():
     with pytest.raises(TypeError):
         info("resnet20").options["num_classes"] = 3  # type: ignore[index]
 
@@ -47,8 +49,8 @@ def test_every_classifier_takes_num_classes(name):
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "conv2", "mlp", "resnet20"])
-def test_fit_adapts_a_network_to_the_data(name):
-    model = build(name, **info(name).fit((2, 12, 12), num_classes=5)).eval()
+def test_fit_options_adapt_a_network_to_the_data(name):
+    model = build(name, **info(name).fit_options((2, 12, 12), num_classes=5)).eval()
     assert model(torch.zeros(3, 2, 12, 12)).shape == (3, 5)
 
 
@@ -72,6 +74,6 @@ def test_fit_adapts_a_network_to_the_data(name):
         ("mlp", {"hidden": [300, 0]}, "hidden takes a list of widths"),
     ],
 )
-def test_bad_requests_say_what_is_wrong(name, options, message):
+def test_invalid_names_and_options_are_refused(name, options, message):
     with pytest.raises(PomonaError, match=message):
         build(name, **options)

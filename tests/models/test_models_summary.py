@@ -1,3 +1,5 @@
+"""Counts of parameters, non-zeros and MACs."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +17,7 @@ from pomona.errors import PomonaError
 from pomona.models import Summary, build, info, names, summary
 
 
-def meta(name: str, **options) -> nn.Module:
+def build_on_meta(name: str, **options) -> nn.Module:
     with torch.device("meta"):
         return build(name, **options)
 
@@ -25,15 +27,15 @@ def meta(name: str, **options) -> nn.Module:
     [("wrn28_2", 214.35, 216), ("wrn28_4", 845.60, 848), ("wrn28_8", 3360.08, 3366)],
 )
 def test_macs_of_wide_resnets(name, macs, total):
-    """DPF, Figure 6, whose count takes in batch norms and ReLUs."""
-    result = summary(meta(name), (3, 32, 32))
+    """Lin et al. (2020), Figure 6, whose count includes batch norms and ReLUs."""
+    result = summary(build_on_meta(name), (3, 32, 32))
     assert round(result.macs / 1e6, 2) == macs
     assert round((result.macs + result.elementwise) / 1e6) == total
 
 
-@pytest.mark.parametrize(("sparsity", "left"), [(0.8, 6.79), (0.9, 4.45)])
-def test_what_is_left_of_resnet50(sparsity, left):
-    """DPF, Table 3: all convolutions are pruned, the classifier and the norms are not."""
+@pytest.mark.parametrize(("sparsity", "nonzero_millions"), [(0.8, 6.79), (0.9, 4.45)])
+def test_nonzeros_of_a_pruned_resnet50(sparsity, nonzero_millions):
+    """Lin et al. (2020), Table 3: all convolutions are pruned, the classifier and the norms are not."""
     model = build("resnet50")
     with torch.no_grad():
         for module in model.modules():
@@ -43,7 +45,7 @@ def test_what_is_left_of_resnet50(sparsity, left):
                 module.weight.flatten()[: round(sparsity * module.weight.numel())] = 0
     result = summary(model, (3, 32, 32))
     assert round(result.params / 1e6, 2) == 25.56
-    assert round(result.nonzeros / 1e6, 2) == left
+    assert round(result.nonzeros / 1e6, 2) == nonzero_millions
     convs = [layer for layer in result.layers if layer.kind == "Conv2d"]
     assert sum(layer.params for layer in convs) == 23_454_912
     assert sum(layer.macs_left for layer in convs) == pytest.approx(
@@ -52,8 +54,8 @@ def test_what_is_left_of_resnet50(sparsity, left):
 
 
 @pytest.mark.parametrize("name", [n for n in names() if "lstm" not in n])
-def test_macs_agree_with_torchs_own_counter(name):
-    model, shape = meta(name).eval(), info(name).input_shape
+def test_macs_agree_with_the_flop_counter_of_torch(name):
+    model, shape = build_on_meta(name).eval(), info(name).input_shape
     with FlopCounterMode(display=False) as flops:
         model(torch.zeros(1, *shape, device="meta"))
     result = summary(model, shape)
@@ -62,7 +64,7 @@ def test_macs_agree_with_torchs_own_counter(name):
     assert result.macs_left == result.macs
 
 
-def test_a_convolution_by_hand():
+def test_convolution_worked_out_by_hand():
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3))
     with torch.no_grad():
         model[0].weight[:, 0] = 0
@@ -90,8 +92,10 @@ def test_a_convolution_by_hand():
     seed=st.integers(0, 1000),
     transposed=st.booleans(),
 )
-def test_macs_left_are_the_products_that_are_done(groups, inputs, outputs, size, stride, side, seed, transposed):
-    """With weights 0 or 1 and an input of ones, every MAC that is left adds one to the output."""
+def test_macs_left_are_the_products_with_non_zero_weights(
+    groups, inputs, outputs, size, stride, side, seed, transposed
+):
+    """With weights 0 or 1 and an input of ones, every MAC with a non-zero weight adds one to the output."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(groups * inputs, groups * outputs, size, stride, groups=groups, bias=False, dtype=torch.double)
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +123,7 @@ def test_recurrent_layers_count_each_step(kind, gates, batch_first):
     assert left == 33 * (per_step - gates * 7 * 7)
 
 
-def test_cells_packed_sequences_and_language_model():
+def test_recurrent_cells_packed_sequences_and_language_model():
     class Loop(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,7 +146,7 @@ def test_cells_packed_sequences_and_language_model():
 
     assert summary(Loop(), (6, 5)).macs == 6 * 4 * 7 * 12
     assert summary(Packed(), (6, 5)).macs == 6 * 4 * 7 * 12
-    result = summary(meta("lstm_lm"), (35,))
+    result = summary(build_on_meta("lstm_lm"), (35,))
     assert result.macs == 35 * (2 * 4 * 1500 * 3000 + 1500 * 10_000)
     assert result.params == 2 * 15_000_000 + 10_000 + 2 * (4 * 1500 * 3000 + 8 * 1500)
 
@@ -168,12 +172,12 @@ def test_attention_counts_its_projections(own_sizes):
     assert summary(model, (5, 8)).macs_left == result.macs - 5 * 64
 
 
-def test_transformer_layers_are_not_hidden_by_the_fast_path():
+def test_transformer_layers_are_counted_despite_the_fast_path():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     assert summary(layer, (5, 8)).macs == 5 * (4 * 64 + 2 * 8 * 16)
 
 
-def test_a_tied_tensor_counts_once_and_works_twice():
+def test_tied_weights_count_once_as_parameters_and_twice_as_macs():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     model[2].weight = model[1].weight
     model[3].weight = model[0].weight
@@ -186,7 +190,7 @@ def test_a_tied_tensor_counts_once_and_works_twice():
     assert (again.params, again.macs, again.elementwise) == (20, 32, 4)
 
 
-def test_the_model_is_left_as_it_was():
+def test_summary_does_not_change_the_model():
     model = build("digits_cnn")
     model.train()
     model.features[1].eval()
@@ -204,18 +208,18 @@ def test_the_model_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("shape", [3, "abc", (3, 0), (3, 2.5), (True,), None])
-def test_a_shape_that_is_none(shape):
+def test_invalid_input_shapes_are_refused(shape):
     with pytest.raises(PomonaError, match="input_shape takes the shape of one sample"):
         summary(nn.Linear(3, 3), shape)
 
 
-def test_an_example_without_samples():
+def test_empty_example_batches_are_refused():
     for example in (torch.tensor(1.0), torch.zeros(0, 3)):
         with pytest.raises(PomonaError, match="an example needs a batch of samples"):
             summary(nn.Linear(3, 3), example)
 
 
-def test_examples_and_their_batch_size_do_not_change_the_count():
+def test_count_does_not_depend_on_the_example_or_its_batch_size():
     model = build("digits_cnn")
     expected = summary(model, (1, 8, 8))
     assert summary(model, torch.randn(5, 1, 8, 8)) == expected
@@ -223,7 +227,7 @@ def test_examples_and_their_batch_size_do_not_change_the_count():
     assert summary(torch.compile(model, backend="eager"), torch.Size((1, 8, 8))) == expected
 
 
-def test_parameters_of_containers_and_models_without_any():
+def test_parameters_of_containers_and_models_without_parameters():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -256,7 +260,7 @@ def test_the_table_has_every_layer_and_the_totals():
     assert "20,042" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_summary_is_frozen():
+def test_summary_is_frozen():
     result = summary(nn.Linear(2, 2), (2,))
     assert isinstance(result, Summary)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""Hand-worked masks for every pattern, and what must hold for any scores."""
+"""Patterns: masks worked out by hand, and properties that hold for any scores."""
 
 from __future__ import annotations
 
@@ -19,35 +19,43 @@ from pomona.patterns import PATTERNS, Pattern
 INF = math.inf
 
 
-def masks(pattern: Pattern, sparsity: float, *scores: Sequence) -> list[list]:
-    """Masks as lists of zeros and ones."""
-    return [m.int().tolist() for m in pattern.masks([torch.tensor(s, dtype=torch.float64) for s in scores], sparsity)]
+def masks_as_lists(pattern: Pattern, sparsity: float, *scores: Sequence) -> list[list]:
+    """Return the selected masks as nested lists of zeros and ones."""
+    return [
+        m.int().tolist() for m in pattern.select_masks([torch.tensor(s, dtype=torch.float64) for s in scores], sparsity)
+    ]
 
 
 # ---- by hand
 
 
 def test_unstructured() -> None:
-    assert masks(pm.Unstructured(), 0.5, [[4.0, 1, 3], [2, 5, 6]]) == [[[1, 0, 0], [0, 1, 1]]]
-    assert masks(pm.Unstructured(), 0.5, [[4.0, 1]], [[3.0, 2]]) == [[[1, 0]], [[1, 0]]]  # one threshold for both
-    assert masks(pm.Unstructured(), 0.5, [[9.0, 8]], [[3.0, 2]]) == [[[1, 1]], [[0, 0]]]
-    assert masks(pm.Unstructured(), 0.0, [[0.0, -INF]]) == [[[1, 1]]]
+    assert masks_as_lists(pm.Unstructured(), 0.5, [[4.0, 1, 3], [2, 5, 6]]) == [[[1, 0, 0], [0, 1, 1]]]
+    assert masks_as_lists(pm.Unstructured(), 0.5, [[4.0, 1]], [[3.0, 2]]) == [
+        [[1, 0]],
+        [[1, 0]],
+    ]  # one threshold for both
+    assert masks_as_lists(pm.Unstructured(), 0.5, [[9.0, 8]], [[3.0, 2]]) == [[[1, 1]], [[0, 0]]]
+    assert masks_as_lists(pm.Unstructured(), 0.0, [[0.0, -INF]]) == [[[1, 1]]]
 
 
-def test_of_equal_scores_the_first_are_kept() -> None:
-    assert masks(pm.Unstructured(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
-    assert masks(pm.Filter(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
-    assert masks(pm.Balanced(block=2), 0.5, [[1.0, 1, 1, 1]]) == [[[1, 0, 1, 0]]]
-    assert masks(pm.Filter(), 0.5, [[1.0]], [[1.0]]) == [[[1]], [[0]]]
+def test_ties_keep_the_first() -> None:
+    assert masks_as_lists(pm.Unstructured(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
+    assert masks_as_lists(pm.Filter(), 0.5, [[1.0, 1], [1, 1]]) == [[[1, 1], [0, 0]]]
+    assert masks_as_lists(pm.Balanced(block=2), 0.5, [[1.0, 1, 1, 1]]) == [[[1, 0, 1, 0]]]
+    assert masks_as_lists(pm.Filter(), 0.5, [[1.0]], [[1.0]]) == [[[1]], [[0]]]
 
 
-def test_balanced_keeps_the_same_in_every_block() -> None:
+def test_balanced_keeps_the_same_number_in_every_block() -> None:
     rows = [[1.0, 2, 8, 7], [5, 6, 3, 4]]
-    assert masks(pm.Balanced(block=2), 0.5, rows) == [[[0, 1, 1, 0], [0, 1, 0, 1]]]
-    assert masks(pm.Balanced(blocks=1), 0.5, rows) == [[[0, 0, 1, 1], [1, 1, 0, 0]]]
-    assert masks(pm.Balanced(blocks=2), 0.5, rows) == masks(pm.Balanced(block=2), 0.5, rows)
+    assert masks_as_lists(pm.Balanced(block=2), 0.5, rows) == [[[0, 1, 1, 0], [0, 1, 0, 1]]]
+    assert masks_as_lists(pm.Balanced(blocks=1), 0.5, rows) == [[[0, 0, 1, 1], [1, 1, 0, 0]]]
+    assert masks_as_lists(pm.Balanced(blocks=2), 0.5, rows) == masks_as_lists(pm.Balanced(block=2), 0.5, rows)
     convolution = torch.tensor(rows, dtype=torch.float64).view(2, 1, 2, 2)
-    assert pm.Balanced(block=2).masks([convolution], 0.5)[0].view(2, 4).int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+    assert pm.Balanced(block=2).select_masks([convolution], 0.5)[0].view(2, 4).int().tolist() == [
+        [0, 1, 1, 0],
+        [0, 1, 0, 1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,111 +73,127 @@ def test_balanced_keeps_the_same_in_every_block() -> None:
     ],
 )
 def test_balanced_rounds_half_up_and_keeps_one(width: int, sparsity: float, pruned: int) -> None:
-    mask = pm.Balanced(block=width).masks([torch.rand(3, 2 * width)], sparsity)[0]
+    mask = pm.Balanced(block=width).select_masks([torch.rand(3, 2 * width)], sparsity)[0]
     assert (mask.view(-1, width).sum(1) == width - pruned).all()
 
 
-def test_balanced_pads_its_last_block_with_nothing() -> None:
+def test_balanced_never_keeps_padding_before_weights() -> None:
     # Blocks (1, 2, 3) and (4, 5, nothing); one of three goes, and of the last the nothing.
-    assert masks(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 1, 1, 1, 1]]]
-    assert masks(pm.Balanced(block=3, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
-    assert masks(pm.Balanced(blocks=2, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
-    assert masks(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, -INF, -INF]]) == [[[0, 1, 1, 1, 1]]]
+    assert masks_as_lists(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 1, 1, 1, 1]]]
+    assert masks_as_lists(pm.Balanced(block=3, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
+    assert masks_as_lists(pm.Balanced(blocks=2, pad=True), 2 / 3, [[1.0, 2, 3, 4, 5]]) == [[[0, 0, 1, 0, 1]]]
+    assert masks_as_lists(pm.Balanced(block=3, pad=True), 1 / 3, [[1.0, 2, 3, -INF, -INF]]) == [[[0, 1, 1, 1, 1]]]
 
 
-def test_balanced_shares_between_layers_by_one_threshold() -> None:
+def test_balanced_distributes_sparsity_over_layers_by_one_threshold() -> None:
     small, large = [[1.0, 2, 3, 4]], [[5.0, 6, 7, 8]]
     # Four of eight go, all of them from the first layer, which keeps one all the same.
-    assert masks(pm.Balanced(block=4), 0.5, small, large) == [[[0, 0, 0, 1]], [[1, 1, 1, 1]]]
+    assert masks_as_lists(pm.Balanced(block=4), 0.5, small, large) == [[[0, 0, 0, 1]], [[1, 1, 1, 1]]]
     # Three of eight: 3/4 of the first layer.
-    assert masks(pm.Balanced(block=2), 3 / 8, small, large) == [[[0, 1, 0, 1]], [[1, 1, 1, 1]]]
+    assert masks_as_lists(pm.Balanced(block=2), 3 / 8, small, large) == [[[0, 1, 0, 1]], [[1, 1, 1, 1]]]
 
 
-def test_balanced_shares_are_exact_halves() -> None:
+def test_balanced_rounds_exact_halves_of_a_layer_up() -> None:
     # 6 of the first layer's 80 go: 1.5 of every 20, which rounds up to 2; in float32 it would not.
     first = torch.arange(1.0, 81).view(1, 80)
     second = 100 + torch.arange(80.0).view(1, 80)
-    kept = pm.Balanced(block=20).masks([first, second], 6 / 160)
+    kept = pm.Balanced(block=20).select_masks([first, second], 6 / 160)
     assert [int((~m).sum()) for m in kept] == [8, 0]
 
 
 def test_nm() -> None:
     rows = [[1.0, 4, 3, 2], [9, 1, 1, 9]]
-    assert masks(pm.NM(2, 4), 0.5, rows) == [[[0, 1, 1, 0], [1, 0, 0, 1]]]
-    assert masks(pm.NM(1, 4), 0.75, rows) == [[[0, 1, 0, 0], [1, 0, 0, 0]]]
+    assert masks_as_lists(pm.NM(2, 4), 0.5, rows) == [[[0, 1, 1, 0], [1, 0, 0, 1]]]
+    assert masks_as_lists(pm.NM(1, 4), 0.75, rows) == [[[0, 1, 0, 0], [1, 0, 0, 0]]]
     assert pm.NM(1, 4).sparsity == 0.75
 
 
-def test_nm_on_its_way_keeps_more_never_fewer() -> None:
+def test_nm_keeps_more_below_its_final_sparsity_and_never_fewer() -> None:
     rows = [[1.0, 4, 3, 2]]
-    assert masks(pm.NM(2, 4), 0.0, rows) == [[[1, 1, 1, 1]]]
-    assert masks(pm.NM(2, 4), 0.2, rows) == [[[0, 1, 1, 1]]]
-    assert masks(pm.NM(2, 4), 0.99, rows) == [[[0, 1, 1, 0]]]
-    assert masks(pm.NM(2, 4), 0.25, rows, [[9.0, 9, 9, 9]]) == [[[0, 1, 1, 1]], [[1, 1, 1, 0]]]  # the same in all
+    assert masks_as_lists(pm.NM(2, 4), 0.0, rows) == [[[1, 1, 1, 1]]]
+    assert masks_as_lists(pm.NM(2, 4), 0.2, rows) == [[[0, 1, 1, 1]]]
+    assert masks_as_lists(pm.NM(2, 4), 0.99, rows) == [[[0, 1, 1, 0]]]
+    assert masks_as_lists(pm.NM(2, 4), 0.25, rows, [[9.0, 9, 9, 9]]) == [
+        [[0, 1, 1, 1]],
+        [[1, 1, 1, 0]],
+    ]  # the same in all
 
 
 def test_block() -> None:
     rows = [[3.0, 0, 2, 2], [0, 0, 2, 2], [1, 1, 0, 0], [1, 1, 0, 0]]
     # Tiles by norm: 3, 4 / 2, 0. By the sum of magnitudes: 3, 8 / 4, 0.
-    assert masks(pm.Block((2, 2)), 0.5, rows) == [[[1, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0] * 4]]
-    assert masks(pm.Block((2, 2), norm=1), 0.5, rows) == [[[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]]
-    assert masks(pm.Block((1, 4)), 0.75, rows) == [[[1] * 4, [0] * 4, [0] * 4, [0] * 4]]
-    assert masks(pm.Block((4, 1)), 0.5, rows) == [[[1, 0, 1, 0]] * 4]  # columns 3.3, 1.4, 2.8, 2.8
+    assert masks_as_lists(pm.Block((2, 2)), 0.5, rows) == [[[1, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0] * 4]]
+    assert masks_as_lists(pm.Block((2, 2), norm=1), 0.5, rows) == [
+        [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    ]
+    assert masks_as_lists(pm.Block((1, 4)), 0.75, rows) == [[[1] * 4, [0] * 4, [0] * 4, [0] * 4]]
+    assert masks_as_lists(pm.Block((4, 1)), 0.5, rows) == [[[1, 0, 1, 0]] * 4]  # columns 3.3, 1.4, 2.8, 2.8
 
 
 def test_kernel() -> None:
     weights = torch.tensor([[[3.0, 0], [2, 2]], [[1, 1], [0, 0]]]).view(2, 2, 1, 2)  # norms 3, 2.8, 1.4, 0
-    assert pm.Kernel().masks([weights], 0.5)[0].int().view(4, 2).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
-    assert pm.Kernel(norm=1).masks([weights], 0.75)[0].int().view(4, 2).tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
-    assert masks(pm.Kernel(), 0.5, [[1.0, 4], [3, 2]]) == [[[0, 1], [1, 0]]]  # in a linear layer every weight
+    assert pm.Kernel().select_masks([weights], 0.5)[0].int().view(4, 2).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert pm.Kernel(norm=1).select_masks([weights], 0.75)[0].int().view(4, 2).tolist() == [
+        [0, 0],
+        [1, 1],
+        [0, 0],
+        [0, 0],
+    ]
+    assert masks_as_lists(pm.Kernel(), 0.5, [[1.0, 4], [3, 2]]) == [[[0, 1], [1, 0]]]  # in a linear layer every weight
 
 
 def test_filter() -> None:
     rows = [[3.0, 0], [2, 2], [1, 1]]  # L2: 3, 2.8, 1.4; L1: 3, 4, 2
-    assert masks(pm.Filter(), 2 / 3, rows) == [[[1, 1], [0, 0], [0, 0]]]
-    assert masks(pm.Filter(norm=1), 2 / 3, rows) == [[[0, 0], [1, 1], [0, 0]]]
+    assert masks_as_lists(pm.Filter(), 2 / 3, rows) == [[[1, 1], [0, 0], [0, 0]]]
+    assert masks_as_lists(pm.Filter(norm=1), 2 / 3, rows) == [[[0, 0], [1, 1], [0, 0]]]
 
 
-def test_what_is_out_adds_nothing_to_its_unit() -> None:
-    assert masks(pm.Filter(), 0.5, [[-INF, 1.0], [2.0, 2.0]]) == [[[0, 0], [1, 1]]]
-    assert masks(pm.Filter(), 0.5, [[-INF, -INF], [0.0, -INF]]) == [[[0, 0], [1, 1]]]
-    assert masks(pm.Filter(), 0.5, [[9.0, 9.0], [INF, 0.0]]) == [[[0, 0], [1, 1]]]
+def test_excluded_entries_add_nothing_to_the_norm_of_their_unit() -> None:
+    assert masks_as_lists(pm.Filter(), 0.5, [[-INF, 1.0], [2.0, 2.0]]) == [[[0, 0], [1, 1]]]
+    assert masks_as_lists(pm.Filter(), 0.5, [[-INF, -INF], [0.0, -INF]]) == [[[0, 0], [1, 1]]]
+    assert masks_as_lists(pm.Filter(), 0.5, [[9.0, 9.0], [INF, 0.0]]) == [[[0, 0], [1, 1]]]
 
 
-def test_filters_of_several_sizes_come_nearest_in_weights() -> None:
+def test_filters_of_several_sizes_reach_the_nearest_weight_count() -> None:
     wide, narrow = [[5.0, 0, 0], [1, 0, 0]], [[4.0], [3.0], [2.0]]
     # Ranked 5 (3 weights), 4, 3, 2 (1 each), 1 (3): keeping 3, 4, 5, 6 or all 9.
-    assert masks(pm.Filter(), 4 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [0]]]
-    assert masks(pm.Filter(), 2 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]  # 7 asked: 6
-    assert masks(pm.Filter(), 8 / 9, wide, narrow) == [[[0, 0, 0], [0, 0, 0]], [[0], [0], [0]]]  # 1 asked: 0, not 3
+    assert masks_as_lists(pm.Filter(), 4 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [0]]]
+    assert masks_as_lists(pm.Filter(), 2 / 9, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]  # 7 asked: 6
+    assert masks_as_lists(pm.Filter(), 8 / 9, wide, narrow) == [
+        [[0, 0, 0], [0, 0, 0]],
+        [[0], [0], [0]],
+    ]  # 1 asked: 0, not 3
 
 
-def test_filters_counted_as_the_papers_count_them() -> None:
+def test_filters_can_be_counted_instead_of_weights() -> None:
     wide, narrow = [[5.0, 0, 0], [1, 0, 0]], [[4.0], [3.0], [2.0]]
-    assert masks(pm.Filter(of="filters"), 0.4, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [0]]]  # 2 of 5
-    assert masks(pm.Filter(of="filters"), 0.2, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]
-    assert masks(pm.Filter(of="filters"), 0.8, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[0], [0], [0]]]
+    assert masks_as_lists(pm.Filter(of="filters"), 0.4, wide, narrow) == [
+        [[1, 1, 1], [0, 0, 0]],
+        [[1], [1], [0]],
+    ]  # 2 of 5
+    assert masks_as_lists(pm.Filter(of="filters"), 0.2, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[1], [1], [1]]]
+    assert masks_as_lists(pm.Filter(of="filters"), 0.8, wide, narrow) == [[[1, 1, 1], [0, 0, 0]], [[0], [0], [0]]]
     with pytest.raises(pm.PomonaError, match="did you mean 'filters'"):
         pm.Filter(of="filter")
 
 
-def test_norms_may_be_left_alone() -> None:
+def test_norms_are_pruned_with_their_filter_only_on_request() -> None:
     torch.manual_seed(0)
     for norms in (True, False):
         model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3))
         torch.nn.init.ones_(model[1].bias)
         pruner = pm.OneShot(sparsity=0.5, pattern=pm.Filter(norms=norms), include=["0.weight"])
         pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=1)
-        gone = ~model[0].weight.flatten(1).any(1)
-        assert gone.sum() == 2
+        pruned = ~model[0].weight.flatten(1).any(1)
+        assert pruned.sum() == 2
         for tensor in (model[0].bias, model[1].weight, model[1].bias):
-            assert bool(tensor[gone].any()) is not norms
+            assert bool(tensor[pruned].any()) is not norms
 
 
-def test_norms_of_bfloat16_are_told_apart() -> None:
+def test_norms_of_bfloat16_weights_are_computed_in_float32() -> None:
     rows = torch.ones(2, 64, dtype=torch.bfloat16)
     rows[1, 0] = 1.0625  # norms 8 and 8.008, one number in bfloat16
-    assert pm.Filter().masks([rows], 0.5)[0][:, 0].tolist() == [False, True]
+    assert pm.Filter().select_masks([rows], 0.5)[0][:, 0].tolist() == [False, True]
 
 
 # ---- for any scores
@@ -197,8 +221,8 @@ SHAPES = st.lists(
 SPARSITY = st.floats(0, 0.99)
 
 
-def units(pattern: Pattern, tensor: Tensor) -> Tensor:
-    """One row a unit: the entries that fall together, or share a count."""
+def rows_of_units(pattern: Pattern, tensor: Tensor) -> Tensor:
+    """Return the tensor as a matrix with one unit or one balanced block in each row."""
     rows, columns = matrix_shape(tensor.shape)
     if isinstance(pattern, pm.Block):
         return tensor.reshape(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
@@ -211,91 +235,91 @@ def units(pattern: Pattern, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, width)
 
 
-def draw(shapes: list[tuple[int, ...]], seed: int, levels: int) -> list[Tensor]:
-    """Scores, with many ties where there are few levels."""
+def draw_scores(shapes: list[tuple[int, ...]], seed: int, levels: int) -> list[Tensor]:
+    """Return random scores of `levels` different values: few levels make many ties."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, levels, shape, generator=generator).double() for shape in shapes]
 
 
 @settings(deadline=None, max_examples=150)
 @given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99), st.sampled_from([3, 1 << 30]))
-def test_masks_have_the_structure_and_the_count(
+def test_masks_have_the_structure_and_sparsity(
     pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int, levels: int
 ) -> None:
-    scores = draw(shapes, seed, levels)
-    kept = pattern.masks(scores, sparsity)
+    scores = draw_scores(shapes, seed, levels)
+    kept = pattern.select_masks(scores, sparsity)
     assert [m.shape for m in kept] == [s.shape for s in scores]
     assert all(m.dtype == torch.bool and m.is_contiguous() for m in kept)
     size = sum(s.numel() for s in scores)
-    gone = sum(int((~m).sum()) for m in kept)
+    pruned = sum(int((~m).sum()) for m in kept)
     if isinstance(pattern, (pm.Balanced, pm.NM)):
         for mask in kept:
-            counts = units(pattern, mask).sum(1)
-            full = units(pattern, torch.ones_like(mask)).all(1)
+            counts = rows_of_units(pattern, mask).sum(1)
+            full = rows_of_units(pattern, torch.ones_like(mask)).all(1)
             assert counts[full].unique().numel() <= 1
             assert (counts > 0).all()
         if isinstance(pattern, pm.NM):
             exact = Fraction(4) * Fraction(min(sparsity, pattern.sparsity))
-            assert abs(gone / size * 4 - exact) <= 0.5 + 1e-6
+            assert abs(pruned / size * 4 - exact) <= 0.5 + 1e-6
         return
     for mask in kept:
-        together = units(pattern, mask)
+        together = rows_of_units(pattern, mask)
         assert torch.equal(together.any(1), together.all(1))
-    largest = max(units(pattern, s).shape[1] for s in scores)
-    assert abs(gone - round(sparsity * size)) <= largest / 2
+    largest = max(rows_of_units(pattern, s).shape[1] for s in scores)
+    assert abs(pruned - round(sparsity * size)) <= largest / 2
 
 
 @settings(deadline=None, max_examples=150)
 @given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99), st.sampled_from([3, 1 << 30]))
-def test_no_higher_unit_goes_before_a_lower_one(
+def test_kept_units_score_at_least_as_high_as_pruned_ones(
     pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int, levels: int
 ) -> None:
-    """What is kept scores at least as high as what goes: within a block, or among the units of all layers."""
-    scores = draw(shapes, seed, levels)
-    kept = pattern.masks(scores, sparsity)
+    """Kept entries score at least as high as pruned ones: within a block, or among the units of all layers."""
+    scores = draw_scores(shapes, seed, levels)
+    kept = pattern.select_masks(scores, sparsity)
     if isinstance(pattern, (pm.Balanced, pm.NM)):
         for score, mask in zip(scores, kept, strict=True):
-            score, mask = units(pattern, score), units(pattern, mask)
+            score, mask = rows_of_units(pattern, score), rows_of_units(pattern, mask)
             padding = score == 0
             lowest = score.masked_fill(~mask, INF).amin(1)
             highest = score.masked_fill(mask | padding, -INF).amax(1)
             assert (lowest >= highest).all()
         return
     order = 1 if getattr(pattern, "norm", 2) == 1 else 2
-    norms = torch.cat([torch.linalg.vector_norm(units(pattern, s), order, 1) for s in scores])
-    whole = torch.cat([units(pattern, m).all(1) for m in kept])
+    norms = torch.cat([torch.linalg.vector_norm(rows_of_units(pattern, s), order, 1) for s in scores])
+    whole = torch.cat([rows_of_units(pattern, m).all(1) for m in kept])
     if whole.any() and not whole.all():
         assert norms[whole].min() >= norms[~whole].max()
 
 
 @settings(deadline=None, max_examples=100)
 @given(PATTERN, SHAPES, SPARSITY, st.integers(0, 99))
-def test_what_is_out_is_kept_only_where_nothing_else_can_be(
+def test_excluded_entries_are_kept_only_as_a_last_resort(
     pattern: Pattern, shapes: list[tuple[int, ...]], sparsity: float, seed: int
 ) -> None:
-    scores = draw(shapes, seed, 1 << 30)
-    out = [torch.arange(units(pattern, s).shape[0]) % 2 == 1 for s in scores]
+    scores = draw_scores(shapes, seed, 1 << 30)
+    out = [torch.arange(rows_of_units(pattern, s).shape[0]) % 2 == 1 for s in scores]
     marked = []
     for score, dead in zip(scores, out, strict=True):
         if isinstance(pattern, (pm.Balanced, pm.NM)):
             marked.append(score.masked_fill(torch.rand(score.shape) < 0.5, -INF))
         else:
-            rows = units(pattern, score).masked_fill(dead[:, None], -INF)
-            marked.append(fold(pattern, rows, score.shape))
-    kept = pattern.masks(marked, sparsity)
+            rows = rows_of_units(pattern, score).masked_fill(dead[:, None], -INF)
+            marked.append(from_rows_of_units(pattern, rows, score.shape))
+    kept = pattern.select_masks(marked, sparsity)
     for score, mask in zip(marked, kept, strict=True):
-        rows, on = units(pattern, score), units(pattern, mask)
+        rows, on = rows_of_units(pattern, score), rows_of_units(pattern, mask)
         if isinstance(pattern, (pm.Balanced, pm.NM)):
             wrongly = (on & (rows == -INF)).any(1) & (~on & (rows > 0)).any(1)
             assert not wrongly.any()
     if not isinstance(pattern, (pm.Balanced, pm.NM)):
         alive = torch.cat([~d for d in out])
-        whole = torch.cat([units(pattern, m).all(1) for m in kept])
+        whole = torch.cat([rows_of_units(pattern, m).all(1) for m in kept])
         assert whole[alive].all() or not whole[~alive].any()
 
 
-def fold(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `units`."""
+def from_rows_of_units(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Undo `rows_of_units`."""
     if not isinstance(pattern, pm.Block):
         return rows.reshape(shape)
     height, width = matrix_shape(shape)
@@ -314,18 +338,18 @@ def fold(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Tensor:
         (pm.Block((4, 4)), r"blocks of 4×4 do not divide body\.0 \(6×12\): Block\(\(2, 4\)\) would fit"),
     ],
 )
-def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern, message: str) -> None:
+def test_shape_error_names_the_layer_and_a_pattern_that_fits(pattern: Pattern, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message) as caught:
-        pattern.check("body.0", torch.Size([6, 3, 2, 2]))
+        pattern.validate_shape("body.0", torch.Size([6, 3, 2, 2]))
     assert "exclude=['body.0']" in str(caught.value)
-    pattern.check("body.0", torch.Size([8, 40]))
+    pattern.validate_shape("body.0", torch.Size([8, 40]))
 
 
 @pytest.mark.parametrize(
-    ("spelling", "message"),
+    ("spec", "message"),
     [
         ("balanced", "block= or blocks="),
-        ("balanced(block=4, blocks=2)", "one of them, got block=4, blocks=2"),
+        ("balanced(block=4, blocks=2)", "either block= or blocks=, got block=4, blocks=2"),
         ("balanced(block=0)", "at least one"),
         ("nm(n=4, m=4)", r"needs 0 < n < m, got NM\(4, 4\)"),
         ("nm(n=2)", "m"),
@@ -340,11 +364,24 @@ def test_a_pattern_that_does_not_fit_says_where_and_what_would(pattern: Pattern,
         ("filter(norm=", "not of the form"),
     ],
 )
-def test_bad_spellings(spelling: str, message: str) -> None:
+def test_invalid_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
-        PATTERNS.make(spelling)
+        PATTERNS.resolve(spec)
 
 
-def test_a_pattern_has_three_spellings() -> None:
-    assert PATTERNS.make("balanced(block=4)") == PATTERNS.make({"name": "balanced", "block": 4}) == pm.Balanced(block=4)
-    assert PATTERNS.make({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
+def test_a_pattern_can_be_written_in_three_ways() -> None:
+    assert (
+        PATTERNS.resolve("balanced(block=4)")
+        == PATTERNS.resolve({"name": "balanced", "block": 4})
+        == pm.Balanced(block=4)
+    )
+    assert PATTERNS.resolve({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
+
+
+def test_patterns_declare_what_they_rank_and_remove() -> None:
+    patterns = [pm.Unstructured(), pm.Balanced(block=4), pm.NM(2, 4), pm.Block((2, 2)), pm.Kernel(), pm.Filter()]
+    assert [p.name for p in patterns if p.is_elementwise] == ["unstructured"]
+    assert [p.name for p in patterns if p.ranks_units] == ["block", "kernel", "filter"]
+    assert [p.name for p in patterns if p.removes_outputs] == ["filter"]
+    assert [p.name for p in patterns if p.removes_coupled] == ["filter"]
+    assert not pm.Filter(norms=False).removes_coupled

@@ -1,4 +1,4 @@
-"""Every convolutional network of the papers, filter-pruned by the engine, gives the same outputs when shrunk."""
+"""Every convolutional network of the papers, pruned by filters, gives the same outputs when shrunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pomona as pm
 from pomona.sparse import shrink
 
 # Name, options, image side, and by how much the parameters must shrink at 40 %. Where all channels are
-# free to go (1 − 0.4)² of the weights are left; residual networks can only lose the inside of their blocks.
+# removable, (1 − 0.4)² of the weights are left; residual networks can only lose channels inside their blocks.
 CASES: list[tuple[str, dict[str, Any], int, float]] = [
     ("conv2", {"image_size": 8}, 8, 2.4),
     ("conv4", {"image_size": 8}, 8, 2.4),
@@ -45,8 +45,8 @@ CASES: list[tuple[str, dict[str, Any], int, float]] = [
 ]
 
 
-def pruned(name: str, options: dict[str, Any]) -> nn.Module:
-    """Random norms, statistics and biases, then 40 % of the filters of each layer cut by the engine."""
+def build_pruned(name: str, options: dict[str, Any]) -> nn.Module:
+    """Return a network with random norms, statistics and biases, and 40 % of the filters of each layer pruned."""
     torch.manual_seed(0)
     model = pm.models.build(name, **options)
     for part in model.modules():
@@ -66,16 +66,16 @@ def pruned(name: str, options: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "options", "side", "ratio"), CASES, ids=[f"{n}-{'-'.join(map(str, o.values()))}" for n, o, _, _ in CASES]
 )
-def test_equal_outputs(name: str, options: dict[str, Any], side: int, ratio: float) -> None:
-    """In float64, where no leak can hide in the rounding."""
-    model = pruned(name, options).double()
+def test_outputs_are_equal_in_float64(name: str, options: dict[str, Any], side: int, ratio: float) -> None:
+    """In float64 rounding cannot hide a leaked constant."""
+    model = build_pruned(name, options).double()
     shape = (pm.models.info(name).input_shape[0], side, side)
     shrunk = shrink(model, shape)
     x = torch.randn(2, *shape, dtype=torch.float64)
     with torch.no_grad():
         expected, actual = model(x), shrunk.model(x)
     scale = expected.abs().max()
-    assert expected.std(0).max() > 1e-3 * scale, "a network that gives the same for all images proves nothing"
+    assert expected.std(0).max() > 1e-3 * scale, "the outputs must depend on the image"
     assert (expected - actual).abs().max() < 1e-12 * scale
     assert shrunk.params.ratio > ratio
     assert shrunk.macs.ratio > min(ratio, 1.5)
@@ -83,7 +83,7 @@ def test_equal_outputs(name: str, options: dict[str, Any], side: int, ratio: flo
 
 @pytest.mark.parametrize("name", ["resnet20", "wrn16_4", "densenet40"])
 def test_float32_differs_by_rounding(name: str) -> None:
-    model = pruned(name, {})
+    model = build_pruned(name, {})
     shrunk = shrink(model, (3, 16, 16))
     x = torch.randn(8, 3, 16, 16)
     with torch.no_grad():

@@ -84,7 +84,7 @@ def test_the_pruned_energy_of_a_real_mask(sparsity, block):
     """Seed 0, 512 × 512, masks by the library's own pattern; 4 standard errors over the weights that went."""
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.02
     pattern = pm.Unstructured() if block is None else pm.Balanced(block=block)
-    [keep] = pattern.masks([weight.abs()], sparsity)
+    [keep] = pattern.select_masks([weight.abs()], sparsity)
     gone = weight[~keep].square()
     expected = balanced.removed_second_moment(sparsity, 0.02, block)
     assert abs(gone.mean() - expected) < 4 * gone.std() / math.sqrt(len(gone))

@@ -1,8 +1,7 @@
-"""Masks and latents in flat buffers, so that a step costs a kernel or two and not some for every layer."""
+"""Masks and latents of all layers in flat buffers, so that a step launches one or two kernels for all layers."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
@@ -11,57 +10,55 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import LAYERWISE, floors, read
-from ...compressors import Soft
+from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
 from ...masking import count_pruned
-from ...patterns import Unstructured
-from .. import guards
-from .random_stream import label
+from ..slot import dense_strides
+from .captured_graphs import CapturedGraphs
+from .redraw_inputs import has_known_layouts, redraw_inputs
 
 if TYPE_CHECKING:
-    from ..engine import Slot
+    from ..slot import Slot
 
 
-class Arena:
-    """Slots of one device and one type. Their masks and latents become views of one buffer each.
+class FlatBuffers:
+    """Slots of one device and dtype, whose masks and latents are views of one buffer each.
 
-    A view has the strides of its parameter, so that all three can be walked through side by side.
+    A view has the strides of its parameter, so that parameter, mask and latent can be read in the same order.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        # Targets come before their companions, so that figures over the targets are over a front part.
+        # Targets come before coupled parameters, so that the targets' entries are the front of each buffer.
         self.slots = sorted(slots, key=lambda slot: slot.leader is not None)
         self.targets = [slot for slot in self.slots if slot.leader is None]
         self.names = [slot.name for slot in self.targets]
         self.sizes = [slot.mask.numel() for slot in self.targets]
         self.count = sum(self.sizes)
-        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
+        self.last_entries = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
-        self.mask = self.pool("mask")
-        self.latent = self.pool("latent")
-        self.weight = self.pool("weight")
-        self.drawn = self.pool("drawn")
-        self.seen = self.pool("seen")
-        self.flipped = self.pool("flipped")
-        self.gauge = self.pool("gauge")
-        self.past: Tensor | None = self.seen  # the masks before an update, where kernels look for them
-        compressor = getattr(self.method, "compressor", None)
-        self.soft = compressor if isinstance(compressor, Soft) else None  # the projection has a gauge that kernels know
-        self.selection: Any = None  # of the highest scores, where kernels do it
-        self.floor: Any = None  # the same of those that each layer keeps at least, where it has a floor
-        self.score: Tensor | None = None  # |latent|, where they do it by that
-        self.aimed: float | None = None  # the sparsity that they select for
-        self.kernel = kernels() if self.mask.is_cuda and self.fuses() else None
-        self.addresses = self.locate()  # of the parameters when the table was made
-        self.table: tuple[Tensor, ...] = ()
-        self.rows: Any = None  # the scales and thresholds of all outputs, where kernels shrink by them
-        self.figures: Any = None  # what they note of an update
-        self.recordings: dict[str, torch.cuda.CUDAGraph | None] = {}
+        self.mask = self._flatten_field("mask")
+        self.latent = self._flatten_field("latent")
+        self.weight = self._flatten_field("weight")
+        self.draw_number = self._flatten_field("draw_number")
+        self.observed_mask = self._flatten_field("observed_mask")
+        self.last_flip = self._flatten_field("last_flip")
+        self.calibration = self._flatten_field("calibration")
+        self.mask_before: Tensor | None = self.observed_mask  # the masks before an update, where kernels read them
+        self.projection = self.method.fused_projection
+        self.top_k: Any = None  # the kernels' selection of the highest scores
+        self.floor_top_k: Any = None  # their selection of what each layer keeps at least, where there is a floor
+        self.magnitude: Tensor | None = None  # |latent|, where the kernels select by it
+        self.selected_sparsity: float | None = None  # the sparsity that they select for
+        self.kernels = triton_kernels() if self.mask.is_cuda and self.can_fuse() else None
+        self.addresses = self.parameter_addresses()  # when the block table was made
+        self.block_table: tuple[Tensor, ...] = ()
+        self.output_thresholds: Any = None  # scales and thresholds of all outputs, where kernels shrink by them
+        self.update_figures: Any = None  # what kernels measure of an update
+        self.graphs = CapturedGraphs(self.mask.device)
 
-    def pool(self, field: str) -> Any:
-        """Move one field of the slots into a buffer, and return the buffer; None where no slot has it.
+    def _flatten_field(self, field: str) -> Any:
+        """Move one field of the slots into a new buffer and return it; None where no slot has the field.
 
-        Targets may have what their companions do not.
+        Targets may have fields that coupled parameters do not have.
         """
         slots = [slot for slot in self.slots if getattr(slot, field) is not None]
         if not slots:
@@ -76,130 +73,131 @@ class Arena:
             offset += tensor.numel()
         return buffer
 
-    def fuses(self) -> bool:
-        """Whether the kernels can do what the method does."""
-        dense = all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
-        plain = self.method.plain or (self.soft is not None and all(map(outputs, self.slots)))
-        alike = self.weight is None or len(self.targets) == len(self.slots)
-        return dense and plain and self.method.weights != "free" and alike and self.mask.numel() < 2**31
+    @property
+    def target_mask(self) -> Tensor:
+        """The part of the mask buffer that belongs to targets."""
+        return self.mask[: self.count]
 
-    def locate(self) -> tuple[int, ...]:
-        """Where the parameters lie."""
+    @property
+    def projection_is_mask(self) -> bool:
+        """Whether the projection is m ⊙ w and nothing else."""
+        return self.projection is not None and not self.projection.soft_threshold
+
+    # ---- kernels
+
+    def can_fuse(self) -> bool:
+        """Return whether the fused kernels compute what the method does on these slots."""
+        if self.projection is None or self.method.weights == "free" or self.mask.numel() >= 2**31:
+            return False
+        return (
+            all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
+            and (self.projection_is_mask or all(map(threshold_count, self.slots)))
+            and (self.weight is None or len(self.targets) == len(self.slots))
+        )
+
+    def parameter_addresses(self) -> tuple[int, ...]:
+        """Return the memory address of every parameter."""
         return tuple([slot.parameter.data_ptr() for slot in self.slots])
 
-    def moved(self) -> bool:
-        """Whether a parameter lies elsewhere than before; the kernels' table is then made anew."""
-        addresses = self.locate()
+    def forget_moved_parameters(self) -> bool:
+        """Return whether a parameter has a new address; the kernels' block table is then made again."""
+        addresses = self.parameter_addresses()
         if addresses == self.addresses:
             return False
-        self.addresses, self.table, self.recordings = addresses, (), {}
+        self.addresses, self.block_table, self.graphs = addresses, (), CapturedGraphs(self.mask.device)
         return True
 
-    def ready(self) -> bool:
-        """Whether to use the kernels."""
-        if self.kernel is None:
+    def kernels_ready(self) -> bool:
+        """Return whether to use the kernels, after making their tables where needed."""
+        if self.kernels is None:
             return False
-        if not self.table:
+        if not self.block_table:
             sizes = [slot.mask.numel() for slot in self.slots]
-            self.table = self.kernel.table(self.addresses, sizes, self.mask.device)
-            self.figures = self.kernel.Figures(self.sizes, self.mask.device)
-            if self.soft is not None:
-                self.rows = self.kernel.Rows(self.gauge, [*map(outputs, self.slots)], sizes, self.soft.rescale)
+            self.block_table = self.kernels.make_block_table(self.addresses, sizes, self.mask.device)
+            self.update_figures = self.kernels.UpdateFigures(self.sizes, self.mask.device)
+            if self.projection.soft_threshold:  # type: ignore[union-attr]
+                counts, rescale = [*map(threshold_count, self.slots)], self.projection.rescale  # type: ignore[union-attr]
+                self.output_thresholds = self.kernels.OutputThresholds(self.calibration, counts, sizes, rescale)
         return True
 
-    def launch(self, move: str) -> None:
-        """Run a kernel on all slots.
+    def launch(self, operation: str) -> None:
+        """Run the kernels of an operation on all slots."""
+        self.graphs.launch(operation, self._run_kernels)
 
-        Python takes longer to launch a Triton kernel than to replay a recording of it, so from the second
-        time on a move is a CUDA graph of one node.
-        """
-        if guards.capturing(self.mask) or move not in self.recordings:
-            with RECORDING:  # Triton may still be loading a kernel for another thread
-                self.play(move)
-            self.recordings.setdefault(move, None)
-            return
-        recording = self.recordings[move]
-        if recording is None:
-            recording = self.recordings[move] = self.record(move)
-        recording.replay()
-
-    def record(self, move: str) -> torch.cuda.CUDAGraph:
-        """A CUDA graph of a move."""
-        graph = torch.cuda.CUDAGraph()
-        with RECORDING, torch.cuda.stream(aside(self.mask.device)):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
-            self.play(move)
-            graph.capture_end()
-        return graph
-
-    def play(self, move: str) -> None:
-        """The kernels of a move."""
+    def _run_kernels(self, operation: str) -> None:
+        """Launch the kernels of an operation."""
         parameter, dense = self.slots[0].parameter, self.latent if self.weight is None else self.weight
 
-        def run(name: str, values: Tensor | None) -> None:
-            self.kernel.move(name, self.table, values, self.mask, parameter, self.rows)  # type: ignore[union-attr]
+        def copy(name: str, values: Tensor | None) -> None:
+            self.kernels.run_copy(name, self.block_table, values, self.mask, parameter, self.output_thresholds)  # type: ignore[union-attr]
 
-        if move == "pick":
-            self.select(torch.abs(self.latent[: self.count], out=self.score))
-        elif move == "measure":
-            self.rows.measure(self.latent, self.mask)
-        elif move == "note":
-            self.figures.run(self.table, dense, self.mask, self.past, parameter, self.rows)
-        elif move == "follow":
-            run("take", self.latent)
-            self.select(self.latent)
-            run("project", dense)
+        if operation == "select_by_magnitude":
+            self._select_largest(torch.abs(self.latent[: self.count], out=self.magnitude))
+        elif operation == "calibrate":
+            self.output_thresholds.calibrate(self.latent, self.mask)
+        elif operation == "measure_update":
+            self.update_figures.measure(
+                self.block_table, dense, self.mask, self.mask_before, parameter, self.output_thresholds
+            )
+        elif operation == "store_select_project":
+            copy("store", self.latent)
+            self._select_largest(self.latent)
+            copy("project", dense)
         else:
-            run(move, dense if move == "project" else self.latent)
+            copy(operation, dense if operation == "project" else self.latent)
 
-    def select(self, scores: Tensor) -> None:
-        """mask ← the highest scores; what a floor keeps of a layer comes before all others."""
-        if self.floor is not None:
-            self.floor.run(scores, self.mask)
-            scores = scores.masked_fill(self.mask[: self.count], torch.inf)
-        self.selection.run(scores, self.mask)
+    def _select_largest(self, scores: Tensor) -> None:
+        """Write the mask of the highest scores; what a floor keeps of a layer ranks above all others."""
+        if self.floor_top_k is not None:
+            self.floor_top_k.select(scores, self.mask)
+            scores = scores.masked_fill(self.target_mask, torch.inf)
+        self.top_k.select(scores, self.mask)
 
-    # ---- the three moves, for all slots or some of them
+    # ---- the copies of a step, for all slots or some of them
 
-    def enter(self, slots: Sequence[Slot]) -> None:
-        """parameter ← latent."""
+    def load_latents(self, slots: Sequence[Slot]) -> None:
+        """Copy latents into parameters."""
         if self.latent is None or not slots:
             return
-        if len(slots) == len(self.slots) and self.ready():
-            self.launch("enter")
+        if len(slots) == len(self.slots) and self.kernels_ready():
+            self.launch("load")
             return
-        torch._foreach_copy_([s.parameter for s in slots], [s.source for s in slots])
+        torch._foreach_copy_([s.parameter for s in slots], [s.moved for s in slots])
 
-    def take(self, slots: Sequence[Slot]) -> None:
-        """latent ← parameter."""
-        if self.latent is not None and slots:
-            torch._foreach_copy_([s.source for s in slots], [s.parameter for s in slots])
-            for slot in slots:
-                slot.bound()
+    def store_latents(self, slots: Sequence[Slot]) -> None:
+        """Copy parameters into latents, which the method may clip."""
+        if self.latent is None or not slots:
+            return
+        if len(slots) == len(self.slots) and self.kernels_ready():
+            self.launch("store")
+            return
+        torch._foreach_copy_([s.moved for s in slots], [s.parameter for s in slots])
+        for slot in slots:
+            slot.clip_latent()
 
-    def leave(self, slots: Sequence[Slot]) -> None:
-        """latent ← parameter, then parameter ← project(latent)."""
-        if len(slots) == len(self.slots) and self.ready():
-            self.launch("leave")  # the optimizer has told autograd already that the parameters changed
+    def store_and_project(self, slots: Sequence[Slot]) -> None:
+        """Copy parameters into latents, then write the sparse values into the parameters."""
+        if len(slots) == len(self.slots) and self.kernels_ready():
+            self.launch("store_and_project")  # the optimizer's step has increased the parameters' versions already
             for slot in slots:
                 slot.version = slot.parameter._version
             return
-        self.take(slots)
+        self.store_latents(slots)
         for slot in slots:
-            slot.hold()
+            slot.enforce_mask()
 
-    def follow(self, slots: Sequence[Slot]) -> bool:
-        """latent ← parameter, mask ← the highest of the latent, parameter ← m ⊙ weight: if kernels can do it all."""
-        if self.selection is None or len(slots) < len(self.slots) or not self.ready():
+    def store_select_project(self, slots: Sequence[Slot]) -> bool:
+        """Store the scores, select the mask of the highest and project; return False where kernels cannot do it all."""
+        if self.top_k is None or len(slots) < len(self.slots) or not self.kernels_ready():
             return False
-        self.launch("follow")
+        self.launch("store_select_project")
         for slot in slots:
             slot.version = slot.parameter._version
         return True
 
     def project(self) -> None:
-        """parameter ← project(latent)."""
-        if self.ready():
+        """Write the sparse values into the parameters."""
+        if self.kernels_ready():
             self.launch("project")
             torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
             for slot in self.slots:
@@ -208,143 +206,112 @@ class Arena:
         for slot in self.slots:
             slot.project()
 
-    # ---- masks that follow scores, and weights that are drawn
+    # ---- mask updates
 
-    def put(self, masks: Mapping[str, Tensor]) -> None:
-        """Put new masks in force; they come with their outputs first."""
+    def install_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Copy new masks, which come with their output dimension in front, into the buffer."""
+        if not self.targets:
+            return
         torch._foreach_copy_(
             [slot.mask for slot in self.targets],
-            [masks[s.name].movedim(0, s.target.rows) if s.target.rows else masks[s.name] for s in self.targets],
+            [
+                masks[s.name].movedim(0, s.target.output_dim) if s.target.output_dim else masks[s.name]
+                for s in self.targets
+            ],
         )
 
-    def pick(self) -> None:
-        """mask ← the largest |latent|."""
-        if self.score is None:
-            self.score = torch.empty_like(self.latent[: self.count])
-        self.launch("pick")
+    def select_by_magnitude(self) -> None:
+        """Install the masks of the largest latents in magnitude; `set_sparsity` says how many."""
+        if self.magnitude is None:
+            self.magnitude = torch.empty_like(self.latent[: self.count])
+        self.launch("select_by_magnitude")
 
-    def measure(self) -> None:
-        """Note what the method is to know of the masks."""
-        if self.gauge is not None and self.ready():
-            self.launch("measure")
+    def calibrate(self) -> None:
+        """Measure what the projection must know of the installed masks."""
+        if self.calibration is not None and self.kernels_ready():
+            self.launch("calibrate")
             return
         for slot in self.targets:
-            slot.measure(slot.mask)
+            slot.calibrate(slot.mask)
 
-    def remember(self) -> Tensor:
-        """The masks that an update is about to change, or has changed since the last record."""
-        if self.seen is not None:
-            return self.seen
-        mask = self.mask[: self.count]
-        if not self.ready():
-            return mask.clone()
-        if self.past is None:  # a recording looks for them in one and the same place
-            self.past = torch.empty_like(mask)
-        return self.past.copy_(mask)
+    def snapshot_masks(self) -> Tensor:
+        """Return the targets' masks before an update, or those of the last history entry for score methods."""
+        if self.observed_mask is not None:
+            return self.observed_mask
+        if not self.kernels_ready():
+            return self.target_mask.clone()
+        if self.mask_before is None:  # a captured graph reads them at one fixed address
+            self.mask_before = torch.empty_like(self.target_mask)
+        return self.mask_before.copy_(self.target_mask)
 
-    def note(self) -> Tensor | None:
-        """What an update changed in each target; None where kernels cannot tell."""
-        if not self.ready():
+    def track_flips(self, before: Tensor, step: int) -> None:
+        """Remember when each mask entry last changed, and the masks that the next history entry compares with."""
+        if self.last_flip is not None:
+            self.last_flip.masked_fill_(before ^ self.target_mask, step)
+        if self.observed_mask is not None:
+            self.observed_mask.copy_(self.target_mask)
+
+    def measure_update(self) -> Tensor | None:
+        """Return the figures of an update for each target; None where kernels cannot measure them."""
+        if not self.kernels_ready():
             return None
-        self.launch("note")
-        return self.figures.values.clone()
+        self.launch("measure_update")
+        return self.update_figures.values.clone()
 
-    def aim(self, sparsity: float) -> bool:
-        """How sparse `follow` and `pick` are to leave the model; False where kernels cannot do it."""
-        if (
-            self.kernel is None
-            or not isinstance(self.method.pattern, Unstructured)
-            or self.latent.dtype == torch.float64
-        ):
+    def set_sparsity(self, sparsity: float) -> bool:
+        """Set the sparsity that the kernels select for; return False where kernels cannot select."""
+        if self.kernels is None or not self.method.pattern.is_elementwise or self.latent.dtype == torch.float64:
             return False
-        if sparsity == self.aimed:
+        if sparsity == self.selected_sparsity:
             return True
-        self.aimed = sparsity
-        name, floor = read(self.method.allocation)
-        layerwise = LAYERWISE.get(name)
+        self.selected_sparsity = sparsity
+        name, floor = parse_allocation(self.method.allocation)
+        layerwise = LAYERWISE_ALLOCATIONS.get(name)
         sizes = [self.count] if layerwise is None else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
-        if self.selection is None:
-            self.selection = self.kernel.Selection(sizes, self.mask.device)
-            self.floor = self.kernel.Selection(self.sizes, self.mask.device) if floor else None
-        self.selection.aim([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
+        if self.top_k is None:
+            self.top_k = self.kernels.SegmentedTopK(sizes, self.mask.device)
+            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if floor else None
+        self.top_k.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
         if floor:
-            self.floor.aim(floors(shapes, sparsity, self.method.pattern, floor))
+            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, self.method.pattern, floor))
         return True
 
-    def redraw(self, number: int) -> None:
-        """Draw some of the weights off the mask anew."""
-        stream, coin = self.method.stream, self.method.coin
-        if self.ready() and all(layout(slot.parameter) for slot in self.targets):
-            buffers = self.mask, self.weight, self.drawn
-            self.kernel.redraw(self.table, self.draws(), *buffers, stream, number, coin)  # type: ignore[union-attr]
+    # ---- random weights
+
+    def redraw_weights(self, number: int) -> None:
+        """Draw a share of the weights off the mask again; `number` counts the re-draws."""
+        stream, limit = self.method.stream, self.method.redraw_limit  # type: ignore[attr-defined]
+        if self.kernels_ready() and has_known_layouts(self.targets):
+            buffers = self.mask, self.weight, self.draw_number
+            self.kernels.redraw(self.block_table, redraw_inputs(self.targets, stream), *buffers, stream, number, limit)  # type: ignore[union-attr]
             return
         for slot in self.targets:
             key = slot.name, slot.target.fan_in
-            stream.redraw(*key, slot.weight, slot.drawn, ~slot.mask, number, coin)  # type: ignore[arg-type]
-
-    def draws(self) -> tuple[Tensor, ...]:
-        """What kernels must know to draw the weights of each slot."""
-        stream = self.method.stream
-        rows = [(*stream.key, *label(slot.name), *layout(slot.parameter)) for slot in self.targets]  # type: ignore[misc]
-        bounds = torch.tensor([stream.bound(slot.target.fan_in) for slot in self.targets])
-        integers = torch.tensor(rows, dtype=torch.int64).t().contiguous().pin_memory()
-        ready = (
-            integers.to(self.mask.device, non_blocking=True),
-            bounds.pin_memory().to(self.mask.device, non_blocking=True),
-        )
-        return (*ready[0], ready[1])
+            stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit)
 
 
-def arenas(slots: Sequence[Slot]) -> list[Arena]:
-    """One arena for each device and type."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
+    """Return one set of buffers for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
     for slot in slots:
-        kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append(slot)
-    return [Arena(group) for group in kinds.values()]
+        groups.setdefault((slot.parameter.device, slot.parameter.dtype), []).append(slot)
+    return [FlatBuffers(group) for group in groups.values()]
 
 
-def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The strides of a copy: those of the parameter where it has no gaps."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def outputs(slot: Slot) -> int:
-    """How many outputs a gauge tells apart; 0 where it is none, or they do not lie one after another."""
-    number, mask = 0 if slot.gauge is None else slot.gauge[0].numel(), slot.mask
-    return number if number == 1 or (slot.target.rows == 0 and mask.stride(0) * number == mask.numel()) else 0
-
-
-def layout(parameter: Tensor) -> tuple[int, int] | None:
-    """How to find a weight's row-major position from its place in memory: None where kernels do not know.
-
-    Memory counts (outer, spatial, channels) where a position counts (outer, channels, spatial); a contiguous
-    tensor has one of both.
-    """
-    if parameter.is_contiguous():
-        return 1, 1
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if parameter.ndim in formats and parameter.is_contiguous(memory_format=formats[parameter.ndim]):
-        return parameter.shape[1], parameter.shape[2:].numel()
-    return None
-
-
-RECORDING = threading.RLock()  # held while a CUDA graph is recorded
+def threshold_count(slot: Slot) -> int:
+    """Return how many outputs have a threshold of their own; 0 for none, or where they are not contiguous."""
+    number, mask = 0 if slot.calibration is None else slot.calibration[0].numel(), slot.mask
+    contiguous = slot.target.output_dim == 0 and mask.stride(0) * number == mask.numel()
+    return number if number == 1 or contiguous else 0
 
 
 @cache
-def aside(device: torch.device) -> torch.cuda.Stream:
-    """The stream to record on. There is but one: torch gives out 32 in turn, and a thirty-third that is recorded on
-    would be the one on which another thread is at work."""
-    return torch.cuda.Stream(device)
-
-
-@cache
-def kernels() -> ModuleType | None:
-    """The Triton kernels, where Triton is there."""
+def triton_kernels() -> ModuleType | None:
+    """Return the module of Triton kernels, or None where Triton is not installed."""
     try:
-        from . import flat_buffers_triton as arena_triton
+        from . import flat_buffers_triton
     except ImportError:
         return None
-    return arena_triton
+    return flat_buffers_triton

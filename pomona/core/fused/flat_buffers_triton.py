@@ -1,4 +1,4 @@
-"""The moves of the engine on CUDA, each a launch or two for all layers, and the re-draw of random weights."""
+"""Triton kernels of the engine's step on flat buffers: one or two launches for all layers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...patterns.segments_triton import Selection
-from .random_stream import GRAIN, ROUNDS, Stream
+from ...patterns.radix_select_triton import SegmentedTopK
+from .random_stream import DRAW_BITS, ROUNDS, RandomStream
 
-__all__ = ["Figures", "Rows", "Selection", "move", "redraw", "table"]
+__all__ = ["OutputThresholds", "SegmentedTopK", "UpdateFigures", "make_block_table", "redraw", "run_copy"]
 
-BLOCK = 4096  # weights a program moves
+BLOCK = 4096  # weights that one program copies
 ROW = 1024  # weights of an output that a program reads at a time
 
-MOVES = {
-    "enter": 0,  # parameter ← latent
-    "leave": 1,  # latent ← parameter, then parameter ← C(parameter)
+COPIES = {
+    "load": 0,  # parameter ← latent
+    "store_and_project": 1,  # latent ← parameter, then parameter ← C(parameter)
     "project": 2,  # parameter ← C(latent)
-    "take": 3,  # latent ← parameter
-}  # C(w) is m ⊙ w, or with a gauge (s, t) of each output m ⊙ s · sign(w) · max(|w| − t, 0)
+    "store": 3,  # latent ← parameter
+}  # C(w) is m ⊙ w, or with a scale s and a threshold t for each output m ⊙ s · sign(w) · max(|w| − t, 0)
 
-TYPES = {
+TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -33,8 +33,8 @@ TYPES = {
 }
 
 
-def table(addresses: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """For each program: the address its weights start at, where they lie in the buffers, and how many they are."""
+def make_block_table(addresses: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the parameters' addresses, and for each program its slot, its start, its buffer offset and its size."""
     rows, offset = [], 0
     for slot, size in enumerate(sizes):
         rows += [(slot, start, offset + start, min(BLOCK, size - start)) for start in range(0, size, BLOCK)]
@@ -43,34 +43,36 @@ def table(addresses: Sequence[int], sizes: Sequence[int], device: torch.device) 
     return torch.tensor(addresses, dtype=torch.int64).to(device), *columns
 
 
-class Rows:
-    """The gauges of all outputs: each slot has its scales one after another, and then its thresholds."""
+class OutputThresholds:
+    """The scales and thresholds of all outputs: each slot has its scales in a row, followed by its thresholds."""
 
-    def __init__(self, gauge: Tensor, counts: Sequence[int], sizes: Sequence[int], rescale: bool) -> None:
-        starts, befores = ([0, *accumulate(numbers)][:-1] for numbers in (sizes, counts))
+    def __init__(self, values: Tensor, counts: Sequence[int], sizes: Sequence[int], rescale: bool) -> None:
+        starts, outputs_before = ([0, *accumulate(numbers)][:-1] for numbers in (sizes, counts))
         lengths = [size // count for size, count in zip(sizes, counts, strict=True)]
-        columns = torch.tensor([starts, befores, counts, lengths], dtype=torch.int64).to(gauge.device)
-        self.starts, self.befores, self.counts, self.lengths = columns  # of each slot; `befores` counts rows
-        self.slots = torch.arange(len(sizes)).repeat_interleave(torch.tensor(counts)).to(gauge.device)  # of each row
-        self.gauge, self.rescale = gauge, rescale
+        columns = torch.tensor([starts, outputs_before, counts, lengths], dtype=torch.int64).to(values.device)
+        self.starts, self.outputs_before, self.counts, self.lengths = columns  # of each slot
+        self.slots = (
+            torch.arange(len(sizes)).repeat_interleave(torch.tensor(counts)).to(values.device)
+        )  # of each output
+        self.values, self.rescale = values, rescale
 
     @property
-    def places(self) -> tuple[Tensor, ...]:
-        """What kernels must know to find a weight's gauge."""
-        return self.gauge, self.befores, self.counts, self.lengths
+    def lookup(self) -> tuple[Tensor, ...]:
+        """The tensors that kernels need to find a weight's scale and threshold."""
+        return self.values, self.outputs_before, self.counts, self.lengths
 
-    def measure(self, latent: Tensor, mask: Tensor) -> None:
-        """The gauges of a mask, as in `Soft.gauge`."""
-        exact = TYPES[torch.promote_types(latent.dtype, torch.float32)]
+    def calibrate(self, latent: Tensor, mask: Tensor) -> None:
+        """Measure the scales and thresholds of a mask, as `SoftThreshold.calibrate` does."""
+        exact = TRITON_DTYPES[torch.promote_types(latent.dtype, torch.float32)]
         with torch.cuda.device_of(mask):
-            _measure[(len(self.slots),)](
-                latent, mask, *self.places, self.starts, self.slots, RESCALE=self.rescale, EXACT=exact, ROW=ROW
+            _calibrate[(len(self.slots),)](
+                latent, mask, *self.lookup, self.starts, self.slots, RESCALE=self.rescale, EXACT=exact, ROW=ROW
             )
-            _level[(len(self.counts),)](self.gauge, self.befores, self.counts, EXACT=exact, ROW=ROW)
+            _share_threshold[(len(self.counts),)](self.values, self.outputs_before, self.counts, EXACT=exact, ROW=ROW)
 
 
-class Figures:
-    """What an update changed, for each target: how many are kept, flipped, were kept, and ‖w − w̃‖ and ‖w‖."""
+class UpdateFigures:
+    """What an update changed in each target: kept, flipped and previously kept entries, ‖w − w̃‖ and ‖w‖."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         ends = [0, *accumulate(triton.cdiv(size, BLOCK) for size in sizes)]
@@ -78,43 +80,48 @@ class Figures:
         self.parts = torch.empty(5, ends[-1], dtype=torch.float64, device=device)
         self.values = torch.empty(5, len(sizes), dtype=torch.float64, device=device)
 
-    def run(
+    def measure(
         self,
-        table: tuple[Tensor, ...],
+        block_table: tuple[Tensor, ...],
         dense: Tensor | None,
         mask: Tensor,
         before: Tensor,
         like: Tensor,
-        rows: Rows | None,
+        thresholds: OutputThresholds | None,
     ) -> None:
-        """Note what became of the masks `before`. Where nothing is dense, the parameter is."""
+        """Compare the mask with the one `before`. Where `dense` is None, the parameter holds the dense weights."""
         programs, targets = self.parts.shape[1], self.values.shape[1]
         with torch.cuda.device_of(mask):
-            _note[(programs,)](
-                *table,
+            _measure_block[(programs,)](
+                *block_table,
                 mask if dense is None else dense,
                 mask,
                 before,
-                *((mask,) * 4 if rows is None else rows.places),
+                *((mask,) * 4 if thresholds is None else thresholds.lookup),
                 self.parts,
                 programs,
-                OWN=dense is None,
-                SHRINK=rows is not None,
-                TYPE=TYPES[like.dtype],
-                EXACT=TYPES[torch.promote_types(like.dtype, torch.float32)],
+                IN_PLACE=dense is None,
+                SHRINK=thresholds is not None,
+                DTYPE=TRITON_DTYPES[like.dtype],
+                EXACT=TRITON_DTYPES[torch.promote_types(like.dtype, torch.float32)],
                 BLOCK=BLOCK,
             )
-            _total[(targets,)](self.parts, self.ends, self.values, programs, targets, ROW=ROW)
+            _sum_blocks[(targets,)](self.parts, self.ends, self.values, programs, targets, ROW=ROW)
 
 
-def move(
-    name: str, table: tuple[Tensor, ...], latent: Tensor | None, mask: Tensor, like: Tensor, rows: Rows | None = None
+def run_copy(
+    name: str,
+    block_table: tuple[Tensor, ...],
+    latent: Tensor | None,
+    mask: Tensor,
+    like: Tensor,
+    thresholds: OutputThresholds | None = None,
 ) -> None:
-    """Run one of MOVES. Where there is no latent, the parameter is its own."""
-    addresses, slot, start, offset, size = table
-    own = latent is None
+    """Run one of COPIES. Where `latent` is None, the parameter is its own latent."""
+    addresses, slot, start, offset, size = block_table
+    in_place = latent is None
     with torch.cuda.device_of(mask):
-        _move[(len(slot),)](
+        _copy[(len(slot),)](
             addresses,
             slot,
             start,
@@ -122,44 +129,44 @@ def move(
             size,
             mask if latent is None else latent,
             mask,
-            *((mask,) * 4 if rows is None else rows.places),
-            MOVE=MOVES["project" if own else name],
-            OWN=own,
-            SHRINK=rows is not None,
-            TYPE=TYPES[like.dtype],
-            EXACT=TYPES[torch.promote_types(like.dtype, torch.float32)],
+            *((mask,) * 4 if thresholds is None else thresholds.lookup),
+            COPY=COPIES["project" if in_place else name],
+            IN_PLACE=in_place,
+            SHRINK=thresholds is not None,
+            DTYPE=TRITON_DTYPES[like.dtype],
+            EXACT=TRITON_DTYPES[torch.promote_types(like.dtype, torch.float32)],
             BLOCK=BLOCK,
         )
 
 
 @triton.jit
-def _sparse(
+def _project(
     value,
     kept,
-    place,
+    index_in_slot,
     inside,
     slot,
-    gauge,
-    befores,
+    thresholds,
+    outputs_before,
     counts,
     lengths,
     SHRINK: tl.constexpr,
-    TYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """What the model runs on, to the bit what `Method.project` writes; `place` counts the weights of the slot."""
+    """Return what the model runs on, bit for bit what `Method.project` writes."""
     if SHRINK:
-        row = place.to(tl.int32) // tl.load(lengths + slot).to(tl.int32)
-        scales = gauge + 2 * tl.load(befores + slot) + row
+        row = index_in_slot.to(tl.int32) // tl.load(lengths + slot).to(tl.int32)
+        scales = thresholds + 2 * tl.load(outputs_before + slot) + row
         threshold = tl.load(scales + tl.load(counts + slot), mask=inside, other=0.0).to(EXACT)
         exact = value.to(EXACT)
-        shrunk = (exact - tl.minimum(tl.maximum(exact, -threshold), threshold)).to(TYPE)
-        value = (shrunk.to(EXACT) * tl.load(scales, mask=inside, other=0.0).to(EXACT)).to(TYPE)
+        shrunk = (exact - tl.minimum(tl.maximum(exact, -threshold), threshold)).to(DTYPE)
+        value = (shrunk.to(EXACT) * tl.load(scales, mask=inside, other=0.0).to(EXACT)).to(DTYPE)
     return tl.where(kept != 0, value, 0.0)
 
 
 @triton.jit
-def _move(
+def _copy(
     addresses,
     slots,
     starts,
@@ -167,52 +174,63 @@ def _move(
     sizes,
     latent,
     mask,
-    gauge,
-    befores,
+    thresholds,
+    outputs_before,
     counts,
     lengths,
-    MOVE: tl.constexpr,
-    OWN: tl.constexpr,
+    COPY: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     SHRINK: tl.constexpr,
-    TYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     slot, start = tl.load(slots + program), tl.load(starts + program)
-    weights = tl.load(addresses + slot).to(tl.pointer_type(TYPE)) + start
+    weights = tl.load(addresses + slot).to(tl.pointer_type(DTYPE)) + start
     offset = tl.load(offsets + program)
     index = tl.arange(0, BLOCK)
     inside = index < tl.load(sizes + program)
-    if MOVE == 0:
+    if COPY == 0:
         tl.store(weights + index, tl.load(latent + offset + index, mask=inside), mask=inside)
     else:
-        if OWN or MOVE != 2:
+        if IN_PLACE or COPY != 2:
             value = tl.load(weights + index, mask=inside)
         else:
             value = tl.load(latent + offset + index, mask=inside)
-        if MOVE == 1 or MOVE == 3:
+        if COPY == 1 or COPY == 3:
             tl.store(latent + offset + index, value, mask=inside)
-        if MOVE != 3:
+        if COPY != 3:
             kept = tl.load(mask + offset + index, mask=inside, other=0)
-            sparse = _sparse(
-                value, kept, start + index, inside, slot, gauge, befores, counts, lengths, SHRINK, TYPE, EXACT
+            sparse = _project(
+                value,
+                kept,
+                start + index,
+                inside,
+                slot,
+                thresholds,
+                outputs_before,
+                counts,
+                lengths,
+                SHRINK,
+                DTYPE,
+                EXACT,
             )
             tl.store(weights + index, sparse, mask=inside)
 
 
 @triton.jit
 def _mean(values, size):
-    """Σ values / size, in a type whose quotients are exact: of equal ones the share is 1."""
+    """Return Σ values / size in float64, so that the share of two equal means is exactly 1."""
     return tl.sum(values, 0).to(tl.float64) / size.to(tl.float64)
 
 
 @triton.jit
-def _measure(
+def _calibrate(
     latent,
     mask,
-    gauge,
-    befores,
+    thresholds,
+    outputs_before,
     counts,
     lengths,
     starts,
@@ -221,44 +239,45 @@ def _measure(
     EXACT: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """The scale of an output, and in its threshold's place the largest magnitude that was cut off there."""
+    """Store the scale of an output, and as its threshold the largest magnitude that the mask pruned there."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    before, length = tl.load(befores + slot), tl.load(lengths + slot)
+    before, length = tl.load(outputs_before + slot), tl.load(lengths + slot)
     begin = tl.load(starts + slot) + (row - before) * length
-    whole, kept, cut = tl.zeros([ROW], EXACT), tl.zeros([ROW], EXACT), tl.zeros([ROW], EXACT)
+    total, kept, pruned = tl.zeros([ROW], EXACT), tl.zeros([ROW], EXACT), tl.zeros([ROW], EXACT)
     for at in range(0, length, ROW):
         index = at + tl.arange(0, ROW)
         inside = index < length
         magnitude = tl.abs(tl.load(latent + begin + index, mask=inside, other=0.0).to(EXACT))
         on = tl.load(mask + begin + index, mask=inside, other=0) != 0
-        whole += magnitude
+        total += magnitude
         kept += tl.where(on, magnitude, 0.0)
-        cut = tl.maximum(cut, tl.where(on, 0.0, magnitude))
-    scale = gauge + before + row  # the slot's own begin at twice `before`
-    share = (_mean(kept, length) + 1e-6) / (_mean(whole, length) + 1e-6)
+        pruned = tl.maximum(pruned, tl.where(on, 0.0, magnitude))
+    scale = thresholds + before + row  # a slot has two values an output, so its own begin at 2 * before
+    # The constants are MEAN_FLOOR and SCALE_DAMPING of `compressors`.
+    share = (_mean(kept, length) + 1e-6) / (_mean(total, length) + 1e-6)
     tl.store(scale, (1 + (1 - share) / (share + 0.01)).to(EXACT) if RESCALE else 1.0)
-    tl.store(scale + tl.load(counts + slot), tl.max(cut, 0))
+    tl.store(scale + tl.load(counts + slot), tl.max(pruned, 0))
 
 
 @triton.jit
-def _level(gauge, befores, counts, EXACT: tl.constexpr, ROW: tl.constexpr):
-    """Give all outputs of a slot the largest of their thresholds."""
+def _share_threshold(thresholds, outputs_before, counts, EXACT: tl.constexpr, ROW: tl.constexpr):
+    """Give all outputs of a slot the largest of their thresholds, which is the slot's."""
     slot = tl.program_id(0)
     count = tl.load(counts + slot)
-    thresholds = gauge + 2 * tl.load(befores + slot) + count
+    own = thresholds + 2 * tl.load(outputs_before + slot) + count
     most = tl.zeros([ROW], EXACT)
     for at in range(0, count, ROW):
         index = at + tl.arange(0, ROW)
-        most = tl.maximum(most, tl.load(thresholds + index, mask=index < count, other=0.0).to(EXACT))
+        most = tl.maximum(most, tl.load(own + index, mask=index < count, other=0.0).to(EXACT))
     largest = tl.max(most, 0)
     for at in range(0, count, ROW):
         index = at + tl.arange(0, ROW)
-        tl.store(thresholds + index, largest, mask=index < count)
+        tl.store(own + index, largest, mask=index < count)
 
 
 @triton.jit
-def _note(
+def _measure_block(
     addresses,
     slots,
     starts,
@@ -266,42 +285,44 @@ def _note(
     sizes,
     dense,
     mask,
-    past,
-    gauge,
-    befores,
+    mask_before,
+    thresholds,
+    outputs_before,
     counts,
     lengths,
     parts,
     programs,
-    OWN: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     SHRINK: tl.constexpr,
-    TYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The figures of a program's weights."""
+    """Store the five figures of a program's block of weights."""
     program = tl.program_id(0)
     slot, start, offset = tl.load(slots + program), tl.load(starts + program), tl.load(offsets + program)
     index = tl.arange(0, BLOCK)
     inside = index < tl.load(sizes + program)
-    weights = (tl.load(addresses + slot).to(tl.pointer_type(TYPE)) + start) if OWN else (dense + offset)
+    weights = (tl.load(addresses + slot).to(tl.pointer_type(DTYPE)) + start) if IN_PLACE else (dense + offset)
     value = tl.load(weights + index, mask=inside, other=0.0)
     kept = tl.load(mask + offset + index, mask=inside, other=0)
-    was = tl.load(past + offset + index, mask=inside, other=0)
-    sparse = _sparse(value, kept, start + index, inside, slot, gauge, befores, counts, lengths, SHRINK, TYPE, EXACT)
+    kept_before = tl.load(mask_before + offset + index, mask=inside, other=0)
+    sparse = _project(
+        value, kept, start + index, inside, slot, thresholds, outputs_before, counts, lengths, SHRINK, DTYPE, EXACT
+    )
     whole = value.to(EXACT)
     lost = whole - sparse.to(EXACT)
     part = parts + program
     tl.store(part, tl.sum((kept != 0).to(tl.int32), 0))
-    tl.store(part + programs, tl.sum((kept != was).to(tl.int32), 0))
-    tl.store(part + 2 * programs, tl.sum((was != 0).to(tl.int32), 0))
+    tl.store(part + programs, tl.sum((kept != kept_before).to(tl.int32), 0))
+    tl.store(part + 2 * programs, tl.sum((kept_before != 0).to(tl.int32), 0))
     tl.store(part + 3 * programs, tl.sum(lost * lost, 0))
     tl.store(part + 4 * programs, tl.sum(whole * whole, 0))
 
 
 @triton.jit
-def _total(parts, ends, values, programs, targets, ROW: tl.constexpr):
-    """Those of a target: sums, of squares their roots."""
+def _sum_blocks(parts, ends, values, programs, targets, ROW: tl.constexpr):
+    """Add the figures of a target's blocks, and take the root of those that are sums of squares."""
     target = tl.program_id(0)
     begin, end = tl.load(ends + target), tl.load(ends + target + 1)
     for figure in tl.static_range(5):
@@ -314,40 +335,40 @@ def _total(parts, ends, values, programs, targets, ROW: tl.constexpr):
 
 
 def redraw(
-    table: tuple[Tensor, ...],
-    draws: tuple[Tensor, ...],
+    block_table: tuple[Tensor, ...],
+    draw_inputs: tuple[Tensor, ...],
     mask: Tensor,
     weight: Tensor,
-    drawn: Tensor,
-    stream: Stream,
+    draw_number: Tensor,
+    stream: RandomStream,
     number: int,
-    coin: int,
+    limit: int,
 ) -> None:
-    """Draw weights off the mask anew as `Stream.redraw` does, bit for bit.
+    """Draw weights off the mask again as `RandomStream.redraw` does, bit for bit.
 
-    `draws` has for each slot the stream's key, the name's label, how positions lie in memory, and the bound.
+    `draw_inputs` has for each slot the stream's key, the two words of its name, its position layout and its bound.
     """
-    _, slot, start, offset, size = table
+    _, slot, start, offset, size = block_table
     with torch.cuda.device_of(mask):
         _redraw[(len(slot),)](
             slot,
             start,
             offset,
             size,
-            *draws,
+            *draw_inputs,
             mask,
             weight,
-            drawn,
+            draw_number,
             number,
-            coin,
+            limit,
             UNIFORM=stream.distribution == "ku",
             ROUNDS=ROUNDS,
-            GRAIN=GRAIN,
+            DRAW_BITS=DRAW_BITS,
             BLOCK=BLOCK,
         )
 
 
-@triton.jit(do_not_specialize=["number", "coin"])
+@triton.jit(do_not_specialize=["number", "limit"])
 def _redraw(
     slots,
     starts,
@@ -355,19 +376,19 @@ def _redraw(
     sizes,
     key_low,
     key_high,
-    label_low,
-    label_high,
+    name_low,
+    name_high,
     channels,
     spatial,
     bounds,
     mask,
     weight,
-    drawn,
+    draw_number,
     number,
-    coin,
+    limit,
     UNIFORM: tl.constexpr,
     ROUNDS: tl.constexpr,
-    GRAIN: tl.constexpr,
+    DRAW_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -378,15 +399,15 @@ def _redraw(
 
     # Memory counts (outer, spatial, channels), positions (outer, channels, spatial).
     wide, deep = tl.load(channels + slot), tl.load(spatial + slot)
-    place = tl.load(starts + program) + index
-    rest = place % (wide * deep)
-    position = place - rest + rest % wide * deep + rest // wide
+    index_in_slot = tl.load(starts + program) + index
+    rest = index_in_slot % (wide * deep)
+    position = index_in_slot - rest + rest % wide * deep + rest // wide
 
-    # Philox4x32-10, as in `stream`.
+    # Philox4x32-10, as in `random_stream.philox`.
     a = position.to(tl.uint64)
     b = a * 0 + number.to(tl.uint64)
-    c = a * 0 + tl.load(label_low + slot).to(tl.uint64)
-    d = a * 0 + tl.load(label_high + slot).to(tl.uint64)
+    c = a * 0 + tl.load(name_low + slot).to(tl.uint64)
+    d = a * 0 + tl.load(name_high + slot).to(tl.uint64)
     k, m = tl.load(key_low + slot).to(tl.uint64), tl.load(key_high + slot).to(tl.uint64)
     for _ in tl.static_range(ROUNDS):
         p = a * 0xD2511F53
@@ -400,11 +421,11 @@ def _redraw(
 
     bound = tl.load(bounds + slot)
     if UNIFORM:
-        odd = (a >> (32 - GRAIN)).to(tl.int32) * 2 + 1 - (1 << GRAIN)
-        value = odd.to(tl.float32) * (1.0 / (1 << GRAIN)) * bound
+        odd = (a >> (32 - DRAW_BITS)).to(tl.int32) * 2 + 1 - (1 << DRAW_BITS)
+        value = odd.to(tl.float32) * (1.0 / (1 << DRAW_BITS)) * bound
     else:
         value = tl.where((a >> 31) == 0, bound, -bound)
     off = tl.load(mask + at, mask=inside, other=1) == 0
-    chosen = inside & off & ((b >> (32 - GRAIN)).to(tl.int32) < coin)
+    chosen = inside & off & ((b >> (32 - DRAW_BITS)).to(tl.int32) < limit)
     tl.store(weight + at, value, mask=chosen)
-    tl.store(drawn + at, number, mask=chosen)
+    tl.store(draw_number + at, number, mask=chosen)

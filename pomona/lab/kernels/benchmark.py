@@ -139,7 +139,7 @@ def bench(
     require(dtype in ROUNDING, f"bench runs in float32, float16 or bfloat16, got {dtype}.")
     states = states if place.type == "cpu" else [s for s in states if s == "cold"] or ["cold"]
     draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(seed), device=place)
-    kept = block - Balanced(block=block).pruned(sparsity, block)
+    kept = block - Balanced(block=block).pruned_per_block(sparsity, block)
     found: list[Measured] = []
     with using(threads, place):
         flush = torch.zeros(FLUSH, dtype=torch.uint8, device=place)
@@ -203,7 +203,7 @@ def deviation(side: Side, x: Tensor) -> float:
 
 def line_up(weight: Tensor, block: int, sparsity: float) -> tuple[list[Side], dict[str, str]]:
     """Every side for one matrix, and which are missing, and why."""
-    mask = Balanced(block=block, pad=True).masks([weight.abs()], sparsity)[0]
+    mask = Balanced(block=block, pad=True).select_masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     packed = BalancedTensor.from_dense(pruned, block)
     sides = [
@@ -240,7 +240,7 @@ def block_sparse(name: str, weight: Tensor, sparsity: float) -> Side:
     size = TILES[weight.device.type]
     if any(side % size for side in weight.shape):
         raise ValueError(f"tiles of {size}×{size} do not divide it")
-    mask = Block((size, size)).masks([weight.abs()], sparsity)[0]
+    mask = Block((size, size)).select_masks([weight.abs()], sparsity)[0]
     pruned = torch.where(mask, weight, 0)
     bsr = pruned.to_sparse_bsr((size, size))
     nbytes = bsr.values().nbytes + bsr.col_indices().nbytes + bsr.crow_indices().nbytes
@@ -253,7 +253,7 @@ def two_of_four(name: str, weight: Tensor, sparsity: float) -> Side:
         raise ValueError("only a GPU has it")
     from torch.sparse import to_sparse_semi_structured
 
-    pruned = torch.where(Balanced(block=4).masks([weight.abs()], 0.5)[0], weight, 0)
+    pruned = torch.where(Balanced(block=4).select_masks([weight.abs()], 0.5)[0], weight, 0)
     packed = to_sparse_semi_structured(pruned)
     return Side(name, lambda x: linear(x, packed), pruned, weight.nbytes * 9 // 16)
 
@@ -296,7 +296,7 @@ def prune(model: nn.Module, sparsity: float, block: int) -> nn.Module:
     pattern = Balanced(block=block, pad=True)
     for target in prunable(model).targets:
         weight = target.parameter.detach()
-        weight.copy_(torch.where(pattern.masks([weight.abs()], sparsity)[0], weight, 0))
+        weight.copy_(torch.where(pattern.select_masks([weight.abs()], sparsity)[0], weight, 0))
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from pomona.errors import PomonaError, unknown
+from pomona.errors import PomonaError, unknown_name_error
 
 
 def find(given: str) -> Path:
@@ -19,7 +19,7 @@ def find(given: str) -> Path:
         return shipped[path.stem]
     if path.suffix == ".toml" or path.name != given:
         raise PomonaError(f"there is no recipe '{given}': give a TOML file, or one of {', '.join(recipes())}.")
-    raise unknown("recipe", given, shipped)
+    raise unknown_name_error("recipe", given, shipped)
 
 
 def recipes() -> dict[str, Path]:

@@ -41,7 +41,7 @@ class Optimizer:
         raise NotImplementedError
 
 
-@OPTIMIZERS.add("sgd")
+@OPTIMIZERS.register("sgd")
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, Nesterov's unless told otherwise."""
@@ -73,7 +73,7 @@ class SGD(Optimizer):
                 _put(state, "momentum_buffer", torch.zeros_like(parameter))
 
 
-@OPTIMIZERS.add("adam")
+@OPTIMIZERS.register("adam")
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """Adam, with weight decay added to the gradient."""
@@ -109,7 +109,7 @@ class Adam(Optimizer):
                 _put(state, key, torch.zeros_like(parameter))
 
 
-@OPTIMIZERS.add("adamw")
+@OPTIMIZERS.register("adamw")
 @dataclass(frozen=True)
 class AdamW(Adam):
     """Adam, with weight decay applied to the weights themselves."""
@@ -171,7 +171,7 @@ class Rate:
         return rate
 
 
-@RATES.add("constant")
+@RATES.register("constant")
 @dataclass(frozen=True)
 class Constant(Rate):
     """The same rate from the warm-up to the end."""
@@ -180,7 +180,7 @@ class Constant(Rate):
         return 1.0
 
 
-@RATES.add("step")
+@RATES.register("step")
 @dataclass(frozen=True)
 class Step(Rate):
     """Multiply by `gamma` at every milestone."""
@@ -198,7 +198,7 @@ class Step(Rate):
         return float(self.gamma ** bisect.bisect_right(times, time))
 
 
-@RATES.add("cosine")
+@RATES.register("cosine")
 @dataclass(frozen=True)
 class Cosine(Rate):
     """Half a cosine from `lr` after the warm-up down to `final`, then `rest` epochs there."""

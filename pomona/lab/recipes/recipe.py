@@ -39,9 +39,9 @@ from torch.overrides import TorchFunctionMode
 from pomona import models
 from pomona.compressors import COMPRESSORS
 from pomona.data import AUGMENTS, SOURCES, Source
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.methods import METHODS
-from pomona.registry import check_type, describe, parse, plain
+from pomona.registry import parse_spec, spec_to_dict, to_plain_data, validate_type
 
 from .optimizers import OPTIMIZERS, RATES, SGD, Optimizer, Rate, Step
 
@@ -80,7 +80,7 @@ class DataOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """The data set's own options beside the common ones."""
-        return describe(self.source) | {"validation": self.validation, "augment": self.augment}
+        return spec_to_dict(self.source) | {"validation": self.validation, "augment": self.augment}
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class TrainOptions:
         )
         require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
         if self.precision not in ("float32", "bf16"):
-            raise unknown("precision", self.precision, ("float32", "bf16"))
+            raise unknown_name_error("precision", self.precision, ("float32", "bf16"))
         if self.loop not in ("auto", "eager", "captured", "compiled"):
-            raise unknown("loop", self.loop, ("auto", "eager", "captured", "compiled"))
+            raise unknown_name_error("loop", self.loop, ("auto", "eager", "captured", "compiled"))
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
-            raise unknown("device", self.device, ("auto", "cpu", "cuda")) from error
+            raise unknown_name_error("device", self.device, ("auto", "cpu", "cuda")) from error
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class OriginOptions:
 
     def __post_init__(self) -> None:
         if self.weights not in ("final", "new"):
-            raise unknown("origin.weights", self.weights, ("final", "new"))
+            raise unknown_name_error("origin.weights", self.weights, ("final", "new"))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class FinetuneOptions:
         require(self.epochs >= 0, f"finetune.epochs must be 0 or more, got {self.epochs}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs, "optimizer": describe(self.optimizer), "rate": describe(self.rate)}
+        return {"epochs": self.epochs, "optimizer": spec_to_dict(self.optimizer), "rate": spec_to_dict(self.rate)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +201,8 @@ class Recipe:
             "model": self.model,
             "origin": dataclasses.asdict(self.origin),
             "method": self.method,
-            "optimizer": describe(self.optimizer),
-            "rate": describe(self.rate),
+            "optimizer": spec_to_dict(self.optimizer),
+            "rate": spec_to_dict(self.rate),
             "train": dataclasses.asdict(self.train),
             "finetune": self.finetune.to_dict(),
         }
@@ -251,8 +251,8 @@ def _make_method(given: Any) -> dict[str, Any]:
         require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
         return {"name": DENSE}
     if isinstance(spelled, Mapping) and "name" in spelled and spelled["name"] not in METHODS:
-        raise unknown("method", spelled["name"], [DENSE, *METHODS])
-    return describe(METHODS.make(spelled))
+        raise unknown_name_error("method", spelled["name"], [DENSE, *METHODS])
+    return spec_to_dict(METHODS.resolve(spelled))
 
 
 def _make_model(given: Any) -> dict[str, Any]:
@@ -260,16 +260,16 @@ def _make_model(given: Any) -> dict[str, Any]:
     name, options = _named("model", given)
     info = models.info(name)
     _try_model(name, json.dumps(options, default=str))
-    follows = {"vocabulary", *info.fit((1, 1, 1), 1)}
+    follows = {"vocabulary", *info.fit_options((1, 1, 1), 1)}
     defaults = {key: value for key, value in info.options.items() if key not in follows}
-    return {"name": name} | {key: plain(value) for key, value in {**defaults, **options}.items()}
+    return {"name": name} | {key: to_plain_data(value) for key, value in {**defaults, **options}.items()}
 
 
 @functools.cache
 def _try_model(name: str, options: str) -> None:
     """Refuse bad options by making the model, without its memory, once: a table has hundreds of recipes."""
     with torch.device("meta"), _Undrawn():
-        models.info(name).make(**json.loads(options))
+        models.info(name).constructor(**json.loads(options))
 
 
 class _Undrawn(TorchFunctionMode):
@@ -288,14 +288,14 @@ def _make_data(given: Any) -> DataOptions:
     common = {f.name for f in dataclasses.fields(DataOptions)} - {"source"}
     mine = {key: options.pop(key) for key in common & options.keys()}
     if "validation" in mine:
-        check_type("data.validation", mine["validation"], int | float)
+        validate_type("data.validation", mine["validation"], int | float)
     if mine.get("augment") not in (None, "auto", "none"):
-        mine["augment"] = describe(AUGMENTS.make(mine["augment"]))
+        mine["augment"] = spec_to_dict(AUGMENTS.resolve(mine["augment"]))
     known = {f.name for f in dataclasses.fields(SOURCES[name])} | common
     for key in options:
         if key not in known:
-            raise unknown(f"option of data set '{name}'", key, known)
-    return DataOptions(SOURCES.make({"name": name, **options}), **mine)
+            raise unknown_name_error(f"option of data set '{name}'", key, known)
+    return DataOptions(SOURCES.resolve({"name": name, **options}), **mine)
 
 
 def _make_train(given: Any) -> TrainOptions:
@@ -322,11 +322,11 @@ def _make_finetune(given: Any, first: Recipe) -> FinetuneOptions:
     for key, default, choices in (("optimizer", first.optimizer, OPTIMIZERS), ("rate", first.rate, RATES)):
         written = _spelled(options.get(key, {}))
         unnamed = isinstance(written, Mapping) and "name" not in written
-        options[key] = choices.make(describe(default) | written if unnamed else written)
+        options[key] = choices.resolve(spec_to_dict(default) | written if unnamed else written)
     made = FinetuneOptions(**options)
     compressor = first.method.get("compressor")
     require(
-        not made.epochs or compressor is None or not COMPRESSORS.make(compressor).lasts,
+        not made.epochs or compressor is None or not COMPRESSORS.resolve(compressor).needed_after_training,
         "finetune would undo what method.compressor did to the weights: set finetune.epochs = 0.",
     )
     return made
@@ -338,8 +338,8 @@ def _table(section: str, given: Any, record: type) -> dict[str, Any]:
     hints = _hints(record)
     for key, value in given.items():
         if key not in hints:
-            raise unknown(f"option of {section}", key, hints)
-        check_type(f"{section}.{key}", value, hints[key])
+            raise unknown_name_error(f"option of {section}", key, hints)
+        validate_type(f"{section}.{key}", value, hints[key])
     return dict(given)
 
 
@@ -347,13 +347,13 @@ _hints = functools.cache(typing.get_type_hints)  # slow, and a table has hundred
 
 
 def _make_seed(given: Any) -> int:
-    check_type("seed", given, int)
+    validate_type("seed", given, int)
     require(0 <= given < 2**63, f"seed must be in [0, 2⁶³), got {given}.")
     return int(given)
 
 
 def _make_name(given: Any) -> str:
-    check_type("name", given, str)
+    validate_type("name", given, str)
     return str(given)
 
 
@@ -365,8 +365,8 @@ _MAKE: dict[str, Any] = {
     "model": _make_model,
     "origin": _make_origin,
     "method": _make_method,
-    "optimizer": lambda given: OPTIMIZERS.make(_spelled(given, "sgd")),
-    "rate": lambda given: RATES.make(_spelled(given, "step")),
+    "optimizer": lambda given: OPTIMIZERS.resolve(_spelled(given, "sgd")),
+    "rate": lambda given: RATES.resolve(_spelled(given, "step")),
     "train": _make_train,
 }
 
@@ -374,7 +374,7 @@ _MAKE: dict[str, Any] = {
 def _spelled(given: Any, default: str | None = None) -> Any:
     """A named choice as a table, whether it was written as text or as a table without its name."""
     if isinstance(given, str):
-        name, options = parse(given)
+        name, options = parse_spec(given)
         return {"name": name, **options}
     if isinstance(given, Mapping) and default is not None:
         return {"name": default, **given}
@@ -398,7 +398,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
         if key not in _MAKE and key != "finetune":
             records = {"optimizer": SGD, "rate": Step, "train": TrainOptions, "origin": OriginOptions}
             options = [f"{s}.{f.name}" for s, record in records.items() for f in dataclasses.fields(record)]
-            raise unknown("key of the recipe", key, [*_MAKE, "finetune", *options, "method.sparsity"])
+            raise unknown_name_error("key of the recipe", key, [*_MAKE, "finetune", *options, "method.sparsity"])
 
 
 def _read(path: Path) -> dict[str, Any]:

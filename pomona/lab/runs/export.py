@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from ...core.method import METHODS
+from ...core.score_method import ScoreMethod
 from ...errors import PomonaError, require
 from ...sparse import Compression, compress, save
 from ...sparse import ticket as tickets
@@ -45,13 +46,13 @@ def ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
     """
     model = finished_model(run)[0]
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
-    method = None if pruner is None else METHODS.make(pruner["method"])
-    if method is None or method.weights != "score":
+    method = None if pruner is None else METHODS.resolve(pruner["method"])
+    if not isinstance(method, ScoreMethod):
         raise PomonaError(
             f"the last stage of '{run}' trained weights: a ticket holds random ones (edge_popup, iterand, no finetune)."
         )
     kept, fan_in = masks.load(run), {target.name: target.fan_in for target in method.targets(model)}
-    drawn = {name: tickets.Drawn(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
+    drawn = {name: tickets.DrawnTensor(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
     data = tickets.dumps(model.state_dict(), drawn, method.stream, built(run))
     file = run / FORMATS["ticket"] if out is None else out
     checkpoint.replace(file, data)

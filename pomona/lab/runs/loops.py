@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pomona.core.fused.flat_buffers import RECORDING, aside
+from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream
 from pomona.errors import require
 
 from ..kernels.convolution import quick
@@ -117,7 +117,7 @@ class Captured:
         new: Callable[..., Tensor] = lambda *shape, **options: torch.zeros(*shape, device=run.device, **options)  # noqa: E731
         self.counter = new(1, dtype=torch.int64)  # the step within the epoch
         self.rates, self.record = new(run.per_epoch), new(run.per_epoch)
-        self.order, self.plan = (None if part is None else part.to(run.device) for part in run.batches.draw(0))
+        self.order, self.plan = (None if part is None else part.to(run.device) for part in run.batches.draw_epoch(0))
         self.rate = new(())
         self.read = self.now = 0  # the steps of the epoch whose loss was read, and that were taken
 
@@ -163,7 +163,9 @@ class Captured:
         run = self.run
         first = epoch * run.per_epoch - run.first
         rates = torch.tensor([run.rate(first + k) for k in range(run.per_epoch)])
-        for ours, theirs in zip((self.order, self.plan, self.rates), (*run.batches.draw(epoch), rates), strict=True):
+        for ours, theirs in zip(
+            (self.order, self.plan, self.rates), (*run.batches.draw_epoch(epoch), rates), strict=True
+        ):
             if ours is not None and theirs is not None:
                 ours.copy_(theirs.pin_memory(), non_blocking=True)
         self.counter.fill_(start)
@@ -175,7 +177,7 @@ class Captured:
         at = self.counter * run.batches.batch_size + torch.arange(size, device=run.device)
         assert self.order is not None
         rows, plan = self.order[at], None if self.plan is None else self.plan[at]
-        inputs, targets = run.batches.gather(rows, plan)
+        inputs, targets = run.batches.gather_batch(rows, plan)
         self.rate.copy_(self.rates.index_select(0, self.counter)[0])
         loss = step(run, forward, inputs, targets)
         self.record.index_copy_(0, self.counter, loss.float()[None])
@@ -185,9 +187,9 @@ class Captured:
         """Record the step. Whatever the rehearsals did is undone."""
         run, record = self.run, self.record.clone()
         sizes = {self.size(run.per_epoch - 1): False, self.size(0): self.compiled}  # the smaller one is not worth it
-        stream = aside(run.device)
+        stream = capture_stream(run.device)
         with (
-            RECORDING,
+            GRAPH_CAPTURE_LOCK,
             quick(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pomona.core.mask_bits import pack, unpack
+from pomona.core.mask_bits import pack_bits, unpack_bits
 from pomona.core.method import Masks
 from pomona.errors import PomonaError
 
@@ -23,7 +23,7 @@ FILE = "masks.safetensors"
 
 def save(folder: Path, masks: Masks) -> None:
     """Write masks as bits, eight entries a byte, with their shapes."""
-    bits = {name: pack(mask).cpu() for name, mask in masks.items()}
+    bits = {name: pack_bits(mask).cpu() for name, mask in masks.items()}
     shapes = {name: list(mask.shape) for name, mask in masks.items()}
     checkpoint.replace(folder / FILE, safetensors.torch.save(bits, {"shapes": json.dumps(shapes)}))
 
@@ -36,7 +36,7 @@ def load(folder: Path) -> Masks:
     try:
         with safe_open(path, "pt") as file:
             shapes = json.loads(file.metadata()["shapes"])
-            return {name: unpack(file.get_tensor(name), torch.Size(shape)) for name, shape in shapes.items()}
+            return {name: unpack_bits(file.get_tensor(name), torch.Size(shape)) for name, shape in shapes.items()}
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise PomonaError(f"'{path}' is damaged: train the run again.") from error
 

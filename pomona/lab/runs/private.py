@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pomona.data import draws
-from pomona.errors import PomonaError, require, unknown
+from pomona.data import keyed_random
+from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.privacy import METHODS, Budget, PrivateStep, Source, problems
 from pomona.privacy import splits as predict
-from pomona.privacy.accounting import SHARES
-from pomona.privacy.step import WHOLE
-from pomona.registry import check_type, describe
+from pomona.privacy.budget_split import SHARES
+from pomona.privacy.private_step import DEFAULT_SCHEDULE
+from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
 
 from ..recipes.recipe import DENSE, Recipe, _lines, read
@@ -60,7 +60,7 @@ class PrivateOptions:
     delta: float = 1e-5
     method: str = "gip"
     keep: float = 0.1  # share of coordinates at the end of the schedule
-    schedule: Schedule = WHOLE
+    schedule: Schedule = DEFAULT_SCHEDULE
     group: int = 256  # coordinates that have a top-k of their own; 0 is one for all
     share: float = 0.01  # of ε for the indices, of gip
     clip: float = 1.0
@@ -72,7 +72,7 @@ class PrivateOptions:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise unknown("private method", self.method, METHODS)
+            raise unknown_name_error("private method", self.method, METHODS)
         require(0 <= self.average < 1, f"private.average is a decay in [0, 1), got {self.average}.")
         require(self.group >= 0, f"private.group is a count of coordinates, or 0, got {self.group}.")
 
@@ -83,14 +83,14 @@ class PrivateOptions:
         options = dict(given)
         for key, value in options.items():
             if key not in hints:
-                raise unknown("option of private", key, hints)
-            check_type(f"private.{key}", value, hints[key])
+                raise unknown_name_error("option of private", key, hints)
+            validate_type(f"private.{key}", value, hints[key])
             options[key] = float(value) if hints[key] is float else value  # 8 is 8.0
         require("epsilon" in options, "a private recipe needs private.epsilon.")
         if "schedule" in options:
-            options["schedule"] = SCHEDULES.make(options["schedule"])
+            options["schedule"] = SCHEDULES.resolve(options["schedule"])
         if options.get("budget") is not None:
-            options["budget"] = Budget.of(options["budget"])
+            options["budget"] = Budget.from_dict(options["budget"])
         if options.get("method", cls.method) != "gip":
             require(not options.get("share"), f"private.share is for gip: '{options['method']}' has no use for it.")
             options["share"] = 0.0
@@ -99,7 +99,7 @@ class PrivateOptions:
     def to_dict(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         budget = None if self.budget is None else self.budget.to_dict()
-        return plain | {"schedule": describe(self.schedule), "budget": budget}
+        return plain | {"schedule": spec_to_dict(self.schedule), "budget": budget}
 
     def settings(self) -> dict[str, Any]:
         """All that decides the result."""
@@ -236,7 +236,7 @@ class PrivateRun(Run):
         require(self.data.kind != "text", f"'{self.data.name}' is one long text, in which no row is a person's own.")
         offer = 'set model.norm = "group"' if "norm" in self.built else "choose a model without it, such as private_cnn"
         for problem in problems(self.model):
-            raise PomonaError(f"'{problem.name}' is a {problem.layer}, which {problem.why}: {offer}.")
+            raise PomonaError(f"'{problem.name}' is a {problem.layer}, which {problem.reason}: {offer}.")
         self.stages = [PrivateStage("train", recipe.recipe.train.epochs, recipe.recipe.optimizer, recipe.recipe.rate)]
         rows, steps = len(self.data.train), self.per_epoch * recipe.recipe.train.epochs
         settled = recipe.private.settled(rows, self.options.batch_size, steps)
@@ -289,7 +289,8 @@ class PrivateRun(Run):
             self.averaged.load_state_dict(state["averaged"])
 
     def write(self, row: dict[str, Any]) -> None:
-        row |= {"epsilon": self.private.spent, "kept": self.private.kept(self.private.done - 1)}  # shown live, too
+        kept = self.private.kept_share(self.private.steps_taken - 1)
+        row |= {"epsilon": self.private.spent, "kept": kept}  # shown live, too
         super().write({key: value for key, value in row.items() if key != "loss"})
 
     # ---- measuring
@@ -308,7 +309,7 @@ class PrivateRun(Run):
     @torch.no_grad()
     def follow(self) -> None:
         """The running mean of the weights, quick at first."""
-        decay = min(self.full.private.average, self.private.done / (self.private.done + WARM))
+        decay = min(self.full.private.average, self.private.steps_taken / (self.private.steps_taken + WARM))
         if decay:
             for ours, theirs in zip(self.averaged.parameters(), self.model.parameters(), strict=True):
                 ours.lerp_(theirs, 1 - decay)
@@ -334,9 +335,9 @@ class PoissonLoop(Eager):
         batches, views = self.run.batches, self.run.full.private.views
         many, plan = rows.repeat_interleave(views) if views > 1 else rows, None
         if batches.augment is not None:
-            u = draws.uniform((len(many), batches.augment.draws), batches.seed, step, 2)
-            plan = torch.from_numpy(batches.augment.plan(u, *batches.split.x.shape[2:])).to(rows.device)
-        inputs, targets = batches.gather(many, plan)
+            u = keyed_random.uniform((len(many), batches.augment.uniforms_per_image), batches.seed, step, 2)
+            plan = torch.from_numpy(batches.augment.draw_params(u, *batches.split.x.shape[2:])).to(rows.device)
+        inputs, targets = batches.gather_batch(many, plan)
         return (inputs, targets) if views == 1 else (inputs.unflatten(0, (-1, views)), targets[::views])
 
 

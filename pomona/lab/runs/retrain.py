@@ -23,9 +23,9 @@ from typing import Any
 from safetensors import safe_open
 
 from pomona import models
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 from pomona.methods import METHODS
-from pomona.registry import describe
+from pomona.registry import spec_to_dict
 
 from ..recipes.optimizers import Rate, Step
 from ..recipes.recipe import DENSE, Recipe
@@ -73,9 +73,9 @@ def plan(
     """The recipe of a retraining, and its folder. Nothing is written."""
     run = Path(run)
     if start not in FROM:
-        raise unknown("start of a retraining", start, FROM)
+        raise unknown_name_error("start of a retraining", start, FROM)
     if budget not in BUDGETS:
-        raise unknown("budget", budget, BUDGETS)
+        raise unknown_name_error("budget", budget, BUDGETS)
     require(seed is None or start == "random", f"a seed is for a random start, and this one is from {start}.")
     source, summary = finished(run)
     found = masks.load(run)
@@ -95,7 +95,7 @@ def plan(
             "fingerprint": summary["fingerprint"],
         },
         "method": {"name": "finetune", "include": list(found), "pattern": source.method["pattern"]},
-        "rate": describe(stretched(source.rate, source.train.epochs)),
+        "rate": spec_to_dict(stretched(source.rate, source.train.epochs)),
         "train": dataclasses.asdict(source.train) | {"epochs": epochs, "track": False},
         "finetune": {"epochs": 0},
     }

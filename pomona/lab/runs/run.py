@@ -43,8 +43,8 @@ from pomona import data, models
 from pomona.core.method import Masks
 from pomona.data import Batches, Dataset
 from pomona.errors import PomonaError, require
-from pomona.methods.lottery import Holder
-from pomona.registry import describe
+from pomona.methods._mask_holder import MaskHolder
+from pomona.registry import spec_to_dict
 
 from ..recipes.recipe import Recipe
 from . import checkpoint, loops, masks
@@ -352,7 +352,7 @@ class Run:
             group.update(way)  # that of this loop, which may not be the one the checkpoint is from
         self.mean.load_state_dict(state.get("mean", self.mean.state_dict()))  # earlier checkpoints have none
         self.results, self.rewound = state["results"], state["rewind"]
-        if isinstance(self.pruner, Holder) and state["rewind"]:
+        if isinstance(self.pruner, MaskHolder) and state["rewind"]:
             self.pruner.snapshot = state["rewind"]
         self.step, self.loss, self.updates = state["step"], state["loss"], state["updates"]
         self.seconds, self.written = state["seconds"], state["metrics"]
@@ -370,7 +370,7 @@ class Run:
 
     def write_updates(self) -> None:
         """The pruner's mask updates since the last time."""
-        history = [] if self.pruner is None or isinstance(self.pruner, Holder) else self.pruner.history
+        history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
         for record in history[self.updates :]:
             self.write({"kind": "update", "stage": self.stage.name, **record, "step": self.first + record["step"]})
         self.updates = len(history)
@@ -578,7 +578,11 @@ _loaded: weakref.WeakValueDictionary[str, Dataset] = weakref.WeakValueDictionary
 
 def load_data(recipe: Recipe, data_dir: Path | str | None, device: torch.device) -> Dataset:
     """The recipe's data set, on the device; runs that are packed read one copy of it."""
-    options = describe(recipe.data.source) | {"root": data_dir, "device": device, "validation": recipe.data.validation}
+    options = spec_to_dict(recipe.data.source) | {
+        "root": data_dir,
+        "device": device,
+        "validation": recipe.data.validation,
+    }
     key = repr(options)
     found = _loaded.get(key) if loops.PACKED.get() else None
     if found is None:
@@ -598,15 +602,15 @@ def model_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
             f"model '{info.name}' does not fit data set '{dataset.name}', which holds {dataset.kind}s: "
             f"choose one of {', '.join(fitting)}."
         )
-    follows = info.fit(dataset.input_shape, dataset.classes)
-    if info.tokens:
+    follows = info.fit_options(dataset.input_shape, dataset.classes)
+    if info.takes_tokens:
         follows["vocabulary"] = dataset.vocab
     return {**follows, **recipe.model}
 
 
-def _fits(info: models.Info, kind: str) -> bool:
+def _fits(info: models.ModelInfo, kind: str) -> bool:
     """Whether a model is for a kind of data: token ids or not, a class for the whole or the next token."""
-    return info.tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
+    return info.takes_tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
 @contextmanager

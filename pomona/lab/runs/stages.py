@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pomona.core.method import METHODS, Masks, Method, Time
+from pomona.core.method import METHODS, Masks, Method, TrainingProgress
 from pomona.core.pruner import Pruner
 from pomona.core.targets import Target
 from pomona.errors import require
+from pomona.methods._mask_holder import MaskHolder
 from pomona.methods.finetune import Finetune
-from pomona.methods.lottery import Holder, Lottery, Rounds
+from pomona.methods.lottery import Lottery, LotteryRounds
 
 from ..recipes.optimizers import Optimizer, Rate
 from ..recipes.recipe import DENSE, Recipe
@@ -59,14 +60,16 @@ class Pruning(Stage):
     def pruner(self, run: Run) -> Pruner:
         if isinstance(self.method, Finetune) and run.masks is not None:
             return attach(hold(self.method, run), run)
-        looks = self.method.before and self.method.due(Time(0, run.steps, run.per_epoch))  # at a gradient, first
+        looks = self.method.updates_before_step and self.method.is_update_due(
+            TrainingProgress(0, run.steps, run.per_epoch)
+        )  # at a gradient, first
         loss = run.unseen_loss if looks else None
         return attach(Pruner(self.method), run, loss=loss, track=run.options.track)
 
     def outcome(self, run: Run) -> dict[str, Any]:
         """And where that was tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
         found = super().outcome(run)
-        if run.options.track and run.pruner is not None and not isinstance(run.pruner, Holder):
+        if run.options.track and run.pruner is not None and not isinstance(run.pruner, MaskHolder):
             shares = run.pruner.settled()
             found["settled"] = shares + [1.0] * (self.epochs + 1 - len(shares))
         return found
@@ -93,8 +96,8 @@ class Round(Stage):
     def prepare(self, run: Run) -> None:
         if self.index:
             targets = self.method.targets(run.model)
-            kept = Rounds(self.method).prune(targets, outputs_first(targets, run.masks), self.sparsity)
-            run.masks = {t.name: kept[t.name].movedim(0, t.rows) for t in targets}
+            kept = LotteryRounds(self.method).prune(targets, outputs_first(targets, run.masks), self.sparsity)
+            run.masks = {t.name: kept[t.name].movedim(0, t.output_dim) for t in targets}
             run.model.load_state_dict(run.rewind)
 
     def pruner(self, run: Run) -> Pruner:
@@ -112,7 +115,9 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     elif isinstance(method, Lottery):
         count = sum(target.shape.numel() for target in method.targets(model))
         require(count > 0, f"{type(model).__name__} has nothing to prune: name layers with include=[…].")
-        found = [Round(f"round {k}", *first, method, k, level) for k, level in enumerate(method.levels(count))]
+        found = [
+            Round(f"round {k}", *first, method, k, level) for k, level in enumerate(method.round_sparsities(count))
+        ]
         found.append(Tuning("finetune", *second, method))
     else:
         found = [Pruning("train", *first, method), Tuning("finetune", *second, method)]
@@ -126,14 +131,14 @@ def method_of(recipe: Recipe) -> Method | None:
     options = dict(recipe.method)
     if "seed" in options:
         options["seed"] += recipe.seed
-    return METHODS.make(options)
+    return METHODS.resolve(options)
 
 
-def hold(method: Method, run: Run, rewind: int | None = None) -> Holder:
+def hold(method: Method, run: Run, rewind: int | None = None) -> MaskHolder:
     """A pruner that holds the run's masks on what a method prunes; where a stage is resumed its state brings them."""
     targets = method.targets(run.model)
     held = Finetune(include=tuple(t.name for t in targets), pattern=method.pattern)
-    return Holder(held, outputs_first(targets, run.masks), rewind)
+    return MaskHolder(held, outputs_first(targets, run.masks), rewind)
 
 
 def outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
@@ -146,7 +151,9 @@ def outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks:
         )
     found = found or {}
     return {
-        t.name: found[t.name].movedim(t.rows, 0) if t.name in found else torch.ones(t.outputs_first, dtype=torch.bool)
+        t.name: found[t.name].movedim(t.output_dim, 0)
+        if t.name in found
+        else torch.ones(t.outputs_first, dtype=torch.bool)
         for t in targets
     }
 

@@ -28,7 +28,7 @@ import torch
 
 from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
-from pomona.registry import parse
+from pomona.registry import parse_spec
 
 from ..recipes.recipe import DENSE, Recipe, literal, put, read
 from ..runs import checkpoint
@@ -273,7 +273,7 @@ def spelled(method: Any) -> dict[str, Any]:
         return dict(method)
     if not isinstance(method, str):
         raise PomonaError(f"an axis of methods takes names, such as 'dpf' or 'dpf(every=4)', got {method!r}.")
-    name, options = parse(method)
+    name, options = parse_spec(method)
     return {"name": name, **options}
 
 

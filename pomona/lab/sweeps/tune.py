@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 
 from ..recipes.recipe import Recipe, put, read
 from ..runs.run import Interrupted
@@ -103,7 +103,7 @@ def setting(given: Mapping[str, Any], key: str) -> str:
     for section in sections:
         if key in options[section]:
             return f"{section}.{key}"
-    raise unknown("setting", key, [option for section in sections for option in options[section]])
+    raise unknown_name_error("setting", key, [option for section in sections for option in options[section]])
 
 
 def value_of(given: Mapping[str, Any], key: str) -> Any:
@@ -111,7 +111,7 @@ def value_of(given: Mapping[str, Any], key: str) -> Any:
     value: Any = Recipe.load(given).to_dict()
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise unknown("setting", key, value if isinstance(value, Mapping) else [])
+            raise unknown_name_error("setting", key, value if isinstance(value, Mapping) else [])
         value = value[part]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and value > 0, f"{key} is {value!r} in the recipe: give a grid, as in --tune {key}=0.1,0.2.")

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import PomonaError, require, unknown
+from pomona.errors import PomonaError, require, unknown_name_error
 
 from ..recipes import bundled as shelf
 from ..recipes.recipe import PASSIVE, Recipe, literal, read
@@ -87,7 +87,7 @@ def find(name: str, overrides: Sequence[str] = ()) -> Table | Make:
         return load(file, overrides)
     made = computed()
     if name not in made:
-        raise unknown("table", name, [*shelf.tables(), *made])
+        raise unknown_name_error("table", name, [*shelf.tables(), *made])
     require(not overrides, f"{name} is computed, and has no settings to set: leave out '{(*overrides, '')[0]}'.")
     return made[name]
 
@@ -308,4 +308,4 @@ def pick(kind: str, name: Any, among: Mapping[str, Any]) -> Any:
 def known(kind: str, names: Any, among: Any) -> None:
     for name in names:
         if name not in among:
-            raise unknown(kind, str(name), [str(one) for one in among])
+            raise unknown_name_error(kind, str(name), [str(one) for one in among])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import require, unknown
+from pomona.errors import require, unknown_name_error
 
 from ..recipes.recipe import Recipe
 from ..runs import retrain
@@ -167,12 +167,12 @@ class Table:
         for pick in picks:
             key, values = sweep.axis(pick)
             if key not in known:
-                raise unknown("pick of a table", key, known)
+                raise unknown_name_error("pick of a table", key, known)
             whole = pick.partition("=")[2].strip()
             values = [whole] if whole in known[key] else values  # a column's name may have commas
             for value in values:
                 if value not in known[key]:
-                    raise unknown(f"{key} of {self.name}", value, map(str, known[key]))
+                    raise unknown_name_error(f"{key} of {self.name}", value, map(str, known[key]))
             if key == "seed":
                 entries = [replace(e, tasks=tuple(t for t in e.tasks if t.recipe.seed in values)) for e in entries]
             entries = [e for e in entries if e.tasks and (key == "seed" or e.facts.get(key) in values)]

@@ -1,0 +1,221 @@
+"""The engine's state of one pruned parameter: its mask, its latent values and how it is projected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..masking import apply_mask
+from .method import Method
+from .score_method import ScoreMethod
+from .targets import Target
+
+
+@dataclass(eq=False)
+class Slot:
+    """One pruned parameter with its mask; soft methods add a latent, score methods scores and random weights."""
+
+    target: Target
+    parameter: nn.Parameter
+    method: Method
+    mask: Tensor
+    latent: Tensor | None  # None: the optimizer moves the parameter itself
+    last_flip: Tensor | None = None  # the step at which each mask entry last changed, where that is tracked
+    initial_value: Tensor | None = None  # the value before the first pruning, kept until the first step
+    norm_running_mean: Tensor | None = None  # of a norm without gain and shift that takes the outputs
+    leader: Slot | None = None  # for a coupled parameter, the slot whose removed outputs it follows
+    weight: Tensor | None = None  # the random weights that scores select from
+    draw_number: Tensor | None = None  # the number of each weight's last re-draw, where weights are re-drawn
+    observed_mask: Tensor | None = None  # the mask of the last history entry, where the mask moves at every step
+    calibration: Tensor | None = None  # what the projection measured when the mask was installed, where it does
+    version: int = -1  # the parameter's version right after the last projection
+
+    @classmethod
+    def create(cls, target: Target, method: Method, track: bool = False, leader: Slot | None = None) -> Slot:
+        """Create a slot whose mask keeps everything."""
+        if isinstance(method, ScoreMethod):
+            return cls._create_scored(target, method, track, leader)
+        weight = target.parameter.detach()
+        mask = torch.ones_like(weight, dtype=torch.bool)
+        return cls(
+            target,
+            target.parameter,
+            method,
+            mask=mask,
+            latent=weight.clone() if method.weights == "soft" else None,
+            last_flip=torch.zeros_like(weight, dtype=torch.int32) if track else None,
+            leader=leader,
+            calibration=method.calibrate(weight, mask, target.output_dim) if leader is None else None,
+        )
+
+    @classmethod
+    def _create_scored(cls, target: Target, method: ScoreMethod, track: bool, leader: Slot | None) -> Slot:
+        """Create a slot of random weights with random scores; a coupled parameter has neither."""
+        like = target.parameter.detach()
+        slot = cls(target, target.parameter, method, torch.ones_like(like, dtype=torch.bool), None, leader=leader)
+        if leader is None:
+            key = target.name, target.fan_in, like
+            slot.latent, slot.weight = method.stream.scores(*key), method.stream.weights(*key)
+            slot.observed_mask = slot.mask.clone()
+            slot.draw_number = torch.zeros_like(like, dtype=torch.int32) if method.redraw_limit else None
+            slot.last_flip = torch.zeros_like(like, dtype=torch.int32) if track else None
+        return slot
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether entries off the mask stay zero."""
+        return self.method.weights == "hard"
+
+    @property
+    def masks_gradient(self) -> bool:
+        """Whether gradient and momentum off the mask are zeroed too."""
+        return self.is_hard and not self.method.keeps_pruned_momentum
+
+    @property
+    def moved(self) -> Tensor:
+        """The tensor that the optimizer moves: the latent, or the parameter where there is none."""
+        return self.parameter if self.latent is None else self.latent
+
+    @property
+    def dense(self) -> Tensor:
+        """The dense values that the mask is applied to."""
+        return self.moved if self.weight is None else self.weight
+
+    # ---- outputs, and what is coupled to them
+
+    def kept_outputs(self) -> Tensor:
+        """Return a boolean vector that is true for outputs with at least one kept weight."""
+        return self.mask.movedim(self.target.output_dim, 0).flatten(1).any(1)
+
+    def copy_output_mask(self) -> None:
+        """Mask a coupled parameter by the outputs that its leader keeps."""
+        if self.leader is not None:
+            self.mask.copy_(self.leader.kept_outputs())
+
+    def clear_running_mean(self) -> None:
+        """Zero the running mean of removed outputs where the norm has no gain and shift to mask."""
+        if self.norm_running_mean is not None:
+            self.norm_running_mean.masked_fill_(~self.kept_outputs(), 0)
+
+    # ---- the tensor that the model holds
+
+    def is_stale(self) -> bool:
+        """Return whether the model holds another tensor under this name, or one with another layout."""
+        now = self.target.parameter
+        same_layout = (
+            now.device == self.mask.device
+            and now.dtype == self.moved.dtype
+            and dense_strides(now) == self.mask.stride()
+        )
+        return now is not self.parameter or not same_layout
+
+    def rebind(self) -> None:
+        """Take over the tensor that the model holds now, moving the slot's own tensors to its device."""
+        self.parameter = self.target.parameter
+        self.mask = self.mask.to(self.parameter.device)
+        for field in ("latent", "weight", "calibration"):
+            if getattr(self, field) is not None:
+                setattr(self, field, getattr(self, field).to(self.parameter))
+        for field in ("last_flip", "draw_number", "observed_mask"):
+            if getattr(self, field) is not None:
+                setattr(self, field, getattr(self, field).to(self.parameter.device))
+        self.version = -1
+
+    def save_initial_value(self) -> None:
+        """Save the parameter until the first step, where no latent holds its value."""
+        if self.latent is None:
+            self.initial_value = self.parameter.detach().clone()
+
+    def restore_initial_value(self) -> None:
+        """Undo the pruning at `attach`, unless the user has written the parameter since."""
+        if self.initial_value is not None and self.parameter._version == self.version:
+            self.parameter.copy_(self.initial_value)
+
+    def was_edited(self) -> bool:
+        """Return whether the user changed the parameter since the last projection (loaded a checkpoint, say)."""
+        if self.parameter._version == self.version or self.method.weights == "free":
+            return False
+        return not torch.equal(self.projected(), self.parameter)
+
+    def adopt_edit(self) -> bool:
+        """Copy a parameter that the user edited into the latent; return whether it was edited.
+
+        Random weights are never taken from the user.
+        """
+        edited = self.was_edited()
+        if edited and self.latent is not None and self.weight is None:
+            self.latent.copy_(self.parameter)
+            self.clip_latent()
+            self.reset_calibration()
+        return edited
+
+    # ---- projection
+
+    def project(self) -> None:
+        """Write the sparse value into the parameter."""
+        self.write_projection(self.dense, self.parameter)
+        self.version = self.parameter._version
+
+    def enforce_mask(self) -> None:
+        """Project, except for free weights, which may grow between two updates."""
+        if self.method.weights != "free":
+            self.project()
+
+    def projected(self) -> Tensor:
+        """Return the sparse value in a new tensor."""
+        value = torch.empty_like(self.parameter, requires_grad=False)
+        self.write_projection(self.dense, value)
+        return value
+
+    def write_projection(self, values: Tensor, out: Tensor) -> None:
+        """Write the sparse value of `values` into `out`; a coupled parameter is only masked."""
+        mask = self.mask.to(out.device)
+        if self.leader is None:
+            self.method.project(values, mask, out, self.calibration)
+        else:
+            apply_mask(values, mask, out)
+
+    def calibrate(self, mask: Tensor) -> None:
+        """Measure what the projection must know of a mask, in place: a captured graph reads it there."""
+        if self.calibration is not None:
+            self.calibration.copy_(self.method.calibrate(self.moved, mask, self.target.output_dim))  # type: ignore[arg-type]
+
+    def reset_calibration(self) -> None:
+        """Make the projection a plain mask until the next mask is installed."""
+        self.calibrate(torch.ones_like(self.mask))
+
+    def freeze_projection(self) -> None:
+        """Make the projected value the latent after the last mask update, and the projection a plain mask."""
+        if self.calibration is not None:
+            self.moved.copy_(torch.where(self.mask, self.projected(), self.moved))
+            self.reset_calibration()
+
+    def clip_latent(self) -> None:
+        """Let the method clip the latent in place."""
+        if self.latent is not None and self.leader is None:
+            self.method.clip_latent(self.latent)
+
+    def mask_gradient(self) -> None:
+        """Zero the gradient off the mask."""
+        if self.parameter.grad is not None:
+            apply_mask(self.parameter.grad, self.mask, self.parameter.grad)
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy: those of the parameter where it has no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def outputs_first(tensor: Tensor, output_dim: int) -> Tensor:
+    """Return the tensor without gradient and with its output dimension in front.
+
+    A view costs some microseconds, so none is made without need.
+    """
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.movedim(output_dim, 0) if output_dim else tensor

@@ -1,0 +1,117 @@
+"""The pruner's state dictionary: all that a resumed run needs, as plain values and tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import PomonaError, require
+from ..registry import spec_to_dict
+from .mask_bits import pack_bits, unpack_bits
+from .method import Masks
+from .score_method import ScoreMethod
+from .slot import Slot
+
+if TYPE_CHECKING:
+    from .pruner import Pruner
+
+VERSION = 1  # of the state dictionary
+COUNTERS = ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest")  # attributes of the pruner
+
+
+def collect_state(pruner: Pruner) -> dict[str, Any]:
+    """Return the state of an attached pruner."""
+    slots, every_slot = pruner.slots, (*pruner.slots, *pruner.coupled)
+    state = {
+        "version": VERSION,
+        "method": spec_to_dict(pruner.method),
+        **{key: getattr(pruner, key) for key in COUNTERS},
+        "history": pruner.history,
+        "shapes": {slot.name: list(slot.mask.shape) for slot in slots},
+        "masks": {slot.name: pack_bits(slot.mask) for slot in slots},
+        "latents": {slot.name: slot.latent for slot in every_slot if slot.latent is not None},
+        "flipped": {slot.name: slot.last_flip for slot in slots if slot.last_flip is not None},
+        "memory": copy.deepcopy(pruner.memory),
+    }
+    if isinstance(pruner.method, ScoreMethod):  # random weights are not stored: their draw numbers determine them
+        observed = {slot.name: slot.observed_mask for slot in slots if slot.observed_mask is not None}
+        state["seen"] = {name: pack_bits(mask) for name, mask in observed.items()}
+        state["drawn"] = {slot.name: slot.draw_number for slot in slots if slot.draw_number is not None}
+    calibrations = {slot.name: slot.calibration for slot in slots if slot.calibration is not None}
+    return state | ({"gauges": calibrations} if calibrations else {})
+
+
+@torch.no_grad()
+def restore_state(pruner: Pruner, state: dict[str, Any]) -> None:
+    """Set an attached pruner to a state. Nothing is changed where this raises."""
+    engine = pruner.attached_engine()
+    masks = validate_state(pruner, state)
+    engine.abort_step()
+    for slot in engine.slots:
+        slot.restore_initial_value()
+    for slot in pruner.slots:
+        slot.mask.copy_(masks[slot.name])
+        if slot.last_flip is not None and slot.name in state["flipped"]:
+            slot.last_flip.copy_(state["flipped"][slot.name])
+    for slot in engine.slots:
+        if slot.latent is not None:
+            slot.latent.copy_(state["latents"][slot.name])
+        if slot.weight is not None:
+            restore_random_weights(slot, state)
+        if slot.calibration is not None:
+            slot.calibration.copy_(state["gauges"][slot.name])
+        if slot.is_hard or state["at_rest"]:
+            slot.copy_output_mask()
+    for key in COUNTERS:
+        setattr(pruner, key, state[key])
+    pruner.replace_history([dict(entry) for entry in state["history"]])
+    pruner.memory = copy.deepcopy(state["memory"])
+    engine.enforce_masks()
+    pruner.set_next_sparsity()
+
+
+def restore_random_weights(slot: Slot, state: dict[str, Any]) -> None:
+    """Draw the random weights of a slot again, as a state describes them."""
+    assert isinstance(slot.method, ScoreMethod)
+    assert slot.weight is not None
+    assert slot.observed_mask is not None
+    if slot.draw_number is not None:
+        slot.draw_number.copy_(state["drawn"][slot.name])
+    like = slot.parameter.detach()
+    slot.weight.copy_(slot.method.stream.weights(slot.name, slot.target.fan_in, like, slot.draw_number))
+    slot.observed_mask.copy_(unpack_bits(state["seen"][slot.name].to(slot.mask.device), slot.mask.shape))
+
+
+def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
+    """Return the masks in a state, or raise PomonaError where anything in it is not this pruner's."""
+    version = state.get("version")
+    require(
+        version == VERSION,
+        f"the pruner's state has version {version}, this is version {VERSION}: use the Pomona that wrote it.",
+    )
+    for key in collect_state(pruner):
+        require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
+    own = spec_to_dict(pruner.method)
+    for key in own.keys() | state["method"].keys():
+        given, expected = state["method"].get(key), own.get(key)
+        require(given == expected, f"the state is of a method with {key} = {given}, this pruner has {expected}.")
+    require_same_shapes("load", {s.name: s.mask.shape for s in pruner.slots}, state["shapes"])
+    for key, field in (("latents", "latent"), ("gauges", "calibration")):
+        held = {s.name: t.shape for s in pruner.attached_engine().slots if (t := getattr(s, field)) is not None}
+        require_same_shapes("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
+    return {s.name: unpack_bits(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in pruner.slots}
+
+
+def require_same_shapes(action: str, own: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
+    """Raise PomonaError for tensors of another model, naming the first that differs."""
+    for name, shape in own.items():
+        if name not in given:
+            raise PomonaError(f"cannot {action}: {name} is missing, so this is another model's.")
+        if tuple(given[name]) != tuple(shape):
+            raise PomonaError(
+                f"cannot {action}: {name} has shape {tuple(given[name])} there and {tuple(shape)} here, "
+                "so this is another model's."
+            )

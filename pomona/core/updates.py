@@ -1,0 +1,58 @@
+"""Mask updates: what a method reads, and how its masks are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import guards
+from .fused.flat_buffers import FlatBuffers
+from .method import Targets
+from .slot import Slot, outputs_first
+
+if TYPE_CHECKING:
+    from .pruner import Pruner
+
+
+def read_targets(pruner: Pruner, gradients: dict[str, Tensor] | None = None) -> Targets:
+    """Return the tensors that the pruner's method may read, with their output dimension in front."""
+
+    def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
+        picked = ((slot, pick(slot)) for slot in pruner.slots)
+        return {s.name: outputs_first(value, s.target.output_dim) for s, value in picked if value is not None}
+
+    momentum = {}
+    if pruner.method.keeps_pruned_momentum:
+        momentum = view(lambda slot: guards.read_momentum(pruner.optimizers, slot.parameter))
+    return Targets(
+        latent=view(lambda slot: slot.moved),
+        masks=view(lambda slot: slot.mask),
+        progress=pruner.progress,
+        grads=view(lambda slot: gradients.get(slot.name)) if gradients else {},
+        momentum=momentum,
+        memory=pruner.memory,
+    )
+
+
+def snapshot_masks(buffers: Sequence[FlatBuffers]) -> list[Tensor]:
+    """Return the masks that the next history entry compares with, one tensor for each set of buffers."""
+    return [group.snapshot_masks() for group in buffers]
+
+
+@torch.no_grad()
+def install_masks(buffers: Sequence[FlatBuffers], masks: Mapping[str, Tensor] | None) -> list[Tensor]:
+    """Install masks, or without any those that kernels select by magnitude; return the masks before.
+
+    The projection is calibrated for the new masks. No weight is changed yet: `Engine.apply_masks` projects them.
+    """
+    before = snapshot_masks(buffers)
+    for group in buffers:
+        if masks is None:
+            group.select_by_magnitude()
+        else:
+            group.install_masks(masks)
+        group.calibrate()
+    return before

@@ -1,0 +1,64 @@
+"""Storage of finished lottery rounds, in a folder or in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import PomonaError, require
+
+
+class RoundStore:
+    """Finished rounds of one lottery; every file is written whole before it replaces the last one."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = folder, json.loads(json.dumps(settings))
+        self.memory: dict[str, dict[str, Tensor]] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Store tensors under a name."""
+        tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+        self.memory[name] = tensors
+        if self.folder is not None:
+            partial = self.folder / f"{name}.partial"
+            save_file(tensors, partial)
+            partial.replace(self.folder / f"{name}.safetensors")
+
+    def read_tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors stored under a name."""
+        if name not in self.memory:
+            self.memory[name] = load_file(self.folder / f"{name}.safetensors")  # type: ignore[operator]
+        return self.memory[name]
+
+    def write_results(self, results: list[dict[str, Any]]) -> None:
+        """Store the results of all finished rounds."""
+        if self.folder is not None:
+            text = json.dumps({**self.settings, "rounds": results}, indent=1, default=to_json)
+            partial = self.folder / "rounds.partial"
+            partial.write_text(text)
+            partial.replace(self.folder / "rounds.json")
+
+    def read_results(self) -> list[dict[str, Any]]:
+        """Return the results of rounds that were finished before; raise PomonaError for another lottery's folder."""
+        path = None if self.folder is None else self.folder / "rounds.json"
+        if path is None or not path.exists():
+            return []
+        stored = json.loads(path.read_text())
+        for key, own in self.settings.items():
+            require(stored.get(key) == own, f"{path} is of a lottery with other {key}: choose another folder.")
+        return stored["rounds"]
+
+
+def to_json(value: Any) -> Any:
+    """Return a tensor or a NumPy number as JSON can hold it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise PomonaError(
+        f"train returned {value!r}, which a folder cannot store: return numbers, texts, lists or dictionaries."
+    )

@@ -1,0 +1,116 @@
+"""`shrink`: find the channels that contribute nothing, remove them, and verify that the outputs are the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...core.targets import unwrap
+from ...errors import PomonaError, require
+from ...models.summary import make_example_batch as make_example
+from ...models.summary import summary
+from . import latency as latencies
+from .channel_group import ChannelGroup
+from .constant_inputs import measure_constant_inputs
+from .dependency_graph import find_groups
+from .padding_shortcut import make_shortcuts_traceable, restore_padding_shortcuts
+from .report import Change, Shrunk, count_channels, explain_nothing_removed
+
+OUTPUT_TOLERANCE = 1e4  # times the type's epsilon: what sums in another order may differ by, through many layers
+
+
+@torch.no_grad()
+def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool = False) -> Shrunk:
+    """Return a smaller copy of a filter-pruned model, without the channels that contribute nothing, and its report.
+
+    The model itself is not changed. In evaluation mode the copy gives the model's outputs up to rounding, which is
+    verified on the example. PomonaError is raised if no channel can be removed, if Torch-Pruning cannot trace the
+    model, or if the outputs differ.
+
+    Args:
+        model: a model with filters whose weights are all zero, as `pattern=Filter()` leaves them.
+        example: a batch, or the shape of one sample, such as (3, 32, 32).
+        latency: whether to measure the latency of both models on the example.
+    """
+    model = unwrap(model)
+    batch = example if isinstance(example, Tensor) else randomize(make_example(model, example))
+    before = summary(model, batch)  # also refuses an example that does not fit
+    small = copy.deepcopy(model).eval().requires_grad_(True)
+    expected = small(batch)
+    with convert_failures(model):
+        make_shortcuts_traceable(small)
+        groups = find_groups(small, batch)
+        choose_channels(groups, small, randomize(batch))
+        removed, kept = count_channels(groups, model, small)
+        require(bool(removed), explain_nothing_removed(model, before.sparsity, kept))
+        for group in groups:
+            group.remove_channels()
+        restore_padding_shortcuts(small)
+        difference = compare_outputs(expected, small(batch))
+    copy_modes(model, small)
+    after = summary(small, batch)
+    milliseconds = None
+    if latency:
+        milliseconds = Change(*(1000 * t for t in latencies.measure_median_seconds([model, small], batch)))
+    params, macs = Change(before.params, after.params), Change(before.macs, after.macs)
+    return Shrunk(small, params, macs, removed, kept, difference, milliseconds)
+
+
+def choose_channels(groups: Sequence[ChannelGroup], model: nn.Module, batch: Tensor) -> None:
+    """Decide which channels of each group are removed, and merge the constants of the model in place."""
+    inputs = measure_constant_inputs(model, batch)
+    for group in groups:
+        group.classify(inputs)
+        group.set_representative_constant()
+    new_inputs = measure_constant_inputs(model, batch)
+    for group in groups:
+        group.merge_constants(inputs, new_inputs)
+
+
+@contextmanager
+def convert_failures(model: nn.Module) -> Iterator[None]:
+    """Raise PomonaError in place of any other exception of the model's forward pass or of Torch-Pruning."""
+    try:
+        yield
+    except PomonaError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PomonaError(
+            f"{type(model).__name__} cannot be shrunk: Torch-Pruning cannot trace its forward pass ({reason})."
+        ) from error
+
+
+def randomize(batch: Tensor) -> Tensor:
+    """Return normal random numbers in the shape of a batch, from a fixed seed, or the batch itself if it has ids."""
+    if not batch.is_floating_point():
+        return batch
+    return torch.randn(batch.shape, generator=torch.Generator().manual_seed(0)).to(batch)
+
+
+def compare_outputs(expected: Any, actual: Any) -> float:
+    """Return the largest difference between two outputs; raise ValueError if rounding cannot explain it."""
+    largest = 0.0
+    for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
+        difference, scale = float((one - other).abs().max()), float(one.abs().max())
+        allowed = OUTPUT_TOLERANCE * torch.finfo(one.dtype).eps * scale
+        if not difference <= allowed:
+            raise ValueError(f"outputs differ by {difference:.2g}, more than the {allowed:.2g} of rounding")
+        largest = max(largest, difference)
+    return largest
+
+
+def copy_modes(model: nn.Module, small: nn.Module) -> None:
+    """Copy the training mode of every module and `requires_grad` of every parameter to the shrunk model."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, module in small.named_modules():
+        module.training = modes[name]
+    for name, parameter in small.named_parameters():
+        parameter.requires_grad_(trained[name])

@@ -1,0 +1,311 @@
+"""The five rules of "the model is always plain", for every registered method and several patterns."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from kit import TARGETS, Net, adam, hooks, hooks_on_all, loss_at, obeys, same, saved, sgd, train
+from torch import Tensor, nn
+
+import pomona as pm
+from pomona.masking import matrix_shape
+from pomona.methods import METHODS, make_pruner
+from pomona.patterns import Pattern
+
+TOTAL = 40
+PATTERNS = {
+    "unstructured": pm.Unstructured(),
+    "balanced": pm.Balanced(block=4),
+    "nm": pm.NM(2, 4),
+    "block": pm.Block((2, 2)),
+    "kernel": pm.Kernel(),
+    "filter": pm.Filter(norm=1),
+}
+# Lottery is a loop over whole trainings, each of them under a pruner of its own.
+every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "lottery"])
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
+every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
+
+
+def frequent_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
+    """A pruner that updates often, whatever the method; options it does not have are left out."""
+    options = {
+        "sparsity": 0.75 if pattern.sparsity is None else None,
+        "pattern": pattern,
+        "allocation": "uniform" if name == "dsr" else "global",  # dsr starts with some weights in every layer
+        "every": 4,
+        **more,
+    }
+    known = {f.name for f in fields(METHODS[name]) if f.init}
+    return make_pruner({"name": name, **{k: v for k, v in options.items() if k in known}})
+
+
+def make_model(name: str, seed: int = 0) -> Net:
+    """A network in float64; what is only finetuned has zeros in it, and scores leave no norm to train."""
+    model = Net(seed).double()
+    model.norm.requires_grad_(METHODS[name].weights != "score")
+    if name == "finetune":
+        for target in TARGETS:
+            model.get_parameter(target).data[::2] = 0
+    return model
+
+
+def begin(
+    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any
+) -> tuple[Net, Any, pm.Pruner]:
+    model = make_model(name)
+    optimizer = make(model)
+    return model, optimizer, frequent_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
+
+
+GROWING = {"dsr", "rigl", "set", "sparse_momentum"}  # a weight that has just grown is zero
+
+
+# Pairs that make no sense, and why.
+REFUSED = {
+    ("dsr", "nm"): "moves weights between layers",
+    ("sparse_momentum", "nm"): "moves weights between layers",
+    **{(name, "filter"): "a filter of zeros behind a ReLU never learns" for name in GROWING},
+}
+
+
+def free(name: str) -> bool:
+    """Whether weights may grow again between a free method's cuts."""
+    return METHODS[name].weights == "free"
+
+
+def fits(pattern: Pattern, mask: Tensor) -> bool:
+    """Whether a mask has the pattern's structure."""
+    rows = mask.reshape(matrix_shape(mask.shape))
+    if isinstance(pattern, (pm.NM, pm.Balanced)):
+        return rows.reshape(-1, 4).sum(1).unique().numel() == 1
+    if isinstance(pattern, pm.Block):
+        tiles = rows.unflatten(1, (-1, 2)).unflatten(0, (-1, 2)).movedim(2, 1).flatten(2)
+        return torch.equal(tiles.any(2), tiles.all(2))
+    units = {pm.Kernel: 2, pm.Filter: 1}.get(type(pattern), mask.ndim)
+    units = mask.reshape(*mask.shape[:units], -1)
+    return torch.equal(units.any(-1), units.all(-1))
+
+
+def slack(pattern: Pattern, masks: dict[str, Tensor]) -> float:
+    """How far the count of zeros may be from the one asked for: half the largest unit."""
+    if isinstance(pattern, pm.Unstructured):
+        return 0.5
+    if isinstance(pattern, (pm.NM, pm.Balanced)):
+        return sum(m.numel() for m in masks.values()) / 8  # half a weight in each block of four
+    return 0.5 + max({pm.Block: 4, pm.Kernel: 9}.get(type(pattern), m[0].numel()) for m in masks.values()) / 2
+
+
+# ---- 1: at every forward the weights obey the mask, with the zeros asked for
+
+
+@every_method
+@every_pattern
+def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> None:
+    if (name, pattern.name) in REFUSED:
+        with pytest.raises(pm.PomonaError, match=REFUSED[name, pattern.name]):
+            frequent_pruner(name, pattern)
+        return
+    model, optimizer, pruner = begin(name, pattern)
+    masks = pruner.masks()
+    size = sum(mask.numel() for mask in masks.values())
+
+    def check(*_: Any) -> None:
+        if not free(name):
+            assert obeys(model, pruner, grown=name in GROWING)
+        assert name == "finetune" or all(fits(pattern, mask) for mask in masks.values())
+        asked = pruner.history[-1]["sparsity"] if pruner.history else 0.0
+        pruned = sum(int((~mask).sum()) for mask in masks.values())
+        assert name == "finetune" or abs(pruned - asked * size) <= slack(pattern, masks)
+        assert pruner.sparsity() == pytest.approx(pruned / size)
+
+    handle = model.register_forward_pre_hook(check)
+    train(model, optimizer, range(TOTAL))
+    handle.remove()
+    pruner.finish()
+    check()
+    assert obeys(model, pruner, grown=name in GROWING)
+    assert pruner.history[-1]["sparsity"] == pruner.method.final_sparsity
+
+
+@pytest.mark.parametrize("name", ["dpf", "incremental", "oneshot", "random"])
+@pytest.mark.parametrize("allocation", ["uniform", "erk"])
+def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> None:
+    model, optimizer, pruner = begin(name, allocation=allocation)
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    shares = dict.fromkeys(TARGETS, 0.75)
+    if allocation == "erk":  # density = ε · Σ dims / Π dims, nothing capped here
+        sizes = {k: m.numel() for k, m in pruner.masks().items()}
+        raw = {k: sum(m.shape) / m.numel() for k, m in pruner.masks().items()}
+        epsilon = 0.25 * sum(sizes.values()) / sum(raw[k] * sizes[k] for k in sizes)
+        shares = {k: 1 - epsilon * raw[k] for k in sizes}
+        assert min(shares.values()) > 0
+    assert pruner.method.allocation == allocation
+    for key, mask in pruner.masks().items():
+        assert int((~mask).sum()) == round(shares[key] * mask.numel())
+
+
+# ---- 2: the state loads into an untouched copy
+
+
+@every_method
+def test_state_dict_loads_strictly_at_every_moment(name: str) -> None:
+    keys = list(Net().state_dict())
+    model, optimizer, pruner = begin(name)
+
+    def check(*_: Any) -> None:
+        assert list(model.state_dict()) == keys
+        assert set(map(type, model.modules())) == set(map(type, Net().modules()))
+        Net().double().load_state_dict(model.state_dict(), strict=True)
+
+    check()
+    model.register_forward_pre_hook(check)
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    check()
+
+
+# ---- 3: stopped and resumed is not stopped at all
+
+
+def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "masks": pruner.masks()}
+
+
+WAYS = [
+    (sgd, order, way, 17)
+    for order in ("model first", "model last", "model before attach")
+    for way in ("pruner", "optimizer")
+]
+MORE = [
+    (adam, "model first", "optimizer", 18),
+    (sgd, "model last", "optimizer", 0),
+    (adam, "model first", "optimizer", 37),
+]
+
+
+@every_method
+@pytest.mark.parametrize(("make", "order", "way", "stop"), WAYS + MORE)
+def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str, stop: int) -> None:
+    model, optimizer, pruner = begin(name, make=make)
+    train(model, optimizer, range(stop))
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if way == "pruner":
+        del file["optimizer"]["pomona"]
+        file["pruner"] = pruner.state_dict()
+    file = saved(file)
+    train(model, optimizer, range(stop, TOTAL))
+    pruner.finish()
+
+    other, twin = make_model(name, seed=7), frequent_pruner(name)
+    if order == "model before attach":
+        other.load_state_dict(file["model"])
+    again = make(other)
+    twin.attach(other, again, total_steps=TOTAL)
+    if order == "model first":
+        other.load_state_dict(file["model"])
+    again.load_state_dict(file["optimizer"])
+    if way == "pruner":
+        twin.load_state_dict(file["pruner"])
+    if order == "model last":
+        other.load_state_dict(file["model"])
+    assert twin.step == stop
+    train(other, again, range(stop, TOTAL))
+    twin.finish()
+
+    assert same(everything(other, again, twin), everything(model, optimizer, pruner))
+    assert twin.history == pruner.history
+
+
+# ---- 4: copies
+
+
+@every_method
+def test_a_copied_model_is_plain(name: str) -> None:
+    model, optimizer, pruner = begin(name)
+    train(model, optimizer, range(30))
+    loss_at(model, 0).backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(twin.state_dict(), model.state_dict())
+        assert hooks(twin, sgd(twin)) == hooks(Net().double(), sgd(Net().double()))
+        train(twin, sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
+        assert twin.conv2.weight[~pruner.masks()["conv2.weight"]].any()
+
+
+@every_method
+@every_optimizer
+@pytest.mark.parametrize("stop", [0, 18])
+def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: int) -> None:
+    one = begin(name, make=make)
+    train(*one[:2], range(stop))
+    model, optimizer, pruner = copy.deepcopy(one)
+    assert same(everything(model, optimizer, pruner), everything(*one))
+    before = copy.deepcopy(one[0].state_dict())
+
+    train(model, optimizer, range(stop, TOTAL))
+    assert same(one[0].state_dict(), before), "the copy trained the original"
+    train(*one[:2], range(stop, TOTAL))
+    one[2].finish()
+    pruner.finish()
+    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert pruner.history == one[2].history
+
+
+# ---- finish
+
+
+@every_method
+def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
+    model = make_model(name)
+    optimizer = sgd(model)
+    before, on_all = hooks(model, optimizer), hooks_on_all()
+    pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    assert hooks(model, optimizer) != before
+    train(model, optimizer, range(TOTAL))
+    pruner.finish()
+    assert obeys(model, pruner, grown=name in GROWING)
+    assert (hooks(model, optimizer), hooks_on_all()) == (before, on_all)
+    assert "pomona" not in optimizer.state_dict()
+    size = sum(mask.numel() for mask in pruner.masks().values())
+    asked = 1344 // 2 if name == "finetune" else round(0.75 * size)  # or half of the convolutions and `hidden`
+    assert sum(int((~mask).sum()) for mask in pruner.masks().values()) == asked
+
+
+# ---- memory
+
+
+def living() -> int:
+    """Bytes in the storages of all living tensors."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+@every_method
+def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> None:
+    """Score methods hold scores and weights, the mask of the last record, and the number of each weight's last draw."""
+    more = {"hard": 0, "free": 0, "soft": 8, "score": 17}[METHODS[name].weights]
+    left = 4 if name == "iterand" else 0
+    model = make_model(name)
+    optimizer = sgd(model)
+    train(model, optimizer, range(1))
+    before = living()
+    pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
+    train(model, optimizer, range(TOTAL))
+    size = sum(mask.numel() for mask in pruner.masks().values())
+    assert pruner.history  # fetches what is left of it on the device
+    assert all(mask.dtype == torch.bool for mask in pruner.masks().values())
+    assert 0 <= living() - before - size * (1 + more + left) < 100  # a few scalars
+    bits = {k: (v.dtype, v.numel()) for k, v in pruner.state_dict()["masks"].items()}
+    assert bits == {k: (torch.uint8, -(-m.numel() // 8)) for k, m in pruner.masks().items()}
+    pruner.finish()
+    assert living() - before < size * (1 + left) + 100, "the dense copy outlived finish"
