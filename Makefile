@@ -31,16 +31,15 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/shrink.py
-	$(BIN)/python benchmarks/balanced.py
+	$(BIN)/python benchmarks/measure/step_overhead.py
+	$(BIN)/python benchmarks/measure/shrunk_resnet20.py
+	$(BIN)/python benchmarks/measure/balanced_kernels.py
 
-# The pages whose figures come from results/.
+# Write the pages of docs/ whose figures come from results/.
 docs: setup
-	for page in page results iterand_page balanced_page; do $(BIN)/python benchmarks/$$page.py || exit 1; done
-	$(BIN)/python benchmarks/private_cifar.py page
-	$(BIN)/python benchmarks/errata.py --page
-	$(BIN)/python benchmarks/qian.py --page
+	for page in overhead results iterand balanced privacy errata theory; do \
+		$(BIN)/python benchmarks/pages/$${page}_page.py || exit 1; \
+	done
 
 clean:
 	rm -rf .venv build *.egg-info

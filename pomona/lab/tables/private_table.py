@@ -1,4 +1,4 @@
-"""The table `gip`: private training on CIFAR-10, from the record that benchmarks/private_cifar.py writes."""
+"""The table `gip`: private training on CIFAR-10, from the record that benchmarks/measure/private_cifar.py writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def private_table(record: Path | str | None = None) -> dict[str, Any]:
         cells = [] if found is None else table_cells(json.loads(found.read_bytes())["runs"])
     except (ValueError, KeyError, TypeError) as error:
         raise PomonaError(
-            f"the record '{found}' is damaged: `python benchmarks/private_cifar.py run` makes it again."
+            f"the record '{found}' is damaged: `python benchmarks/measure/private_cifar.py run` makes it again."
         ) from error
     return {
         "title": "Private training on CIFAR-10: does choosing the indices help? Accuracy in %",

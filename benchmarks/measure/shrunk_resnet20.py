@@ -1,19 +1,17 @@
-"""A filter-pruned ResNet-20 against its shrunk copy: equal outputs, and the time of both, from one run.
+"""Compare a filter-pruned ResNet-20 with its shrunk copy: equality of the outputs, size and time.
 
-40 % of the filters of every layer are pruned through the engine. Three ways to choose them are shown, for
-they decide what can be removed: a channel of the residual stream goes only where all layers that add to
-it agree.
+    python benchmarks/measure/shrunk_resnet20.py [--weights FILE] [--json PATH]
+
+40 % of the filters of every layer are pruned. The filters are chosen in three ways, because the choice decides what can
+be removed: a channel of the residual stream can be removed only if all layers that add to it agree.
 
     alone     every layer ranks its own filters, as SFP does: only the inside of the blocks gets smaller
     global    all filters are ranked together, DPF's default
-    agreed    as alone, but the filters that feed one channel of the stream were given the same norm, which
-              is what a penalty on such groups leaves: the stream gets smaller too
+    agreed    every layer ranks its own filters, but the filters that feed one channel of the stream have the same norm,
+              as a penalty on such groups produces it: the stream gets smaller too
 
-Latency is the median of interleaved repeats on one CPU thread, in evaluation mode.
-
-    python benchmarks/shrink.py [--weights FILE] [--json PATH]
-
-`--weights` takes the safetensors file of a filter-pruned ResNet-20 from a run of one's own.
+Latency is the median of interleaved repeats on one CPU thread, in evaluation mode. `--weights` takes the safetensors
+file of a filter-pruned ResNet-20.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
+from record_file import write_record
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -33,27 +31,27 @@ from pomona.sparse import Shrunk, shrink
 from pomona.sparse.shrink.latency import measure_median_seconds
 
 SPARSITY, IMAGES, BATCHES = 0.4, 1000, (1, 32)
-TOLERANCE, TARGET = 1e-4, 1.3
+MAX_DIFFERENCE, TARGET_SPEED_UP = 1e-4, 1.3
 
 
-def images() -> tuple[Tensor, str]:
-    """The first test images of CIFAR-10 where the data is at hand, else noise of the same shape."""
+def load_images() -> tuple[Tensor, str]:
+    """Return test images of CIFAR-10 if POMONA_DATA is set, else noise of the same shape, and a description."""
     if not os.environ.get("POMONA_DATA"):
         return torch.randn(IMAGES, 3, 32, 32), "random images, since POMONA_DATA is not set"
     data = pm.data.load("cifar10")
     return next(data.batches(IMAGES, part="test").evaluate())[0], "CIFAR-10 test images"
 
 
-def stream(model: Any) -> list[tuple[nn.Conv2d, slice]]:
-    """The layers that feed the residual stream, and where their channels lie among those of the last stage."""
+def residual_stream(model: Any) -> list[tuple[nn.Conv2d, slice]]:
+    """Return the layers that feed the residual stream, and the slice of the last stage's channels that each feeds."""
     layers = [model.stem[0], *(block.conv2 for block in model.blocks)]
     starts = {16: 24, 32: 16, 64: 0}  # shortcut A puts new channels on both sides
     return [(conv, slice(starts[len(conv.weight)], starts[len(conv.weight)] + len(conv.weight))) for conv in layers]
 
 
 @torch.no_grad()
-def network(way: str) -> nn.Module:
-    """A ResNet-20 with random weights, norms and statistics, pruned."""
+def build_pruned_network(way: str) -> nn.Module:
+    """Return a pruned ResNet-20 with random weights, norms and statistics."""
     torch.manual_seed(0)
     model = pm.models.build("resnet20")
     for part in model.modules():
@@ -64,7 +62,7 @@ def network(way: str) -> nn.Module:
             part.bias.normal_(0, 0.2)
     if way == "agreed":
         norms = torch.rand(64) + 0.5
-        for conv, where in stream(model):
+        for conv, where in residual_stream(model):
             conv.weight.mul_((norms[where] / conv.weight.flatten(1).norm(dim=1))[:, None, None, None])
     allocation = "global" if way == "global" else "uniform"
     pruner = pm.OneShot(sparsity=SPARSITY, pattern=pm.Filter(), allocation=allocation)
@@ -73,8 +71,8 @@ def network(way: str) -> nn.Module:
     return model.eval()
 
 
-def own(path: Path) -> nn.Module:
-    """A ResNet-20 somebody trained."""
+def load_trained_network(path: Path) -> nn.Module:
+    """Return the trained ResNet-20 of a safetensors file."""
     state = load_file(path)
     shortcut = "B" if any(".shortcut." in name for name in state) else "A"
     model = pm.models.build("resnet20", shortcut=shortcut, num_classes=len(state["head.2.weight"]))
@@ -83,19 +81,19 @@ def own(path: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def difference(model: nn.Module, shrunk: Shrunk, x: Tensor) -> float:
-    """The largest over all images and logits."""
+def largest_difference(model: nn.Module, shrunk: Shrunk, x: Tensor) -> float:
+    """Return the largest difference of the two networks' logits over all images."""
     return max(float((model(part) - shrunk.model(part)).abs().max()) for part in x.split(250))
 
 
-def measure(way: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
+def measure_shrinking(way: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Shrink a model, compare the outputs and time both."""
     shrunk = shrink(model, x[:1])
     result: dict[str, Any] = {
         "way": way,
         "params": shrunk.params._asdict(),
         "macs": shrunk.macs._asdict(),
-        "difference": difference(model, shrunk, x),
+        "difference": largest_difference(model, shrunk, x),
     }
     for size in BATCHES:
         before, after = measure_median_seconds([model, shrunk.model], x[:size])
@@ -103,14 +101,14 @@ def measure(way: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
     return result
 
 
-def run(weights: Path | None = None) -> dict[str, Any]:
-    """Measure every way and print the table."""
+def measure_all(weights: Path | None = None) -> dict[str, Any]:
+    """Measure all networks, print the table and return the results."""
     torch.set_num_threads(1)
-    x, source = images()
-    models = {way: network(way) for way in ("alone", "global", "agreed")}
+    x, source = load_images()
+    models = {way: build_pruned_network(way) for way in ("alone", "global", "agreed")}
     if weights is not None:
-        models["own"] = own(weights)
-    results = [measure(way, model, x) for way, model in models.items()]
+        models["own"] = load_trained_network(weights)
+    results = [measure_shrinking(way, model, x) for way, model in models.items()]
     print(f"ResNet-20, {SPARSITY:.0%} of the filters; {len(x):,} {source}")
     print(f"{'':8}{'parameters':>22}{'million MACs':>16}{'difference':>12}", end="")
     print("".join(f"{f'ms at batch {size}':>18}{'':8}" for size in BATCHES))
@@ -123,19 +121,19 @@ def run(weights: Path | None = None) -> dict[str, Any]:
             print(f"{taken['before_ms']:>9.2f} → {taken['after_ms']:>6.2f}{taken['ratio']:>7.2f}×", end="")
         print()
     worst = max(result["difference"] for result in results)
-    if worst >= TOLERANCE:
-        raise SystemExit(f"outputs differ by {worst:.1e}, {TOLERANCE:.0e} are allowed")
-    fast = [r["way"] for r in results if min(r[f"batch {size}"]["ratio"] for size in BATCHES) >= TARGET]
-    print(f"at least {TARGET}× quicker at every batch size: {', '.join(fast) or 'none'}")
+    if worst >= MAX_DIFFERENCE:
+        raise SystemExit(f"outputs differ by {worst:.1e}, {MAX_DIFFERENCE:.0e} are allowed")
+    fast = [r["way"] for r in results if min(r[f"batch {size}"]["ratio"] for size in BATCHES) >= TARGET_SPEED_UP]
+    print(f"at least {TARGET_SPEED_UP}× faster at every batch size: {', '.join(fast) or 'none'}")
     return {"images": source, "shrink": results}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A filter-pruned ResNet-20 against its shrunk copy.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a filter-pruned ResNet-20, as model.safetensors")
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args()
-    record.write(options.json, **run(options.weights))
+    write_record(options.json, **measure_all(options.weights))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""How loose the bounds of Qian & Klabjan are: what pruning does to random networks, beside what is promised.
+"""Measure how loose the bounds of Qian and Klabjan (2021) are: the error of pruned random networks beside the bounds.
 
-Networks of Theorem 1's assumptions (three layers, uniform weights of variance 1/n, ReLU) lose ⌊D^(1−α)⌋ weights of
-their middle layer, the smallest or any; those of Theorem 3 (two convolutions 3×3 on 8×8 and a linear layer, Gaussian
-weights of variance 1/9d) lose ⌊d^(2−α)⌋ kernels of the second. From the truth upwards:
+    python benchmarks/measure/bound_looseness.py [--widths 64,256] [--device cuda] [--json PATH] [--plots FOLDER]
+
+Networks that satisfy the assumptions of Theorem 1 (three layers, uniform weights of variance 1/n, ReLU) lose ⌊D^(1−α)⌋
+weights of their middle layer, either the smallest or random ones. Networks of Theorem 3 (two 3×3 convolutions on 8×8
+and a linear layer, Gaussian weights of variance 1/9d) lose ⌊d^(2−α)⌋ kernels of the second. From small to large:
 
     found        the largest ‖f − F‖ over the unit ball (of Theorem 3: the cube) that projected gradient ascent finds
-    certificate  the a-posteriori bound from the norms of the matrices at hand
-    sharp, corrected, printed    the theorem's three forms, over the draw of the weights; none where it is vacuous
+    certificate  the a-posteriori bound from the norms of the actual matrices
+    sharp, corrected, printed    the three forms of the theorem, over the draw of the weights; None where it is vacuous
 
-Widths beyond those that are measured are by formula, up to where the theorems begin to speak. The norm of a 512 → 512
-3×3 convolution on 32×32 is timed, too.
-
-    python benchmarks/theory.py [--widths 64,256] [--device cuda] [--json PATH] [--plots FOLDER]
+For widths beyond the measured ones, the forms are computed up to the width where all of them are no longer vacuous. The
+norm of a 512 → 512 3×3 convolution on 32×32 is timed, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
+from record_file import write_record
 from torch import Tensor, nn
 
 from pomona.lab.tables.chart import line_chart
@@ -36,12 +36,13 @@ INPUTS, OUTPUTS, DELTA = 32, 10, 0.05
 CHANNELS, IMAGE, KERNEL = 3, 8, 3
 C1 = (IMAGE / KERNEL) ** 2
 TITLES = {"magnitude": "Magnitude pruning", "random": "Random pruning", "kernels": "Random kernels"}
-TARGET, DIGITS = 2.0, 1e-5  # seconds on two cores, and the relative error that is allowed
+TARGET_SECONDS = 2.0  # of the norm of a convolution on two cores
+MAX_RELATIVE_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is pruned, by which theorem, and of what networks."""
+    """A pruning rule: what is pruned, the theorem that bounds the error, and the networks it holds for."""
 
     theorem: Callable[..., bounds.Bound]
     alphas: tuple[float, ...]
@@ -49,23 +50,24 @@ class Rule:
     inputs: tuple[int, ...] = (INPUTS,)
     region: Region = field(default_factory=Ball)
     options: dict[str, Any] = field(default_factory=dict)
-    narrower: int = 1  # by how much than the widths asked for
+    width_divisor: int = 1  # the widths of the command line are divided by it
     power: float = 2.0  # a share d^(−power α) is pruned
 
-    def widths(self, width: int) -> tuple[int, ...]:
+    def layer_widths(self, width: int) -> tuple[int, ...]:
+        """Return the widths of all layers, from the input to the output."""
         return self.inputs[0], width, width, OUTPUTS
 
-    def ask(self, width: int, alpha: float, form: str) -> float | None:
-        """The error that a form of the theorem promises, None where it says nothing."""
+    def error_bound(self, width: int, alpha: float, form: str) -> float | None:
+        """Return the error bound of a form of the theorem, or None where it is vacuous."""
         try:
-            one = self.theorem(self.widths(width), alpha=alpha, delta=DELTA, **bounds.FORMS[form], **self.options)
+            one = self.theorem(self.layer_widths(width), alpha=alpha, delta=DELTA, **bounds.FORMS[form], **self.options)
         except bounds.TooNarrow:
             return None
         return None if one.vacuous else one.error
 
 
 def dense_network(width: int, seed: int) -> nn.Sequential:
-    """A draw of Theorem 1's network."""
+    """Return a random network of Theorem 1."""
     torch.manual_seed(seed)
     layers = [nn.Linear(a, b, bias=False) for a, b in ((INPUTS, width), (width, width), (width, OUTPUTS))]
     for layer in layers:
@@ -75,7 +77,7 @@ def dense_network(width: int, seed: int) -> nn.Sequential:
 
 
 def convolutional_network(width: int, seed: int) -> nn.Sequential:
-    """A draw of Theorem 3's network."""
+    """Return a random network of Theorem 3."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {"padding": 1, "padding_mode": "circular", "bias": False}
     layers = [nn.Conv2d(channels, width, KERNEL, **options) for channels in (CHANNELS, width)]
@@ -95,14 +97,17 @@ RULES = {
         inputs=(CHANNELS, IMAGE, IMAGE),
         region=Cube(),
         options={"image": IMAGE, "kernel": KERNEL, "C1": C1, "C2": 3 * C1**2},
-        narrower=16,
+        width_divisor=16,
         power=1.0,
     ),
 }
 
 
-def pruned(rule: str, weight: Tensor, count: int) -> Tensor:
-    """The middle layer without its smallest weights, or without draws of weights or kernels with replacement."""
+def prune_weight(rule: str, weight: Tensor, count: int) -> Tensor:
+    """Return a weight without its `count` smallest entries, or without `count` entries or kernels drawn at random.
+
+    Random draws are with replacement.
+    """
     parts = weight.detach().clone().flatten(2) if weight.ndim > 2 else weight.detach().clone()[..., None]
     flat = parts.flatten(0, 1)
     smallest = rule == "magnitude"
@@ -110,24 +115,25 @@ def pruned(rule: str, weight: Tensor, count: int) -> Tensor:
     return parts.view_as(weight)
 
 
-def measure(name: str, width: int, alpha: float) -> dict[str, Any]:
-    """One network, pruned."""
+def measure_network(name: str, width: int, alpha: float) -> dict[str, Any]:
+    """Prune one random network, and return the error found, its certificate and the bounds of the theorem."""
     rule = RULES[name]
     dense = rule.network(width, width)
     count = int(width ** (2 - rule.power * alpha))
-    state = {**dense.state_dict(), "2.weight": pruned(name, dense[2].weight, count)}
+    state = {**dense.state_dict(), "2.weight": prune_weight(name, dense[2].weight, count)}
     one = certify(dense, state, rule.inputs, region=rule.region, steps=60, starts=4)
-    gone = float((state["2.weight"] == 0).float().mean())
-    result = {"rule": name, "width": width, "alpha": alpha, "sparsity": gone}
-    return result | {"found": one.found, "certificate": one.error} | promised(rule, width, alpha)
+    pruned_share = float((state["2.weight"] == 0).float().mean())
+    result = {"rule": name, "width": width, "alpha": alpha, "sparsity": pruned_share}
+    return result | {"found": one.found, "certificate": one.error} | compute_bounds(rule, width, alpha)
 
 
-def promised(rule: Rule, width: int, alpha: float) -> dict[str, float | None]:
-    return {form: rule.ask(width, alpha, form) for form in bounds.FORMS}
+def compute_bounds(rule: Rule, width: int, alpha: float) -> dict[str, float | None]:
+    """Return the error bound of each form of the theorem."""
+    return {form: rule.error_bound(width, alpha, form) for form in bounds.FORMS}
 
 
-def convolution(device: str) -> dict[str, Any]:
-    """The norm of a large convolution: the median of five, and an upper bound of its error from the proof."""
+def time_convolution_norm(device: str) -> dict[str, Any]:
+    """Time the norm of a large convolution (the median of five), and bound its error by the proven norm."""
     torch.manual_seed(0)
     weight = (torch.randn(512, 512, 3, 3) / (512 * 9) ** 0.5).to(device)
     taken = []
@@ -141,23 +147,23 @@ def convolution(device: str) -> dict[str, Any]:
     return result | {"proof_seconds": time.perf_counter() - start, "device": device, "threads": torch.get_num_threads()}
 
 
-def beyond(name: str, alpha: float, last: int) -> list[dict[str, Any]]:
-    """Widths by formula, until all forms speak that ever do."""
+def compute_wider_bounds(name: str, alpha: float, last: int) -> list[dict[str, Any]]:
+    """Return the bounds for widths above `last`, up to ten times the smallest width at which no form is vacuous."""
     rule = RULES[name]
     starts = [
-        bounds.narrowest(rule.theorem, rule.widths(1), alpha=alpha, **bounds.FORMS[form], **rule.options)
+        bounds.narrowest(rule.theorem, rule.layer_widths(1), alpha=alpha, **bounds.FORMS[form], **rule.options)
         for form in bounds.FORMS
     ]
     end = 10 * max([start for start in starts if start is not None] + [last])
     widths = [2 * last]
     while widths[-1] < end:
         widths.append(2 * widths[-1])
-    rows = [{"rule": name, "width": w, "alpha": alpha, **promised(rule, w, alpha)} for w in widths]
+    rows = [{"rule": name, "width": w, "alpha": alpha, **compute_bounds(rule, w, alpha)} for w in widths]
     return [*rows, {"rule": name, "alpha": alpha, "starts": dict(zip(bounds.FORMS, starts, strict=True))}]
 
 
-def picture(rows: list[dict[str, Any]], name: str, alpha: float) -> str:
-    """Errors over widths."""
+def draw_errors(rows: list[dict[str, Any]], name: str, alpha: float) -> str:
+    """Return an SVG of the errors over the widths."""
     names = ("found", "certificate", "sharp", "corrected", "printed")
     some = [row for row in rows if row["rule"] == name and row["alpha"] == alpha and "width" in row]
     lines = {line: [(row["width"], row[line]) for row in some if row.get(line)] for line in names}
@@ -173,51 +179,51 @@ def picture(rows: list[dict[str, Any]], name: str, alpha: float) -> str:
     )
 
 
-def run(widths: tuple[int, ...], device: str) -> dict[str, Any]:
-    """Measure, and print the table."""
+def measure_all(widths: tuple[int, ...], device: str) -> dict[str, Any]:
+    """Measure all rules and widths, print the table and return the results."""
     rows: list[dict[str, Any]] = []
     heads = ("found", "certificate", *reversed(list(bounds.FORMS)))
     print(f"{'rule':10}{'α':>5}{'width':>7}{'sparsity':>10}" + "".join(f"{head:>13}" for head in heads))
-    for rule, about in RULES.items():
-        narrowed = [w // about.narrower for w in widths if w >= 16 * about.narrower] or [16]
-        for alpha in about.alphas:
+    for name, rule in RULES.items():
+        narrowed = [w // rule.width_divisor for w in widths if w >= 16 * rule.width_divisor] or [16]
+        for alpha in rule.alphas:
             for width in narrowed:
-                row = measure(rule, width, alpha)
+                row = measure_network(name, width, alpha)
                 rows.append(row)
                 cells = "".join(f"{'vacuous' if row[head] is None else format(row[head], '.4g'):>13}" for head in heads)
-                print(f"{rule:10}{alpha:>5g}{width:>7}{row['sparsity']:>10.4f}{cells}", flush=True)
+                print(f"{name:10}{alpha:>5g}{width:>7}{row['sparsity']:>10.4f}{cells}", flush=True)
                 for head in heads[1:]:
                     if row[head] is not None and row["found"] > row[head] and head != "printed":
                         raise SystemExit(f"{head} promises {row[head]:.4g}, but {row['found']:.4g} was found")
-            rows += beyond(rule, alpha, narrowed[-1])
+            rows += compute_wider_bounds(name, alpha, narrowed[-1])
             starts = rows[-1]["starts"].items()
-            told = ", ".join(f"{form} from {width:,}" if width else f"{form} never" for form, width in starts)
-            print(f"{'':22}speaks at widths: {told}")
-    conv = convolution(device)
+            smallest = ", ".join(f"{form} from {width:,}" if width else f"{form} never" for form, width in starts)
+            print(f"{'':22}not vacuous at widths: {smallest}")
+    conv = time_convolution_norm(device)
     print(f"512 → 512, 3×3 on 32×32: norm {conv['norm']:.6f} in {conv['seconds']:.4f} s on {device}, ", end="")
     print(f"error below {conv['error']:.1e}, proven in {conv['proof_seconds']:.1f} s")
-    if conv["error"] > DIGITS:
-        raise SystemExit(f"the norm errs by {conv['error']:.1e}, {DIGITS:.0e} are allowed")
-    if conv["seconds"] > TARGET:
-        print(f"slower than the {TARGET:g} s of the target")
+    if conv["error"] > MAX_RELATIVE_ERROR:
+        raise SystemExit(f"the norm errs by {conv['error']:.1e}, {MAX_RELATIVE_ERROR:.0e} are allowed")
+    if conv["seconds"] > TARGET_SECONDS:
+        print(f"slower than the {TARGET_SECONDS:g} s of the target")
     return {"delta": DELTA, "theory": rows, "convolution": conv}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The bounds of Qian & Klabjan beside what is measured.")
-    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="that are measured")
-    parser.add_argument("--device", default="cpu", help="of the convolution's norm")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="widths to measure, separated by commas")
+    parser.add_argument("--device", default="cpu", help="device of the convolution's norm")
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--plots", type=Path, help="write a plot for each rule and α into this folder")
     options = parser.parse_args()
-    results = run(tuple(int(w) for w in options.widths.split(",")), options.device)
-    record.write(options.json, **results)
+    results = measure_all(tuple(int(w) for w in options.widths.split(",")), options.device)
+    write_record(options.json, **results)
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
-        for rule, about in RULES.items():
-            for alpha in about.alphas:
-                file = options.plots / f"{rule}-{round(100 * alpha):02d}.svg"
-                file.write_text(picture(results["theory"], rule, alpha))
+        for name, rule in RULES.items():
+            for alpha in rule.alphas:
+                file = options.plots / f"{name}-{round(100 * alpha):02d}.svg"
+                file.write_text(draw_errors(results["theory"], name, alpha))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -88,35 +87,30 @@ def test_damaged_record_is_refused(tmp_path, record):
         private.private_table(tmp_path / "record.json")
 
 
-def test_page_tables_are_computed_from_the_record(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sys.modules.pop("private_page", None)
-    import private_page
-
+def test_page_tables_are_computed_from_the_record(tmp_path, monkeypatch, load_script):
+    privacy_page = load_script("privacy_page")
     runs = [
         make_run(arm, e, s, 50 + (arm == "gip") + 0.1 * s)
         for arm in ("gip", "random")
         for e in (1.0, 2.0)
         for s in (0, 1)
     ]
-    monkeypatch.setattr(private_page, "ROOT", tmp_path)
+    monkeypatch.setattr(privacy_page, "ROOT", tmp_path)
     (tmp_path / private.RECORD).parent.mkdir()
     (tmp_path / private.RECORD).write_text(json.dumps({"runs": runs}))
-    assert "| +1.00 ± 0.00 | helps |" in private_page.answer()
-    assert "51.05 ± 0.07, 0.9000" in private_page.accuracies()
-    assert "| 256 | 26 |" in private_page.price()
+    assert "| +1.00 ± 0.00 | helps |" in privacy_page.format_differences()
+    assert "51.05 ± 0.07, 0.9000" in privacy_page.format_accuracies()
+    assert "| 256 | 26 |" in privacy_page.format_index_costs()
 
 
-def test_stored_budgets_of_the_experiment_meet_their_targets(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import private_cifar
-
+def test_stored_budgets_of_the_experiment_meet_their_targets(load_script):
+    private_cifar = load_script("private_cifar")
     arms = list(private_cifar.ARMS)
-    asked = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
+    options = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
     budgets = json.loads(private_cifar.BUDGETS.read_text())
-    every = [recipe for _, recipe in private_cifar.recipes(asked, budgets)]
-    assert len({recipe.fingerprint() for recipe in every}) == 72
-    for recipe in {(r.private.epsilon, r.private.share): r for r in every}.values():
+    recipes = [recipe for _, recipe in private_cifar.iterate_recipes(options, budgets)]
+    assert len({recipe.fingerprint() for recipe in recipes}) == 72
+    for recipe in {(r.private.epsilon, r.private.share): r for r in recipes}.values():
         recipe.private.with_budget(48_000, 2048, 368)  # 16 epochs of 23 samples; verified by the accountant
-    assert {r.private.epsilon for r in every if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
-    assert all(r.recipe.data.validation == 2000 for r in every)
+    assert {r.private.epsilon for r in recipes if r.private.method == "dpsgd"} == {1.0, 2.0, 4.0, 8.0}
+    assert all(r.recipe.data.validation == 2000 for r in recipes)

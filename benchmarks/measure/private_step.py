@@ -1,10 +1,10 @@
-"""Private training: the index sampler, a step against Opacus, and the audit, from one run.
+"""Measure private training: the index sampler, a step against Opacus, and the audit.
 
-The sampler draws the index set of ten million coordinates, top-k included. Both libraries take the same private
-step (gradients of examples, clipping, noise, SGD) on the same model and batch, in turns; memory is what a process
-of its own needs for two steps beyond what it had before them.
+    python benchmarks/measure/private_step.py [--json PATH] [--device cuda] [--quick]
 
-    python benchmarks/privacy.py [--json PATH] [--device cuda] [--quick]
+The sampler draws the index set of ten million coordinates, including the top-k. Pomona and Opacus take the same private
+step (per-example gradients, clipping, noise, SGD) on the same model and batch, in turns. Memory is the peak of two
+steps in a separate process, minus what the process used before them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
+from interleaved_timing import time_call, time_in_turns
+from record_file import write_record
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,34 +27,25 @@ from pomona import models
 from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source, audit
 from pomona.privacy.per_example_gradients import compute_per_example_gradients
 
-SIZE, KEPT = 10_000_000, 1_000_000
+SIZE = 10_000_000
 CASES = (("private_cnn", {}, 256), ("wrn16_4", {"norm": "group"}, 16), ("mlp", {"in_features": 3072}, 128))
-MICRO = {"private_cnn": 32, "wrn16_4": 4, "mlp": 32}
+MICRO_BATCHES = {"private_cnn": 32, "wrn16_4": 4, "mlp": 32}
 REPEATS = 7
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+# ---- the index sampler
 
 
-# ---- the sampler
-
-
-def sampler(device: str, size: int, repeats: int) -> list[dict[str, Any]]:
+def measure_sampler(device: str, size: int, repeats: int) -> list[dict[str, Any]]:
+    """Time an index draw over the whole vector and in groups."""
     gradient, source = torch.randn(size, device=device), Source(device)
     results = []
     for case, mechanism in {
         "whole vector": IndexMechanism(size // 10, theta=1.0),
         "groups of 256": IndexMechanism(0.1, theta=1.0, group=256),
     }.items():
-        mechanism.sample(gradient, source)  # compiles, and fills caches
-        times = [seconds(lambda m=mechanism: m.sample(gradient, source), device) for _ in range(repeats)]
+        mechanism.sample(gradient, source)  # compiles the kernels and fills the caches
+        times = [time_call(lambda m=mechanism: m.sample(gradient, source), device) for _ in range(repeats)]
         results.append(
             {
                 "device": device,
@@ -71,19 +62,25 @@ def sampler(device: str, size: int, repeats: int) -> list[dict[str, Any]]:
 # ---- a step
 
 
-def setting(
+def build_model_and_batch(
     name: str, options: dict[str, Any], batch: int, device: str
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a model of `pomona.models` and a random batch for it."""
     torch.manual_seed(0)
     model = models.build(name, **options).to(device)
     return model, torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
 
 
-def ours(name: str, options: dict[str, Any], batch: int, device: str, method: str = "dpsgd") -> Callable[[], None]:
-    model, x, y = setting(name, options, batch, device)
+def make_pomona_step(
+    name: str, options: dict[str, Any], batch: int, device: str, method: str = "dpsgd"
+) -> Callable[[], None]:
+    """Return a function that takes one private step with Pomona."""
+    model, x, y = build_model_and_batch(name, options, batch, device)
     share = 0.01 if method == "gip" else 0.0
     budget = Budget(8.0, 1e-5, batch, batch, 10**6, share, 1.0, share, ((10**6, 8.0),))
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), 0.1), budget, method=method, micro=MICRO[name])
+    step = PrivateStep(
+        model, torch.optim.SGD(model.parameters(), 0.1), budget, method=method, micro=MICRO_BATCHES[name]
+    )
 
     def work() -> None:
         rows = step.draw()
@@ -92,11 +89,12 @@ def ours(name: str, options: dict[str, Any], batch: int, device: str, method: st
     return work
 
 
-def opacus(name: str, options: dict[str, Any], batch: int, device: str) -> Callable[[], None]:
+def make_opacus_step(name: str, options: dict[str, Any], batch: int, device: str) -> Callable[[], None]:
+    """Return a function that takes one private step with Opacus."""
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
-    model, x, y = setting(name, options, batch, device)
+    model, x, y = build_model_and_batch(name, options, batch, device)
     wrapped = GradSampleModule(model, loss_reduction="mean")
     optimizer = DPOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=batch
@@ -110,41 +108,42 @@ def opacus(name: str, options: dict[str, Any], batch: int, device: str) -> Calla
     return work
 
 
-METHODS: dict[str, Callable[..., Callable[[], None]]] = {"pomona": ours, "opacus": opacus}
+LIBRARIES: dict[str, Callable[..., Callable[[], None]]] = {"pomona": make_pomona_step, "opacus": make_opacus_step}
 
 
-def peak(method: str, case: tuple[str, dict[str, Any], int], threads: int, line: Any) -> None:
-    """Megabytes that two steps need, in a process of their own."""
+def send_peak_memory(library: str, case: tuple[str, dict[str, Any], int], threads: int, connection: Any) -> None:
+    """Send the megabytes that two steps need. This runs in a separate process."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
-    work = METHODS[method](*case, "cpu")
-    before = resident("VmRSS")
+    step = LIBRARIES[library](*case, "cpu")
+    before = read_memory("VmRSS")
     for _ in range(2):
-        work()
-    line.send(resident("VmHWM") - before)
+        step()
+    connection.send(read_memory("VmHWM") - before)
 
 
-def resident(key: str) -> float:
-    """Megabytes of this process, now (VmRSS) or at most so far (VmHWM)."""
+def read_memory(key: str) -> float:
+    """Return the megabytes of this process: now (VmRSS) or the peak so far (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(key))) / 1024
 
 
-def memory(method: str, case: tuple[str, dict[str, Any], int]) -> float:
+def measure_memory(library: str, case: tuple[str, dict[str, Any], int]) -> float:
+    """Return the megabytes that two steps of a library need."""
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=peak, args=(method, case, torch.get_num_threads(), theirs))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=send_peak_memory, args=(library, case, torch.get_num_threads(), sender))
     process.start()
-    found = mine.recv()
+    found = receiver.recv()
     process.join()
     return float(found)
 
 
-def difference(case: tuple[str, dict[str, Any], int]) -> float:
-    """The largest difference between the gradients of examples, over the largest gradient."""
+def compare_gradients(case: tuple[str, dict[str, Any], int]) -> float:
+    """Return the largest difference between the per-example gradients, relative to the largest gradient."""
     from opacus import GradSampleModule
 
-    model, x, y = setting(*case, "cpu")
+    model, x, y = build_model_and_batch(*case, "cpu")
     found, _ = compute_per_example_gradients(model, F.cross_entropy, dict(model.named_parameters()), x, y)
     F.cross_entropy(GradSampleModule(model, loss_reduction="sum")(x), y, reduction="sum").backward()
     theirs = {name: parameter.grad_sample for name, parameter in model.named_parameters()}
@@ -152,25 +151,21 @@ def difference(case: tuple[str, dict[str, Any], int]) -> float:
     return max(float((found[name] - theirs[name]).abs().max()) for name in theirs) / largest
 
 
-def steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
+def measure_steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Return the time and memory of a step of each library, and how far their gradients differ."""
     results = []
     for case in cases:
-        works = {method: make(*case, "cpu") for method, make in METHODS.items()}
-        works["pomona gip"] = ours(*case, "cpu", "gip")
-        times: dict[str, list[float]] = {method: [] for method in works}
-        for turn in range(repeats + 1):
-            for method, work in works.items():
-                taken = seconds(work, "cpu")
-                if turn:  # the first warms up
-                    times[method].append(taken)
+        steps = {library: make(*case, "cpu") for library, make in LIBRARIES.items()}
+        steps["pomona gip"] = make_pomona_step(*case, "cpu", "gip")
+        times = time_in_turns(steps, repeats, 1, "cpu")
         results.append(
             {
                 "model": case[0],
                 "batch": case[2],
-                "micro": MICRO[case[0]],
-                "milliseconds": {method: 1000 * statistics.median(taken) for method, taken in times.items()},
-                "megabytes": {method: memory(method, case) for method in METHODS},
-                "difference": difference(case),
+                "micro": MICRO_BATCHES[case[0]],
+                "milliseconds": {name: 1000 * statistics.median(taken) for name, taken in times.items()},
+                "megabytes": {library: measure_memory(library, case) for library in LIBRARIES},
+                "difference": compare_gradients(case),
             }
         )
     return results
@@ -179,7 +174,8 @@ def steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
 # ---- the audit
 
 
-def audits() -> list[dict[str, Any]]:
+def measure_audits() -> list[dict[str, Any]]:
+    """Return the ε that audits of DP-SGD and of GIP find, at two sampling rates."""
     results = []
     for method, share, options in (
         ("dpsgd", 0.0, {}),
@@ -195,27 +191,27 @@ def audits() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that the script runs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     size, repeats = (SIZE // 100, 2) if options.quick else (SIZE, REPEATS)
-    results: dict[str, Any] = {"sampler": sampler(options.device, size, repeats)}
+    results: dict[str, Any] = {"sampler": measure_sampler(options.device, size, repeats)}
     for row in results["sampler"]:
         print(f"{row['case']:14} of {row['size']:,} on {row['device']}: {row['milliseconds']:.1f} ms")
     if options.device == "cpu":
-        results["steps"] = steps(repeats, CASES[2:] if options.quick else CASES)
+        results["steps"] = measure_steps(repeats, CASES[2:] if options.quick else CASES)
         for row in results["steps"]:
             times = ", ".join(f"{name} {value:.0f} ms" for name, value in row["milliseconds"].items())
             sizes = ", ".join(f"{name} {value:.0f} MB" for name, value in row["megabytes"].items())
             print(
                 f"{row['model']:12} batch {row['batch']}: {times}; {sizes}; gradients differ by {row['difference']:.1e}"
             )
-        results["audit"] = audits()
+        results["audit"] = measure_audits()
         for row in results["audit"]:
             print(f"audit of {row['method']} at q = {row['rate']}: ε ≥ {row['audited']:.2f}, promised {row['epsilon']}")
-    record.write(options.json, **results)
+    write_record(options.json, **results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Write the tables of docs/balanced.md from the records in results/.
+
+python benchmarks/pages/balanced_page.py
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+
+from page_helpers import (
+    DOCS,
+    NOT_MEASURED,
+    fill_page,
+    format_sources,
+    format_table,
+    read_records,
+    read_rows,
+    write_page,
+)
+from results_page import compare_with_paper, format_trained_rows, load_run_store
+
+PAGE = DOCS / "balanced.md"
+RECORDS = "balanced-*.json"
+SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
+# Names of timings in the records of balanced_kernels.py.
+DENSE_FUSED, CHANNELS_LAST = "dense, fused", ", channels last"
+
+
+def format_matrices() -> str:
+    """Return the table of all products, for every matrix and batch."""
+    rows = []
+    for bench in (record["bench"] for record in read_records(RECORDS)):
+        for case, group in groupby(bench["rows"], itemgetter("rows", "columns", "batch", "state")):
+            sides = {row["side"].split()[0]: row for row in group if row["seconds"] is not None}
+            balanced, seconds = sides["balanced"], {side: row["seconds"] for side, row in sides.items()}
+            times = [f"{1e6 * seconds[side]:,.1f}" if side in seconds else "" for side in SIDES]
+            gains = [f"{seconds[side] / balanced['seconds']:.2f}×" if side in seconds else "" for side in SIDES[:2]]
+            what = f"{bench['device']}, {bench['dtype']}", f"{case[0]}×{case[1]}", str(case[2]), case[3]
+            rows.append([*what, *times, *gains, f"{100 * balanced['limit']:.0f} %"])
+    heads = ["machine", "matrix", "batch", "caches", *SIDES, "speed-up over dense", "over CSR", "share of the limit"]
+    return format_table(heads, rows)
+
+
+def format_memory() -> str:
+    """Return the memory bandwidth of each machine, which sets the limit."""
+    benches = (record["bench"] for record in read_records(RECORDS))
+    return "\n".join(f"- {bench['device']}: {bench['bandwidth'] / 1e9:,.1f} GB/s" for bench in benches) or NOT_MEASURED
+
+
+def format_targets() -> str:
+    """Return the table of targets and what was reached."""
+    rows = []
+    for record, row in read_rows(RECORDS, "targets"):
+        met = "met" if row["reached"] >= row["target"] else "missed"
+        case = record["bench"]["device"], f"{row['size']}×{row['size']}", str(row["batch"]), row["peer"]
+        rows.append([*case, f"{row['target']:g}×", f"{row['reached']:.2f}×", met])
+    return format_table(["machine", "matrix", "batch", "compared with", "target", "reached", ""], rows)
+
+
+def format_workloads(key: str = "seconds", prefix: str = "") -> str:
+    """Return the table of the paper's networks at batch 1.
+
+    `key` and `prefix` select the times of the device ("seconds", "") or of plain calls ("called", "called_"). The
+    channels-last layout of an image network has a second row.
+    """
+    ways = {"dense": "dense", DENSE_FUSED: DENSE_FUSED, "plain": "dense by linear layers"}
+    ways |= {way: way for way in ("all packed", "compressed")}
+    rows = []
+    for record in read_records(RECORDS):
+        machine = record["bench"]["device"]
+        for name, found in record["workloads"].items():
+            times = {way: format_microseconds(seconds) for way, seconds in found.get(key, {}).items()}
+            if times:
+                ratios = (found.get(ratio) for ratio in (f"{prefix}ratio", f"{prefix}fused_ratio", "paper_ratio"))
+                shown = ["" if ratio is None else f"{ratio:.2f}×" for ratio in ratios]  # old records lack a fused one
+                rows.append([machine, name, *(times.get(way, "") for way in ways), *shown])
+            if any(way.endswith(CHANNELS_LAST) for way in times):
+                shown = [times.get(f"{way}{CHANNELS_LAST}", "") for way in ways]
+                rows.append([machine, f"{name}{CHANNELS_LAST}", *shown, "", "", ""])
+    speed_ups = "speed-up over dense", "over fused", "in the paper"
+    return format_table(["machine", "network", *(f"{way}, µs" for way in ways.values()), *speed_ups], rows)
+
+
+def format_microseconds(seconds: float) -> str:
+    """Return a time in microseconds, with a decimal below 100 µs."""
+    return f"{1e6 * seconds:,.{0 if seconds >= 1e-4 else 1}f}"
+
+
+def render() -> str:
+    """Return the text of the page with its tables filled in."""
+    store = load_run_store()
+    names = ("lstm", "sensitivity")
+    trained = {name: format_trained_rows(compare_with_paper(f"balanced-{name}", store)) for name in names}
+    measured = {
+        "matrices": format_matrices(),
+        "memory": format_memory(),
+        "targets": format_targets(),
+        "workloads": format_workloads(),
+        "called": format_workloads("called", "called_"),
+    }
+    return fill_page(PAGE, {**trained, **measured, "sources": format_sources(read_records(RECORDS))})
+
+
+if __name__ == "__main__":
+    write_page(PAGE, render())
