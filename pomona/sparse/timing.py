@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.fused.captured_graphs import pause_garbage_collection
+
 FLUSH_BYTES = 256 << 20  # more than almost any cache holds
 DEFAULT_CACHE_BYTES = 32 << 20  # assumed for a last-level cache whose size the system does not report
 WARMUP_TURNS = 2  # turns whose times are discarded
@@ -97,7 +99,7 @@ def capture_calls(call: Callable[[], Any], most: int) -> tuple[Callable[[], Any]
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with pause_garbage_collection(), torch.cuda.graph(graph):
             for _ in range(count):
                 call()
     except RuntimeError:

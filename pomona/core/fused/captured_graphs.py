@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -22,6 +24,10 @@ class CapturedGraphs:
         self.device = device
         self.graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
 
+    def clear(self) -> None:
+        """Free all graphs."""
+        self.graphs.clear()
+
     def launch(self, name: str, run: Callable[[str], None]) -> None:
         """Run the operation `run(name)`, or replay its graph; inside another capture it is always run."""
         if torch.cuda.is_current_stream_capturing() or name not in self.graphs:
@@ -37,11 +43,25 @@ class CapturedGraphs:
     def _capture(self, name: str, run: Callable[[str], None]) -> torch.cuda.CUDAGraph:
         """Capture an operation."""
         graph = torch.cuda.CUDAGraph()
-        with GRAPH_CAPTURE_LOCK, torch.cuda.stream(capture_stream(self.device)):
+        with GRAPH_CAPTURE_LOCK, pause_garbage_collection(), torch.cuda.stream(capture_stream(self.device)):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
-            run(name)
-            graph.capture_end()
+            try:
+                run(name)
+            finally:
+                graph.capture_end()  # in any case, or nothing could run on the stream any more
         return graph
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Pause Python's garbage collector: a graph that it freed during a capture would invalidate the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

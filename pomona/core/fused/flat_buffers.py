@@ -104,7 +104,8 @@ class FlatBuffers:
         addresses = self.parameter_addresses()
         if addresses == self.addresses:
             return False
-        self.addresses, self.block_table, self.graphs = addresses, (), CapturedGraphs(self.mask.device)
+        self.addresses, self.block_table = addresses, ()
+        self.graphs.clear()
         return True
 
     def kernels_ready(self) -> bool:

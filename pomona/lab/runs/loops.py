@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream
+from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream, pause_garbage_collection
 from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
@@ -201,6 +201,7 @@ class CapturedLoop:
         stream = capture_stream(run.device)
         with (
             GRAPH_CAPTURE_LOCK,
+            pause_garbage_collection(),
             fast_convolutions(run.model, run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
