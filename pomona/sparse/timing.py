@@ -104,12 +104,23 @@ def capture_calls(call: Callable[[], Any], most: int) -> tuple[Callable[[], Any]
                 call()
     except RuntimeError:
         torch.cuda.synchronize()
+        reset_random_generator()
         return call, 1
 
     def replay(referenced: Any = call) -> None:  # a graph holds addresses, so its tensors must live as long
         graph.replay()
 
     return replay, count
+
+
+def reset_random_generator() -> None:
+    """Release torch's CUDA random generator from a capture that failed, by a capture that succeeds.
+
+    A failed capture leaves the generator in capturing mode, in which every later random number raises an error.
+    """
+    counter = torch.zeros(1, device="cuda")
+    with pause_garbage_collection(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        counter.add_(1)
 
 
 def warm_caches(call: Callable[[], Any]) -> None:
