@@ -17,6 +17,7 @@ from torch import nn
 
 import pomona as pm
 from pomona.cli import main
+from pomona.compressors import COMPRESSORS
 from pomona.core.method import METHODS
 from pomona.patterns import PATTERNS
 
@@ -200,6 +201,15 @@ def test_the_readme_loop_runs():
     exec(code, names)
     weights = torch.cat([model[0].weight.flatten(), model[3].weight.flatten()])
     assert int((weights == 0).sum()) == round(0.9 * weights.numel())
+
+
+def test_every_method_and_compressor_is_on_the_pages_that_list_them():
+    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs/methods.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \| (?:hard|soft|free|score) \|", methods, re.MULTILINE))
+    built_in = {name for name in METHODS if METHODS[name].__module__.startswith("pomona.methods.")}
+    assert rows == built_in
+    assert [name for name in built_in if f"`pm.{METHODS[name].__name__}`" not in readme] == []
+    assert [name for name in COMPRESSORS if f"`{COMPRESSORS[name].__name__}(" not in readme] == []
 
 
 @pytest.mark.parametrize("page", GUIDES)
