@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from pomona.errors import PomonaError, unknown_name_error
+from pomona.lab.recipes.plugins import add_plugins
 from pomona.version import __version__
 
 from .output import print_note, print_status
@@ -63,6 +64,10 @@ def describe_error(error: Exception) -> tuple[int, str]:
 def pomona(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Import a module that registers methods, patterns or models; repeatable."),
+    ] = None,
 ) -> None:
     """Train sparse neural networks, compare pruning methods and measure what remains.
 
@@ -71,5 +76,6 @@ def pomona(
     if version:
         print(f"pomona {__version__}")
         raise typer.Exit
+    add_plugins(plugin or ())
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -163,7 +163,7 @@ def refuse_foreign(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
 
 
 def refuse_foreign_steps(engine: Engine) -> Any:
-    """Hook all optimizers, to refuse the step of one that is not attached and moves pruned weights."""
+    """Register a hook on all optimizers that refuses the step of one that is not attached and moves pruned weights."""
     engine_ref = weakref.ref(engine)
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

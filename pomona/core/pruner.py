@@ -73,7 +73,7 @@ class Pruner:
         loss: Callable[[], Tensor] | None = None,
         track: bool = False,
     ) -> Pruner:
-        """Hook the optimizer's steps and install the first masks. Nothing is changed where this raises.
+        """Attach to the optimizer's steps and install the first masks. Nothing is changed where this raises.
 
         Arguments:
             model: the model to prune, after DistributedDataParallel where that is used.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..recipes.plugins import load_plugins
 from ..runs.interruption import Interrupted, catch_stop_signals
 from ..runs.recorder import NoteCallback
 from .job import Job
@@ -57,6 +58,7 @@ def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    load_plugins()
     orphaned = threading.Event()
 
     def watch_parent() -> None:
