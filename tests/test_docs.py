@@ -17,6 +17,7 @@ from torch import nn
 
 import pomona as pm
 from pomona.cli import main
+from pomona.compressors import COMPRESSORS
 from pomona.core.method import METHODS
 from pomona.patterns import PATTERNS
 
@@ -111,11 +112,12 @@ def test_the_method_on_the_page_prunes(page):
         assert len(kept.unique()) == 1
 
 
-def test_the_method_on_the_page_never_brings_a_weight_back(page):
+@pytest.mark.parametrize("pattern", [pm.Unstructured(), pm.Filter()], ids=str)
+def test_the_method_on_the_page_never_brings_a_weight_back(page, pattern):
     names, _ = page
     model = make_network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    pruner = names["LAMP"](sparsity=0.9, every=4)
+    pruner = names["LAMP"](sparsity=0.9, every=4, pattern=pattern)
     pruner.attach(model, optimizer, total_steps=32)
     pruned = {name: ~mask for name, mask in pruner.masks().items()}
     for _ in range(8):
@@ -125,6 +127,21 @@ def test_the_method_on_the_page_never_brings_a_weight_back(page):
         pruned = {name: ~mask.clone() for name, mask in masks.items()}
 
 
+def test_the_method_on_the_page_prunes_whole_filters(page):
+    names, _ = page
+    model = make_network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pruner = names["LAMP"](sparsity=0.5, every=4, pattern=pm.Filter())
+    pruner.attach(model, optimizer, total_steps=32)
+    train_network(model, optimizer, 32)
+    pruner.finish()
+    kept = [weight.flatten(1) != 0 for weight in (model[0].weight, model[3].weight)]
+    assert all((mask.all(1) | ~mask.any(1)).all() for mask in kept)
+    weights = sum(mask.numel() for mask in kept)
+    unit = max(mask[0].numel() for mask in kept)  # the sparsity is exact up to half a filter
+    assert abs(sum(int((~mask).sum()) for mask in kept) - 0.5 * weights) <= unit / 2
+
+
 def test_the_score_on_the_page_by_hand(page):
     # Squares 1, 9, 4: 9/9, 4/(9+4), 1/(9+4+1).
     score = page[0]["lamp_score"](torch.tensor([[1.0, -3.0, 2.0]]))
@@ -132,7 +149,7 @@ def test_the_score_on_the_page_by_hand(page):
 
 
 def test_the_method_on_the_page_is_registered(page):
-    assert pm.methods.pruner("lamp(sparsity=0.5)").method.sparsity == 0.5
+    assert pm.methods.make_pruner("lamp(sparsity=0.5)").method.sparsity == 0.5
 
 
 # ---- docs/how-to-extend.md
@@ -184,6 +201,15 @@ def test_the_readme_loop_runs():
     exec(code, names)
     weights = torch.cat([model[0].weight.flatten(), model[3].weight.flatten()])
     assert int((weights == 0).sum()) == round(0.9 * weights.numel())
+
+
+def test_every_method_and_compressor_is_on_the_pages_that_list_them():
+    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs/methods.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \| (?:hard|soft|free|score) \|", methods, re.MULTILINE))
+    built_in = {name for name in METHODS if METHODS[name].__module__.startswith("pomona.methods.")}
+    assert rows == built_in
+    assert [name for name in built_in if f"`pm.{METHODS[name].__name__}`" not in readme] == []
+    assert [name for name in COMPRESSORS if f"`{COMPRESSORS[name].__name__}(" not in readme] == []
 
 
 @pytest.mark.parametrize("page", GUIDES)
