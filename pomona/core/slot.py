@@ -65,6 +65,7 @@ class Slot:
 
     @property
     def name(self) -> str:
+        """The parameter's name in the model."""
         return self.target.name
 
     @property

@@ -63,10 +63,12 @@ class BalancedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the stored values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the stored values."""
         return self.values.device
 
     @property

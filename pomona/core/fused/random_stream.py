@@ -87,6 +87,7 @@ class RandomStream:
 
     @property
     def key(self) -> tuple[int, int]:
+        """The low and high 32 bits of the seed."""
         return self.seed & LOW_WORD, self.seed >> 32
 
     def bound(self, fan_in: int) -> float:

@@ -23,10 +23,12 @@ class Law(Protocol):
     """A distribution of independent weights: mean zero, E w² ≤ K1/n and E w⁴ ≤ K2/n², n the longer side."""
 
     @property
-    def K1(self) -> float: ...
+    def K1(self) -> float:
+        """The constant K1 in E w² ≤ K1/n."""
 
     @property
-    def K2(self) -> float: ...
+    def K2(self) -> float:
+        """The constant K2 in E w⁴ ≤ K2/n²."""
 
     def expected(self, rows: int, columns: int) -> float:
         """Return an upper bound of E‖W‖ for a matrix of this shape."""
@@ -49,10 +51,12 @@ class Uniform:
 
     @property
     def K1(self) -> float:
+        """The constant K1 in E w² ≤ K1/n."""
         return self.K**2 / 3
 
     @property
     def K2(self) -> float:
+        """The constant K2 in E w⁴ ≤ K2/n²."""
         return self.K**4 / 5
 
     def expected(self, rows: int, columns: int) -> float:
@@ -75,10 +79,12 @@ class Gaussian:
 
     @property
     def K1(self) -> float:
+        """The constant K1 in E w² ≤ K1/n."""
         return self.K
 
     @property
     def K2(self) -> float:
+        """The constant K2 in E w⁴ ≤ K2/n²."""
         return 3 * self.K**2
 
     def expected(self, rows: int, columns: int) -> float:
