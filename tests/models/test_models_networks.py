@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_cases import slow_after
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -109,7 +110,7 @@ def test_rho_scales_the_width_but_not_the_stem(rho):
     assert resnet[-1].out_channels == int(512 * rho)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", slow_after(6, names()))
 def test_forward_backward_and_trace_at_full_size(name):
     """On the meta device shapes and the graph are computed, but no values."""
     model, x = build_on_meta(name), make_inputs(name, device="meta", small=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import nn
 
 import pomona as pm
@@ -64,7 +65,9 @@ def build_pruned(name: str, options: dict[str, Any]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "side", "ratio"), CASES, ids=[f"{n}-{'-'.join(map(str, o.values()))}" for n, o, _, _ in CASES]
+    ("name", "options", "side", "ratio"),
+    slow_after(8, CASES),
+    ids=[f"{n}-{'-'.join(map(str, o.values()))}" for n, o, _, _ in CASES],
 )
 def test_outputs_are_equal_in_float64(name: str, options: dict[str, Any], side: int, ratio: float) -> None:
     """In float64 rounding cannot hide a leaked constant."""

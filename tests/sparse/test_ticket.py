@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,7 +67,7 @@ def equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @every_method
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.float32, torch.float64, torch.bfloat16]))
 def test_ticket_restores_the_network(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     pruner = METHODS[name]()
     model = train_steps(pruner, dtype=dtype)
@@ -138,6 +139,7 @@ def test_logits_are_bit_identical_in_another_process(tmp_path: Path) -> None:
     assert out.stdout.strip() == expected, out.stderr
 
 
+@pytest.mark.slow
 def test_size_of_a_resnet18_at_60_percent() -> None:
     """Edge-popup takes at most 1/30 of the float32 state; IteRand with signed constants and random signs 1/22."""
     model = pm.models.build("resnet18", affine=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matrices import keep_smallest, spectral_norm
 from scipy import integrate, stats
+from slow_cases import slow_after
 
 from pomona.errors import PomonaError
 from pomona.theory import bounds, spectral
@@ -18,7 +19,7 @@ NET = (64, 1024, 1024, 10)
 
 
 @pytest.mark.parametrize("law", [Uniform(1.0), Gaussian(1.0)])
-@pytest.mark.parametrize("extension", bounds.EXTENSIONS)
+@pytest.mark.parametrize("extension", slow_after(1, bounds.EXTENSIONS))
 def test_estimates_are_above_the_removed_norm_within_a_factor(extension: str, law: Uniform | Gaussian) -> None:
     """‖W − W*‖ of 5 square layers of seed 0, d = 128 (24 channels of 3×3 in C.2): the estimate is 1 to 6 times it.
 

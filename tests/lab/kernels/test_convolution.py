@@ -319,6 +319,7 @@ def test_large_convolutions_are_left_to_cudnn(monkeypatch, most, outputs):
     assert y.shape == (4, 16, 3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_one_compilation_serves_two_models():
     torch._dynamo.reset()

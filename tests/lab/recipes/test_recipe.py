@@ -53,6 +53,7 @@ def test_every_method_round_trips(name):
 numbers = st.floats(1e-6, 1e3, allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.fixed_dictionaries(

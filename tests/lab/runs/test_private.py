@@ -282,6 +282,7 @@ def test_the_private_command_trains_resumes_and_refuses(tmp_path, capsys, monkey
     assert "budget = {" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_private_command_compares_shares(tmp_path, capsys, monkeypatch):
     pytest.importorskip("dp_accounting")
     asked = {"epsilon": 8.0, "delta": 1e-5, "rows": 100, "batch_size": 100, "steps": 1}

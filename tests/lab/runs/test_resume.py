@@ -23,6 +23,7 @@ from run_helpers import (
     untimed_metrics,
     without_timings,
 )
+from slow_cases import slow_unless
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
@@ -59,7 +60,13 @@ def test_a_language_model_reports_perplexity_and_its_dropout_resumes(tmp_path):
 
 
 # A lottery ticket trains several times and is no single run.
-@pytest.mark.parametrize("method", [DPF, "oneshot(at=0.5)", "dense", *(name for name in METHODS if name != "lottery")])
+@pytest.mark.parametrize(
+    "method",
+    slow_unless(
+        [DPF, "dense", "iterand", "rigl", "sfp", "snip"],
+        [DPF, "oneshot(at=0.5)", "dense", *(name for name in METHODS if name != "lottery")],
+    ),
+)
 def test_a_resumed_run_is_bit_identical(tmp_path, method):
     affine = method not in METHODS or METHODS[method].weights != "score"  # scores leave no norm to train
     made = digits_recipe(method, epochs=2, model=f"digits_cnn(rho=0.5, affine={affine})")
@@ -94,6 +101,7 @@ train(Recipe.load(sys.argv[3]), sys.argv[1], progress=Killer())
 """
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_and_resumed_is_bit_identical(tmp_path, complete_run):
     # Checkpoints do not change what is trained: the uninterrupted run had others.
     made = digits_recipe(checkpoint_steps=2)

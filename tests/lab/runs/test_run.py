@@ -220,6 +220,7 @@ def test_losses_read_late_name_the_right_step(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path):
     method = DPF.replace("every=4", "every=4, compressor='soft', allocation='global(floor=0.05)'")
     made = digits_recipe(method, epochs=2, model="mlp(hidden=[32])", drop_last=True, average=1.0)

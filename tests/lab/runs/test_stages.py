@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_helpers import StopAfter, read_metrics, untimed_metrics, without_timings
 from safetensors.torch import load_file
+from slow_cases import slow_after
 
 import pomona as pm
 from pomona import models
@@ -82,15 +83,18 @@ def test_fine_tuning_keeps_the_masks_of_the_first_stage(tuned):
 
 @pytest.mark.parametrize(
     ("method", "finetune"),
-    [
-        ("oneshot(sparsity=0.8, at=1)", 2),
-        ({"name": "dpf", "sparsity": 0.5, "every": 1, "pattern": "filter"}, 2),
-        ("rigl(sparsity=0.8, every=2, until=1.0)", 1),
-        ("sfp(sparsity=0.5)", 1),
-        ("snip(sparsity=0.8)", 1),
-        ("dense", 1),
-        ("lottery(sparsity=0.7, retrainings=2, rewind=2)", 1),
-    ],
+    slow_after(
+        3,
+        [
+            ("oneshot(sparsity=0.8, at=1)", 2),
+            ({"name": "dpf", "sparsity": 0.5, "every": 1, "pattern": "filter"}, 2),
+            ("rigl(sparsity=0.8, every=2, until=1.0)", 1),
+            ("sfp(sparsity=0.5)", 1),
+            ("snip(sparsity=0.8)", 1),
+            ("dense", 1),
+            ("lottery(sparsity=0.7, retrainings=2, rewind=2)", 1),
+        ],
+    ),
 )
 def test_a_run_resumed_in_any_stage_is_bit_identical(tmp_path, method, finetune):
     made = recipe(method, epochs=2, finetune={"epochs": finetune}, clip=1.0)

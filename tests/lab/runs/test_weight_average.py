@@ -10,6 +10,7 @@ import pytest
 import torch
 from run_helpers import StopAfter, read_metrics, without_timings
 from safetensors.torch import load_file
+from slow_cases import slow_after
 from torch import nn
 
 from pomona.errors import PomonaError
@@ -168,7 +169,7 @@ def test_short_stages_are_averaged_over_one_epoch(tmp_path, epochs) -> None:
     assert all("accuracy_last" in stage for stage in summary["stages"])
 
 
-@pytest.mark.parametrize("at", [2, 5, 6, 7, 9, 13])
+@pytest.mark.parametrize("at", slow_after(2, [2, 5, 6, 7, 9, 13]))
 def test_a_resumed_lottery_is_bit_identical(tmp_path, at) -> None:
     made = recipe("lottery(sparsity=0.8, retrainings=1, rewind=2)", epochs=2, finetune=1, average=1.0)
     train(made, tmp_path / "whole")

@@ -163,6 +163,7 @@ def test_a_file_as_folder_and_zero_jobs_are_refused(tmp_path):
         sweep(SMALL_RECIPE, {}, tmp_path, jobs=0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
     base = SMALL_RECIPE | {
         "train": {**SMALL_RECIPE["train"], "epochs": 100_000, "eval_every": 100_000, "checkpoint_every": 0}
@@ -183,6 +184,7 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
     assert all((run.folder / "checkpoint" / "state.json").is_file() for run in runs[:2])
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_train_each_run_together(tmp_path):
     recipe = Recipe.load(SMALL_RECIPE, ["train.drop_last=true", "train.batch_size=400"])
     run_in_two_processes(f"sweep({recipe.to_dict()!r}, {{'seed': [0, 1, 2]}}, {str(tmp_path / 'out')!r})")

@@ -11,6 +11,7 @@ from emulation import needs_compiler
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from packing import balanced_weight, is_close
+from slow_cases import slow_after
 from torch.nn import functional as F
 
 from pomona.sparse import BalancedTensor
@@ -27,28 +28,31 @@ class TestConvolution:
     @MAJORS
     @pytest.mark.parametrize(
         ("dtype", "shape", "images", "block", "kept", "options"),
-        [
-            (torch.float16, (64, 8, 3, 3), (1, 8, 6, 6), 32, 3, ((1, 1), (1, 1), (1, 1))),
-            (torch.bfloat16, (70, 16, 3, 3), (2, 16, 7, 5), 25, 4, ((2, 1), (1, 0), (1, 2))),
-            (torch.float16, (33, 40, 1, 1), (3, 40, 5, 6), 16, 2, ((1, 2), (0, 0), (1, 1))),
-            (
-                torch.float16,
-                (600, 5, 2, 4),
-                (1, 5, 4, 9),
-                8,
-                1,
-                ((1, 1), (2, 3), (2, 1)),
-            ),  # more rows than a thread block has
-            (torch.bfloat16, (20, 30, 5, 5), (2, 30, 6, 6), 32, 7, ((1, 1), (2, 2), (1, 1))),
-            (
-                torch.float16,
-                (40, 3, 1, 5),
-                (1, 3, 20, 21),
-                32,
-                2,
-                ((1, 1), (0, 2), (1, 1)),
-            ),  # fewer columns than a block
-        ],
+        slow_after(
+            1,
+            [
+                (torch.float16, (64, 8, 3, 3), (1, 8, 6, 6), 32, 3, ((1, 1), (1, 1), (1, 1))),
+                (torch.bfloat16, (70, 16, 3, 3), (2, 16, 7, 5), 25, 4, ((2, 1), (1, 0), (1, 2))),
+                (torch.float16, (33, 40, 1, 1), (3, 40, 5, 6), 16, 2, ((1, 2), (0, 0), (1, 1))),
+                (
+                    torch.float16,
+                    (600, 5, 2, 4),
+                    (1, 5, 4, 9),
+                    8,
+                    1,
+                    ((1, 1), (2, 3), (2, 1)),
+                ),  # more rows than a thread block has
+                (torch.bfloat16, (20, 30, 5, 5), (2, 30, 6, 6), 32, 7, ((1, 1), (2, 2), (1, 1))),
+                (
+                    torch.float16,
+                    (40, 3, 1, 5),
+                    (1, 3, 20, 21),
+                    32,
+                    2,
+                    ((1, 1), (0, 2), (1, 1)),
+                ),  # fewer columns than a block
+            ],
+        ),
     )
     def test_any_geometry(
         self, dtype: torch.dtype, shape: tuple[int, ...], images: tuple[int, ...], block: int, kept: int,
@@ -66,16 +70,19 @@ class TestConvolution:
 
     @pytest.mark.parametrize(
         "config",
-        [
-            tensor_core.MmaConfig(32, 2, 8, 1, 8, 4, 2, 2, 8),
-            tensor_core.MmaConfig(32, 2, 8, 1, 6, 4, 2, 2, 2),
-            tensor_core.MmaConfig(32, 4, 8, 2, 2, 4, 4, 2),
-            tensor_core.MmaConfig(32, 1, 8, 8, 1, 2, 8, 3),
-            hopper_wgmma.WgmmaConfig(32, 1, 1, 2, 2, 2, 0),
-            hopper_wgmma.WgmmaConfig(32, 2, 2, 6, 2, 3, 0),
-            hopper_wgmma.WgmmaConfig(32, 4, 1, 3, 1, 4, 0),
-            hopper_wgmma.WgmmaConfig(32, 8, 2, 4, 2, 4, 1),
-        ],
+        slow_after(
+            1,
+            [
+                tensor_core.MmaConfig(32, 2, 8, 1, 8, 4, 2, 2, 8),
+                tensor_core.MmaConfig(32, 2, 8, 1, 6, 4, 2, 2, 2),
+                tensor_core.MmaConfig(32, 4, 8, 2, 2, 4, 4, 2),
+                tensor_core.MmaConfig(32, 1, 8, 8, 1, 2, 8, 3),
+                hopper_wgmma.WgmmaConfig(32, 1, 1, 2, 2, 2, 0),
+                hopper_wgmma.WgmmaConfig(32, 2, 2, 6, 2, 3, 0),
+                hopper_wgmma.WgmmaConfig(32, 4, 1, 3, 1, 4, 0),
+                hopper_wgmma.WgmmaConfig(32, 8, 2, 4, 2, 4, 1),
+            ],
+        ),
         ids=str,
     )
     def test_every_config_gives_the_convolution(

@@ -8,6 +8,7 @@ from emulation import needs_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import balanced_weight
+from slow_cases import slow_after
 from torch import Tensor, nn
 
 from pomona.sparse.cuda.lstm import run_lstm
@@ -49,14 +50,17 @@ def matches_float64(given: tuple[Tensor, ...], exact: tuple[Tensor, tuple[Tensor
 class TestLSTM:
     @pytest.mark.parametrize(
         ("dtype", "width", "units", "layers", "both", "block", "kept", "steps", "n"),
-        [
-            (torch.float32, 32, 32, 1, False, 32, 3, 1, 1),
-            (torch.float16, 40, 30, 2, False, 25, 5, 3, 1),  # incomplete last blocks and last group of rows
-            (torch.float16, 64, 24, 2, True, 32, 4, 2, 2),
-            (torch.bfloat16, 20, 50, 1, True, 10, 2, 3, 8),
-            (torch.float32, 7, 33, 1, True, 16, 16, 4, 3),
-            (torch.float16, 600, 70, 1, False, 16, 1, 1, 5),  # more blocks than warps
-        ],
+        slow_after(
+            2,
+            [
+                (torch.float32, 32, 32, 1, False, 32, 3, 1, 1),
+                (torch.float16, 40, 30, 2, False, 25, 5, 3, 1),  # incomplete last blocks and last group of rows
+                (torch.float16, 64, 24, 2, True, 32, 4, 2, 2),
+                (torch.bfloat16, 20, 50, 1, True, 10, 2, 3, 8),
+                (torch.float32, 7, 33, 1, True, 16, 16, 4, 3),
+                (torch.float16, 600, 70, 1, False, 16, 1, 1, 5),  # more blocks than warps
+            ],
+        ),
     )
     def test_a_network_from_zeros_and_from_a_state(
         self, dtype: torch.dtype, width: int, units: int, layers: int, both: bool, block: int, kept: int, steps: int,
@@ -74,6 +78,7 @@ class TestLSTM:
             assert again is not None
             assert matches_float64(again, net(x.double(), tuple(t.double() for t in state)))
 
+    @pytest.mark.slow
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(width=st.integers(1, 90), units=st.integers(1, 70), steps=st.integers(1, 3), both=st.booleans())
     def test_any_width_and_any_number_of_units(self, width: int, units: int, steps: int, both: bool) -> None:

@@ -10,6 +10,7 @@ from emulation import multiply, needs_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from packing import balanced_weight, is_close
+from slow_cases import slow_after
 from torch.nn import functional as F
 
 from pomona.sparse.cuda import hopper_wgmma
@@ -21,15 +22,18 @@ from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, pad_blocks
 class TestProducts:
     @pytest.mark.parametrize(
         ("config", "kept"),  # the places of up to four survivors are kept, those of more are recomputed
-        [
-            (hopper_wgmma.WgmmaConfig(32, 2, 1, 1, 1, 2, 0), 4),
-            (hopper_wgmma.WgmmaConfig(32, 3, 2, 4, 2, 3, 0), 3),
-            (hopper_wgmma.WgmmaConfig(32, 1, 2, 7, 1, 6, 0), 5),
-            (hopper_wgmma.WgmmaConfig(32, 4, 1, 6, 2, 1, 0), 3),
-            (hopper_wgmma.WgmmaConfig(32, 8, 2, 2, 2, 2, 1), 3),
-            (hopper_wgmma.WgmmaConfig(32, 8, 1, 9, 1, 4, 1), 7),
-            (hopper_wgmma.WgmmaConfig(32, 2, 2, 10, 2, 4, 0), 2),  # one thread block has no columns
-        ],
+        slow_after(
+            1,
+            [
+                (hopper_wgmma.WgmmaConfig(32, 2, 1, 1, 1, 2, 0), 4),
+                (hopper_wgmma.WgmmaConfig(32, 3, 2, 4, 2, 3, 0), 3),
+                (hopper_wgmma.WgmmaConfig(32, 1, 2, 7, 1, 6, 0), 5),
+                (hopper_wgmma.WgmmaConfig(32, 4, 1, 6, 2, 1, 0), 3),
+                (hopper_wgmma.WgmmaConfig(32, 8, 2, 2, 2, 2, 1), 3),
+                (hopper_wgmma.WgmmaConfig(32, 8, 1, 9, 1, 4, 1), 7),
+                (hopper_wgmma.WgmmaConfig(32, 2, 2, 10, 2, 4, 0), 2),  # one thread block has no columns
+            ],
+        ),
         ids=str,
     )
     def test_every_config_gives_the_product(

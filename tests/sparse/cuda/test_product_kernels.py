@@ -12,6 +12,7 @@ from emulation import multiply, needs_compiler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import balanced_weight, is_close
+from slow_cases import slow_after
 from torch import Tensor
 
 from pomona.sparse import BalancedTensor
@@ -26,15 +27,18 @@ from pomona.sparse.ops import balanced, product
 class TestEmulated:
     @pytest.mark.parametrize(
         ("dtype", "rows", "columns", "block", "kept", "n"),
-        [
-            (torch.float16, 64, 128, 32, 3, 8),
-            (torch.bfloat16, 70, 296, 32, 3, 5),  # incomplete last rows, columns and vectors
-            (torch.float16, 300, 1100, 32, 4, 20),  # several thread blocks, clusters, and steps
-            (torch.bfloat16, 40, 130, 25, 6, 17),
-            (torch.float16, 33, 200, 10, 1, 9),
-            (torch.float16, 65, 333, 16, 9, 1),
-            (torch.bfloat16, 20, 31, 32, 2, 70),  # fewer columns than a block
-        ],
+        slow_after(
+            1,
+            [
+                (torch.float16, 64, 128, 32, 3, 8),
+                (torch.bfloat16, 70, 296, 32, 3, 5),  # incomplete last rows, columns and vectors
+                (torch.float16, 300, 1100, 32, 4, 20),  # several thread blocks, clusters, and steps
+                (torch.bfloat16, 40, 130, 25, 6, 17),
+                (torch.float16, 33, 200, 10, 1, 9),
+                (torch.float16, 65, 333, 16, 9, 1),
+                (torch.bfloat16, 20, 31, 32, 2, 70),  # fewer columns than a block
+            ],
+        ),
     )
     @pytest.mark.parametrize("kernel", [tensor_core, hopper_wgmma])
     def test_more_vectors(
@@ -45,6 +49,7 @@ class TestEmulated:
         y = multiply(kernel, x, weight, block, bias, relu=True)
         assert is_close(y, (x.double() @ weight.double().T + bias.double()).relu())
 
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         kernel=st.sampled_from([tensor_core, hopper_wgmma]),
@@ -67,6 +72,7 @@ class TestEmulated:
         exact = x.double() @ weight.double().T
         assert is_close(multiply(kernel, x, weight, 32, bias), exact if bias is None else exact + bias)
 
+    @pytest.mark.slow
     def test_inputs_and_outputs_of_any_strides(self) -> None:
         weight = balanced_weight(70, 96, block=32, kept=3).half()
         packed = BalancedTensor.from_dense(weight, 32)
@@ -80,12 +86,15 @@ class TestEmulated:
     @pytest.mark.parametrize("block", [32, 20])
     @pytest.mark.parametrize(
         ("kernel", "dtype"),
-        [
-            (warp_shuffle, torch.float32),
-            (warp_shuffle, torch.float16),
-            (tensor_core, torch.bfloat16),
-            (hopper_wgmma, torch.bfloat16),
-        ],
+        slow_after(
+            2,
+            [
+                (warp_shuffle, torch.float32),
+                (warp_shuffle, torch.float16),
+                (tensor_core, torch.bfloat16),
+                (hopper_wgmma, torch.bfloat16),
+            ],
+        ),
     )
     def test_infinities_and_nans_are_those_of_the_dense_product(
         self, kernel: ModuleType, dtype: torch.dtype, block: int

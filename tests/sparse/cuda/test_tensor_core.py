@@ -10,6 +10,7 @@ from emulation import multiply, needs_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from packing import balanced_weight, is_close
+from slow_cases import slow_after
 
 from pomona.sparse.cuda import tensor_core
 from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, STEP_BLOCKS
@@ -20,24 +21,27 @@ from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, STEP_BLOCKS
 class TestProducts:
     @pytest.mark.parametrize(
         "changes",
-        [
-            {"row_tiles": 1, "stages": 2, "stage_steps": 4},
-            {"row_tiles": 2, "stages": 4, "slice_k": 1, "stage_steps": 2},
-            {"row_tiles": 4, "slice_k": 2, "stage_steps": 8, "stages": 3},
-            {"warps": 4, "slice_k": 2, "split_k": 4, "cluster": 4, "stage_steps": 4, "stages": 2},
-            {"warps": 16, "slice_k": 8, "split_k": 1, "cluster": 1, "stage_steps": 8, "stages": 2},
-            {"slice_k": 1, "split_k": 7, "cluster": 1, "stage_steps": 3, "stages": 1},
-            {"slice_k": 2, "split_k": 6, "cluster": 2, "stage_steps": 4, "stages": 1},
-            {"slice_k": 4, "split_k": 1, "cluster": 1, "stage_steps": 21, "stages": 1, "row_tiles": 2},
-            {
-                "warps": 4,
-                "slice_k": 2,
-                "split_k": 10,
-                "cluster": 2,
-                "stage_steps": 2,
-                "stages": 2,
-            },  # one thread block has no columns
-        ],
+        slow_after(
+            1,
+            [
+                {"row_tiles": 1, "stages": 2, "stage_steps": 4},
+                {"row_tiles": 2, "stages": 4, "slice_k": 1, "stage_steps": 2},
+                {"row_tiles": 4, "slice_k": 2, "stage_steps": 8, "stages": 3},
+                {"warps": 4, "slice_k": 2, "split_k": 4, "cluster": 4, "stage_steps": 4, "stages": 2},
+                {"warps": 16, "slice_k": 8, "split_k": 1, "cluster": 1, "stage_steps": 8, "stages": 2},
+                {"slice_k": 1, "split_k": 7, "cluster": 1, "stage_steps": 3, "stages": 1},
+                {"slice_k": 2, "split_k": 6, "cluster": 2, "stage_steps": 4, "stages": 1},
+                {"slice_k": 4, "split_k": 1, "cluster": 1, "stage_steps": 21, "stages": 1, "row_tiles": 2},
+                {
+                    "warps": 4,
+                    "slice_k": 2,
+                    "split_k": 10,
+                    "cluster": 2,
+                    "stage_steps": 2,
+                    "stages": 2,
+                },  # one thread block has no columns
+            ],
+        ),
         ids=str,
     )
     def test_every_config_gives_the_product(self, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from emulation import multiply, needs_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from packing import balanced_weight, is_close
+from slow_cases import slow_after
 
 from pomona.sparse.cuda import warp_shuffle
 from pomona.sparse.cuda.warp_shuffle import ShuffleConfig
@@ -19,19 +20,22 @@ from pomona.sparse.format import LANES
 class TestProducts:
     @pytest.mark.parametrize(
         ("dtype", "rows", "columns", "block", "kept", "n"),
-        [
-            (torch.float32, 32, 64, 32, 3, 1),
-            (torch.float16, 70, 300, 32, 3, 1),
-            (torch.bfloat16, 40, 130, 25, 4, 2),
-            (torch.float32, 33, 95, 32, 1, 3),
-            (torch.float16, 64, 64, 16, 7, 5),
-            (torch.bfloat16, 100, 200, 32, 6, 8),
-            (torch.float32, 40, 70, 32, 32, 1),
-            (torch.float16, 96, 33, 32, 2, 16),
-            (torch.float16, 33, 9000, 32, 2, 1),  # several rounds of all warps
-            (torch.bfloat16, 70, 1107, 32, 3, 1),  # pairs of blocks, and single ones at the end
-            (torch.float16, 40, 2000, 25, 5, 1),
-        ],
+        slow_after(
+            3,
+            [
+                (torch.float32, 32, 64, 32, 3, 1),
+                (torch.float16, 70, 300, 32, 3, 1),
+                (torch.bfloat16, 40, 130, 25, 4, 2),
+                (torch.float32, 33, 95, 32, 1, 3),
+                (torch.float16, 64, 64, 16, 7, 5),
+                (torch.bfloat16, 100, 200, 32, 6, 8),
+                (torch.float32, 40, 70, 32, 32, 1),
+                (torch.float16, 96, 33, 32, 2, 16),
+                (torch.float16, 33, 9000, 32, 2, 1),  # several rounds of all warps
+                (torch.bfloat16, 70, 1107, 32, 3, 1),  # pairs of blocks, and single ones at the end
+                (torch.float16, 40, 2000, 25, 5, 1),
+            ],
+        ),
     )
     def test_a_few_vectors(self, dtype: torch.dtype, rows: int, columns: int, block: int, kept: int, n: int) -> None:
         weight = balanced_weight(rows, columns, block=block, kept=kept, dtype=dtype)
