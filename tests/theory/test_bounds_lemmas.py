@@ -19,8 +19,10 @@ from pomona.theory import bounds
 from pomona.theory.bounds import Gaussian, Moments, Uniform
 from pomona.theory.bounds.lemmas import bin_count_bound, order_statistic_bound
 
+SHAPES = [(1, 2000), (4, 1000), (200, 50), (10, 4096), (120, 120)]
 
-@pytest.mark.parametrize("shape", slow_after(2, [(1, 2000), (4, 1000), (200, 50), (10, 4096), (120, 120)], one_argument=True))
+
+@pytest.mark.parametrize("shape", slow_after(2, SHAPES, one_argument=True))
 @pytest.mark.parametrize("signs", [False, True])
 def test_lemma_4_holds_for_every_shape(shape: tuple[int, int], signs: bool) -> None:
     """E‖A‖ of 20 matrices of seed 0, of uniform entries or of signs, is at most C times the three terms, within 10 %.
