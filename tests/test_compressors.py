@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_helpers import attach_to_network, train
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import attached, train
 from torch import Tensor
 
 import pomona as pm
@@ -65,7 +65,7 @@ def test_a_tensor_of_zeros_stays_one() -> None:
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
 def test_dpf_runs_on_compressed_weights_and_moves_dense_ones(compressor: Compressor) -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.5, every=4, compressor=compressor), total=16)
+    model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.5, every=4, compressor=compressor), total=16)
     for step in range(16):
         for name, mask in pruner.masks().items():
             weights, latent = model.get_parameter(name).detach(), pruner.state_dict()["latents"][name]
@@ -80,7 +80,7 @@ def test_dpf_runs_on_compressed_weights_and_moves_dense_ones(compressor: Compres
 
 def test_delta_is_measured_and_not_clipped() -> None:
     """Binary weights are far from small dense ones: δ = ‖w − C(w)‖² / ‖w‖² is above 1, and stays so."""
-    model, _, pruner = attached(pm.DPF(sparsity=0.5, compressor=pm.Binary(), schedule="constant"))
+    model, _, pruner = attach_to_network(pm.DPF(sparsity=0.5, compressor=pm.Binary(), schedule="constant"))
     latents = pruner.state_dict()["latents"]
     lost = sum(float((w - model.get_parameter(n).detach()).square().sum()) for n, w in latents.items())
     whole = sum(float(w.square().sum()) for w in latents.values())
@@ -89,7 +89,7 @@ def test_delta_is_measured_and_not_clipped() -> None:
 
 
 def test_delta_without_a_compressor_is_the_share_that_was_cut() -> None:
-    _, _, pruner = attached(pm.DPF(sparsity=0.5, schedule="constant"))
+    _, _, pruner = attach_to_network(pm.DPF(sparsity=0.5, schedule="constant"))
     latents = pruner.state_dict()["latents"]
     cut = sum(float(w[~pruner.masks()[n]].square().sum()) for n, w in latents.items())
     assert pruner.history[0]["delta"] == pytest.approx(cut / sum(float(w.square().sum()) for w in latents.values()))

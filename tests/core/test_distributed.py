@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import Net, batch, obeys, same, sgd
+from engine_helpers import Net, is_identical, make_batch, make_sgd, obeys_masks
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +53,7 @@ def run(method: str, seed: int, rank: int | None, attach_first: bool = False) ->
     """Train on the whole batch, or on a rank's half of it."""
     model = plain = Small(seed).double().to(memory_format=torch.channels_last)
     pruner = METHODS[method]()
-    optimizer = sgd(plain)
+    optimizer = make_sgd(plain)
     if attach_first:
         pruner.attach(plain, optimizer, total_steps=STEPS)
     if rank is not None:
@@ -61,11 +61,11 @@ def run(method: str, seed: int, rank: int | None, attach_first: bool = False) ->
     if not attach_first:
         pruner.attach(model, optimizer, total_steps=STEPS)
     for step in range(STEPS):
-        x, y = batch(step, size=8)
+        x, y = make_batch(step, size=8)
         if rank is not None:
             x, y = x[rank::2], y[rank::2]
         if step or not attach_first:  # the ranks agree at the first step
-            assert obeys(plain, pruner)
+            assert obeys_masks(plain, pruner)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -84,7 +84,7 @@ def worker(rank: int, folder: str) -> None:
     torch.save(results, f"{folder}/{rank}.pt")
 
     model = nn.Sequential(nn.Linear(4, 4 + 4 * rank), nn.Linear(4 + 4 * rank, 2))  # another on each rank
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pm.DPF(sparsity=0.5).attach(model, optimizer, total_steps=STEPS)
     model(torch.ones(2, 4)).sum().backward()
     try:
@@ -115,10 +115,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_are_one(folder: Path, method: str) -> None:
     one = run(method.split(",")[0], seed=0, rank=None)
     ranks = [torch.load(folder / f"{rank}.pt")[method] for rank in range(2)]
-    assert same(ranks[0], ranks[1])
+    assert is_identical(ranks[0], ranks[1])
     for rank in ranks:
         assert rank["history"] == one["history"]
-        assert same(rank["masks"], one["masks"])
+        assert is_identical(rank["masks"], one["masks"])
         for name, weight in one["weights"].items():
             assert torch.allclose(rank["weights"][name], weight, rtol=1e-12, atol=1e-12)
 

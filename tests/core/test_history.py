@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import Net, adam, saved, sgd, train
+from engine_helpers import Net, make_adam, make_sgd, save_and_load, train
 from torch import Tensor, nn
 
 import pomona as pm
@@ -63,7 +63,7 @@ class Books:
 @every_method
 def test_history_against_consecutive_masks(name: str) -> None:
     model = net(name)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH)
     books = Books(ours)
     books.train(model, optimizer)
@@ -82,7 +82,7 @@ def test_history_against_consecutive_masks(name: str) -> None:
 
 def test_the_first_record_of_snip() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = pm.SNIP(sparsity=0.6).attach(model, optimizer)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, optimizer, range(3))
@@ -104,7 +104,7 @@ def delta(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> float:
 def test_delta_against_the_dense_weights(name: str) -> None:
     """What the optimizer had moved when the mask came: the latent, or for hard and free methods the weight itself."""
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH)
     seen: list[dict[str, Tensor]] = []
 
@@ -123,13 +123,13 @@ def test_delta_against_the_dense_weights(name: str) -> None:
     fresh = {n: p.detach() for n, p in Net().double().named_parameters()}
     cut = pm.OneShot(sparsity=0.6)
     other = Net().double()
-    assert cut.attach(other, sgd(other)).history[0]["delta"] == pytest.approx(delta(fresh, cut.masks()))
+    assert cut.attach(other, make_sgd(other)).history[0]["delta"] == pytest.approx(delta(fresh, cut.masks()))
 
 
 @every_method
 def test_settled_against_every_mask(name: str) -> None:
     model = net(name)
-    optimizer = adam(model)
+    optimizer = make_adam(model)
     ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH, track=True)
     books = Books(ours)
     books.train(model, optimizer)
@@ -163,7 +163,7 @@ def test_settled_by_hand() -> None:
 def test_dynamics_survive_a_resumed_run(name: str) -> None:
     def begin() -> tuple[Net, Any, pm.Pruner]:
         model = Net().double()
-        optimizer = sgd(model)
+        optimizer = make_sgd(model)
         ours = make(name).attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=EPOCH, track=True)
         return model, optimizer, ours
 
@@ -172,7 +172,7 @@ def test_dynamics_survive_a_resumed_run(name: str) -> None:
 
     model, optimizer, _ = begin()
     train(model, optimizer, range(17))
-    state = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    state = save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     model, optimizer, resumed = begin()
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -184,7 +184,7 @@ def test_dynamics_survive_a_resumed_run(name: str) -> None:
 
 def test_a_copied_pruner_keeps_its_own_history() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = make("set").attach(model, optimizer, total_steps=TOTAL, track=True, steps_per_epoch=EPOCH)
     train(model, optimizer, range(10))
     other, twin_optimizer, twin = copy.deepcopy((model, optimizer, ours))
@@ -195,7 +195,7 @@ def test_a_copied_pruner_keeps_its_own_history() -> None:
 
 def test_history_is_a_copy() -> None:
     model = Net()
-    ours = pm.OneShot(sparsity=0.5).attach(model, sgd(model))
+    ours = pm.OneShot(sparsity=0.5).attach(model, make_sgd(model))
     ours.history[0]["flips"] = -1
     ours.history.clear()
     assert ours.history[0]["flips"] == sum(int((~mask).sum()) for mask in ours.masks().values())
@@ -203,7 +203,7 @@ def test_history_is_a_copy() -> None:
 
 def test_plain_numbers_only() -> None:
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = make("dpf").attach(model, optimizer, total_steps=TOTAL)
     train(model, optimizer, range(10))
     assert json.loads(json.dumps(ours.history)) == ours.history
@@ -211,11 +211,11 @@ def test_plain_numbers_only() -> None:
 
 def test_what_was_not_tracked_is_refused() -> None:
     model = Net()
-    ours = pm.OneShot(sparsity=0.5).attach(model, sgd(model), steps_per_epoch=5)
+    ours = pm.OneShot(sparsity=0.5).attach(model, make_sgd(model), steps_per_epoch=5)
     with pytest.raises(pm.PomonaError, match="nothing was tracked: call attach\\(…, track=True\\)"):
         ours.settled()
     model = Net()
-    ours = pm.OneShot(sparsity=0.5).attach(model, sgd(model), track=True)
+    ours = pm.OneShot(sparsity=0.5).attach(model, make_sgd(model), track=True)
     with pytest.raises(pm.PomonaError, match="epochs are not known: call attach\\(…, steps_per_epoch=…\\)"):
         ours.settled()
 
@@ -223,6 +223,6 @@ def test_what_was_not_tracked_is_refused() -> None:
 def test_an_empty_layer_and_zero_weights_have_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1))
     nn.init.zeros_(model[0].weight)
-    ours = pm.OneShot(sparsity=0.5, include=["0"]).attach(model, sgd(model))
+    ours = pm.OneShot(sparsity=0.5, include=["0"]).attach(model, make_sgd(model))
     assert ours.history[0]["delta"] == 0.0
     assert ours.history[0]["flips"] == 8

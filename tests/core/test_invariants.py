@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, hooks, hooks_on_all, loss_at, obeys, same, saved, sgd, train
+from engine_helpers import (
+    TARGETS,
+    Net,
+    compute_loss,
+    count_global_hooks,
+    count_hooks,
+    is_identical,
+    make_adam,
+    make_sgd,
+    obeys_masks,
+    save_and_load,
+    train,
+)
 from torch import Tensor, nn
 
 import pomona as pm
@@ -30,7 +42,7 @@ PATTERNS = {
 # Lottery is a loop over whole trainings, each of them under a pruner of its own.
 every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "lottery"])
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
-every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
+every_optimizer = pytest.mark.parametrize("make", [make_sgd, make_adam])
 
 
 def frequent_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
@@ -57,7 +69,7 @@ def make_model(name: str, seed: int = 0) -> Net:
 
 
 def begin(
-    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any
+    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = make_sgd, **more: Any
 ) -> tuple[Net, Any, pm.Pruner]:
     model = make_model(name)
     optimizer = make(model)
@@ -123,7 +135,7 @@ def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> 
 
     def check(*_: Any) -> None:
         if not free(name):
-            assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
+            assert obeys_masks(model, pruner, grown=name in GROWING | SHRINKING)
         assert name in OWN_PATTERN or all(fits(pattern, mask) for mask in masks.values())
         asked = pruner.history[-1]["sparsity"] if pruner.history else 0.0
         pruned = sum(int((~mask).sum()) for mask in masks.values())
@@ -136,7 +148,7 @@ def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> 
     handle.remove()
     pruner.finish()
     check()
-    assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
+    assert obeys_masks(model, pruner, grown=name in GROWING | SHRINKING)
     assert pruner.history[-1]["sparsity"] == pruner.method.final_sparsity
 
 
@@ -186,14 +198,14 @@ def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
 
 
 WAYS = [
-    (sgd, order, way, 17)
+    (make_sgd, order, way, 17)
     for order in ("model first", "model last", "model before attach")
     for way in ("pruner", "optimizer")
 ]
 MORE = [
-    (adam, "model first", "optimizer", 18),
-    (sgd, "model last", "optimizer", 0),
-    (adam, "model first", "optimizer", 37),
+    (make_adam, "model first", "optimizer", 18),
+    (make_sgd, "model last", "optimizer", 0),
+    (make_adam, "model first", "optimizer", 37),
 ]
 
 
@@ -206,7 +218,7 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
     if way == "pruner":
         del file["optimizer"]["pomona"]
         file["pruner"] = pruner.state_dict()
-    file = saved(file)
+    file = save_and_load(file)
     train(model, optimizer, range(stop, TOTAL))
     pruner.finish()
 
@@ -226,7 +238,7 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
     train(other, again, range(stop, TOTAL))
     twin.finish()
 
-    assert same(everything(other, again, twin), everything(model, optimizer, pruner))
+    assert is_identical(everything(other, again, twin), everything(model, optimizer, pruner))
     assert twin.history == pruner.history
 
 
@@ -237,11 +249,11 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
 def test_a_copied_model_is_plain(name: str) -> None:
     model, optimizer, pruner = begin(name)
     train(model, optimizer, range(28))  # acdc is compressed there
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same(twin.state_dict(), model.state_dict())
-        assert hooks(twin, sgd(twin)) == hooks(Net().double(), sgd(Net().double()))
-        train(twin, sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
+        assert is_identical(twin.state_dict(), model.state_dict())
+        assert count_hooks(twin, make_sgd(twin)) == count_hooks(Net().double(), make_sgd(Net().double()))
+        train(twin, make_sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
         assert twin.conv2.weight[~pruner.masks()["conv2.weight"]].any()
 
 
@@ -252,15 +264,15 @@ def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: in
     one = begin(name, make=make)
     train(*one[:2], range(stop))
     model, optimizer, pruner = copy.deepcopy(one)
-    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert is_identical(everything(model, optimizer, pruner), everything(*one))
     before = copy.deepcopy(one[0].state_dict())
 
     train(model, optimizer, range(stop, TOTAL))
-    assert same(one[0].state_dict(), before), "the copy trained the original"
+    assert is_identical(one[0].state_dict(), before), "the copy trained the original"
     train(*one[:2], range(stop, TOTAL))
     one[2].finish()
     pruner.finish()
-    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert is_identical(everything(model, optimizer, pruner), everything(*one))
     assert pruner.history == one[2].history
 
 
@@ -270,14 +282,14 @@ def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: in
 @every_method
 def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
     model = make_model(name)
-    optimizer = sgd(model)
-    before, on_all = hooks(model, optimizer), hooks_on_all()
+    optimizer = make_sgd(model)
+    before, on_all = count_hooks(model, optimizer), count_global_hooks()
     pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
-    assert hooks(model, optimizer) != before
+    assert count_hooks(model, optimizer) != before
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
-    assert (hooks(model, optimizer), hooks_on_all()) == (before, on_all)
+    assert obeys_masks(model, pruner, grown=name in GROWING | SHRINKING)
+    assert (count_hooks(model, optimizer), count_global_hooks()) == (before, on_all)
     assert "pomona" not in optimizer.state_dict()
     size = sum(mask.numel() for mask in pruner.masks().values())
     asked = 1344 // 2 if name == "finetune" else round(0.75 * size)  # or half of the convolutions and `hidden`
@@ -305,7 +317,7 @@ def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> Non
     more = {"hard": 0, "free": 0, "soft": 8, "score": 17}[METHODS[name].weights]
     left = 4 if name == "iterand" else 0
     model = make_model(name)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     train(model, optimizer, range(1))
     before = living()
     pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)

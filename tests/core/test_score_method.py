@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import Net, compute_loss, is_identical, make_adam, make_sgd, obeys_masks, save_and_load, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import Net, adam, loss_at, obeys, same, saved, sgd, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ def net(seed: int = 0) -> Net:
     return model.double()
 
 
-def begin(pruner: pm.Pruner, make: Any = sgd, model: nn.Module | None = None) -> tuple[Any, Optimizer, pm.Pruner]:
+def begin(pruner: pm.Pruner, make: Any = make_sgd, model: nn.Module | None = None) -> tuple[Any, Optimizer, pm.Pruner]:
     model = net() if model is None else model
     optimizer = make(model)
     return model, optimizer, pruner.attach(model, optimizer, total_steps=TOTAL)
@@ -58,7 +58,7 @@ class Popup(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 @pytest.mark.parametrize("distribution", ["sc", "ku"])
 def test_edge_popup_is_straight_through_training(make: Any, distribution: str) -> None:
     model, optimizer, pruner = begin(pm.EdgePopup(sparsity=0.6, distribution=distribution), make)
@@ -82,24 +82,24 @@ def test_edge_popup_is_straight_through_training(make: Any, distribution: str) -
         optimizer.step()
     for name, score in scores(pruner).items():
         assert torch.allclose(score, reference[name.replace(".", "_")], rtol=1e-9, atol=1e-12)
-    assert same(weights(pruner), fixed), "a weight was trained"
+    assert is_identical(weights(pruner), fixed), "a weight was trained"
 
 
 # ---- what stays as it is
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_biases_stay_and_their_gradients_too(make: Any) -> None:
     model, optimizer, pruner = begin(pm.IteRand(sparsity=0.5, every=3), make)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("bias")}
     assert len(before) == 4
     for step in range(TOTAL):
         optimizer.zero_grad()
-        loss_at(model, step).backward()
+        compute_loss(model, step).backward()
         gradients = {n: p.grad for n, p in model.named_parameters()}
         optimizer.step()
         assert all(p.grad is gradients[n] for n, p in model.named_parameters())
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     assert all(torch.equal(model.get_parameter(n), value) for n, value in before.items())
 
 
@@ -112,11 +112,11 @@ def test_a_layer_that_is_left_out_trains_with_its_bias() -> None:
 
 
 def test_gradients_that_are_accumulated_are_summed_before_the_product() -> None:
-    one, two = (begin(pm.EdgePopup(sparsity=0.5), lambda m: sgd(m, lr=0.1)) for _ in range(2))
-    loss_at(one[0], 0).backward()
-    loss_at(one[0], 1).backward()
+    one, two = (begin(pm.EdgePopup(sparsity=0.5), lambda m: make_sgd(m, lr=0.1)) for _ in range(2))
+    compute_loss(one[0], 0).backward()
+    compute_loss(one[0], 1).backward()
     one[1].step()
-    (loss_at(two[0], 0) + loss_at(two[0], 1)).backward()
+    (compute_loss(two[0], 0) + compute_loss(two[0], 1)).backward()
     two[1].step()
     ours, theirs = scores(one[2]), scores(two[2])
     assert all(torch.allclose(ours[n], theirs[n], rtol=1e-12) for n in ours)
@@ -130,7 +130,7 @@ def test_patterns_keep_the_units_of_the_highest_scores(pattern: Any, allocation:
     biases = model.conv1.bias.detach().clone()
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     mask = pruner.masks()["conv1.weight"]
     if isinstance(pattern, pm.Filter):
         kept = mask.flatten(1).all(1)
@@ -158,7 +158,7 @@ def test_units_are_ranked_by_their_mean_score_whatever_its_sign() -> None:
 )
 def test_counts_are_exact_after_every_step(sparsity: float, allocation: str, schedule: Any, epoch: int | None) -> None:
     model = net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.IteRand(sparsity=sparsity, allocation=allocation, schedule=schedule, every=3)
     pruner.attach(model, optimizer, total_steps=TOTAL, steps_per_epoch=epoch)
     for step in range(TOTAL):
@@ -190,7 +190,7 @@ def test_an_edited_weight_is_refused_and_refresh_brings_it_back() -> None:
     before = model.conv1.weight.detach().clone()
     with torch.no_grad():
         model.conv1.weight.add_(1)
-    loss_at(model, 2).backward()
+    compute_loss(model, 2).backward()
     with pytest.raises(pm.PomonaError, match=r"conv1\.weight was changed between two steps.*pruner\.refresh\(\)"):
         optimizer.step()
     pruner.refresh()
@@ -203,13 +203,13 @@ def test_a_step_that_dies_is_taken_back() -> None:
     train(model, optimizer, range(2))
     kept, before = scores(pruner), copy.deepcopy(model.state_dict())
     optimizer.zero_grad()
-    loss_at(model, 2).backward()
+    compute_loss(model, 2).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     optimizer.param_groups[0]["lr"] = "broken"
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         optimizer.step()
     pruner.refresh()
-    assert same(scores(pruner), kept)
+    assert is_identical(scores(pruner), kept)
     assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters())
     now = model.state_dict()
     assert all(torch.equal(now[n], before[n]) for n in pruner.masks())
@@ -222,28 +222,28 @@ def test_a_closure_is_one_step() -> None:
 
         def closure(step: int = step) -> Tensor:
             two[1].zero_grad()
-            loss = loss_at(two[0], step)
+            loss = compute_loss(two[0], step)
             loss.backward()
             return loss
 
         two[1].step(closure)
-    assert same(one[2].state_dict(), two[2].state_dict())
-    assert same(one[0].state_dict(), two[0].state_dict())
+    assert is_identical(one[2].state_dict(), two[2].state_dict())
+    assert is_identical(one[0].state_dict(), two[0].state_dict())
 
 
 def test_a_step_that_a_scaler_skips_moves_nothing() -> None:
-    model, optimizer, pruner = begin(pm.EdgePopup(schedule="linear"), lambda m: sgd(m, fused=True))
+    model, optimizer, pruner = begin(pm.EdgePopup(schedule="linear"), lambda m: make_sgd(m, fused=True))
     train(model, optimizer, range(4))
     before = copy.deepcopy((pruner.state_dict(), model.conv1.weight.detach()))
     optimizer.zero_grad()
-    loss_at(model, 4).backward()
+    compute_loss(model, 4).backward()
     optimizer.found_inf = torch.ones(1)  # what GradScaler gives a fused optimizer where gradients overflowed
     optimizer.step()
-    assert same((pruner.state_dict(), model.conv1.weight.detach()), before)
+    assert is_identical((pruner.state_dict(), model.conv1.weight.detach()), before)
     optimizer.found_inf = torch.zeros(1)
     optimizer.step()
     assert pruner.step == 5
-    assert not same(scores(pruner), before[0]["latents"])
+    assert not is_identical(scores(pruner), before[0]["latents"])
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_models_that_are_refused(change: Any, message: str) -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(pm.PomonaError, match=message):
         begin(pm.EdgePopup(), model=model)
-    assert same(model.state_dict(), before)
+    assert is_identical(model.state_dict(), before)
 
 
 def test_a_bias_has_no_score() -> None:
@@ -279,16 +279,16 @@ def test_a_frozen_norm_is_taken() -> None:
 def test_the_state_holds_no_weights_and_brings_them_all_back() -> None:
     model, optimizer, pruner = begin(pm.IteRand(sparsity=0.5, every=3, rate=0.5, distribution="ku"))
     train(model, optimizer, range(14))
-    state = saved(pruner.state_dict())
+    state = save_and_load(pruner.state_dict())
     size = sum(mask.numel() for mask in pruner.masks().values())
     stored = [t for part in state.values() if isinstance(part, dict) for t in part.values() if isinstance(t, Tensor)]
     assert sum(t.numel() * t.element_size() for t in stored) < size * (8 + 4 + 2 / 8) + 64
     other, _, twin = begin(pm.IteRand(sparsity=0.5, every=3, rate=0.5, distribution="ku"), model=net(seed=3))
-    assert not same(weights(twin), weights(pruner))
+    assert not is_identical(weights(twin), weights(pruner))
     twin.load_state_dict(state)
-    assert same(weights(twin), weights(pruner))
-    assert same(twin.masks(), pruner.masks())
-    assert obeys(other, twin)
+    assert is_identical(weights(twin), weights(pruner))
+    assert is_identical(twin.masks(), pruner.masks())
+    assert obeys_masks(other, twin)
     with pytest.raises(pm.PomonaError, match="seed = 0, this pruner has 1"):
         begin(pm.IteRand(sparsity=0.5, every=3, rate=0.5, distribution="ku", seed=1))[2].load_state_dict(state)
 
@@ -300,7 +300,7 @@ def test_another_type_and_memory_format_in_the_middle() -> None:
     train(*twin[:2], range(4))
     model.to(memory_format=torch.channels_last)
     for step in range(4, 10):
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
         train(model, optimizer, [step])
         train(*twin[:2], [step])
     agree = [(mask == twin[2].masks()[name]).float().mean() for name, mask in pruner.masks().items()]

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from kit import Net
+from engine_helpers import Net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD

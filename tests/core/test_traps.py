@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, attached, hooks, hooks_on_all, loss_at, obeys, same, sgd, train
+from engine_helpers import (
+    TARGETS,
+    Net,
+    attach_to_network,
+    compute_loss,
+    count_global_hooks,
+    count_hooks,
+    is_identical,
+    make_adam,
+    make_sgd,
+    obeys_masks,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -64,8 +76,8 @@ def test_projection_makes_no_negative_zero_and_no_nan() -> None:
 
 
 def test_soft_methods_leave_the_dense_gradient() -> None:
-    model, optimizer, pruner = attached(soft())
-    loss_at(model, 0).backward()
+    model, optimizer, pruner = attach_to_network(soft())
+    compute_loss(model, 0).backward()
     gradient = model.conv1.weight.grad
     before = gradient.clone()
     assert before[~pruner.masks()["conv1.weight"]].any()
@@ -75,8 +87,8 @@ def test_soft_methods_leave_the_dense_gradient() -> None:
 
 
 def test_pruned_filters_of_a_soft_method_keep_learning() -> None:
-    model, _, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5))
-    loss_at(model, 0).backward()
+    model, _, pruner = attach_to_network(soft(pattern=pm.Filter(), sparsity=0.5))
+    compute_loss(model, 0).backward()
     for name, mask in pruner.masks().items():
         gone = ~mask.flatten(1).any(1)
         assert gone.any()
@@ -88,7 +100,9 @@ def test_pruned_filters_of_a_soft_method_keep_learning() -> None:
     "make", [soft, hard, lambda **o: pm.SFP(**o, every=4), lambda **o: pm.DPF(**o, every=4, settle=0.0)]
 )
 def test_a_removed_filter_leaks_nothing_after_finish(make: Callable[..., pm.Pruner], early: bool) -> None:
-    model, optimizer, pruner = attached(make(pattern=pm.Filter(), sparsity=0.5, allocation="uniform"), total=16)
+    model, optimizer, pruner = attach_to_network(
+        make(pattern=pm.Filter(), sparsity=0.5, allocation="uniform"), total=16
+    )
     train(model, optimizer, range(6 if early else 16))
     with silence():
         pruner.finish()
@@ -101,7 +115,7 @@ def test_a_removed_filter_leaks_nothing_after_finish(make: Callable[..., pm.Prun
 
 def test_a_compressor_leaves_biases_and_norms_alone() -> None:
     options = {"pattern": pm.Filter(), "sparsity": 0.5, "allocation": "uniform", "compressor": pm.Binary()}
-    model, optimizer, pruner = attached(soft(**options), total=16)
+    model, optimizer, pruner = attach_to_network(soft(**options), total=16)
     train(model, optimizer, range(16))
     pruner.finish()
     assert set(model.conv1.weight.unique().tolist()) == {-1, 0, 1}
@@ -110,9 +124,9 @@ def test_a_compressor_leaves_biases_and_norms_alone() -> None:
 
 
 def test_hard_methods_mask_the_gradient_before_clipping_sees_it() -> None:
-    model, optimizer, pruner = attached(hard())
-    loss_at(model, 0).backward()
-    loss_at(model, 1).backward()  # accumulated
+    model, optimizer, pruner = attach_to_network(hard())
+    compute_loss(model, 0).backward()
+    compute_loss(model, 1).backward()  # accumulated
     for name, mask in pruner.masks().items():
         gradient = model.get_parameter(name).grad
         assert not gradient[~mask].any()
@@ -122,30 +136,30 @@ def test_hard_methods_mask_the_gradient_before_clipping_sees_it() -> None:
     assert norm > 0.1
     assert torch.stack([g.square().sum() for g in kept]).sum().sqrt() == pytest.approx(0.1, rel=1e-4)
     optimizer.step()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 def test_hard_methods_mask_a_gradient_that_was_set_by_hand() -> None:
-    model, optimizer, pruner = attached(hard())
+    model, optimizer, pruner = attach_to_network(hard())
     model.conv1.weight.grad = torch.ones_like(model.conv1.weight)
     optimizer.step()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert not optimizer.state[model.conv1.weight]["momentum_buffer"][~pruner.masks()["conv1.weight"]].any()
 
 
 @both
 def test_gradient_accumulation_is_one_step_on_sparse_weights(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     for step in range(8):
-        assert obeys(model, pruner)
-        (loss_at(model, step) / 4).backward()
+        assert obeys_masks(model, pruner)
+        (compute_loss(model, step) / 4).backward()
         if step % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()
     assert pruner.step == 2
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_no_momentum_off_the_mask_of_a_hard_method(make: Any) -> None:
     model = Net().double()
     optimizer = make(model)
@@ -169,7 +183,7 @@ def test_no_momentum_off_the_mask_of_a_hard_method(make: Any) -> None:
 
 def test_attach_with_a_cut_clears_old_momentum() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     train(model, optimizer, range(3))
     pruner = pm.OneShot(sparsity=0.5).attach(model, optimizer)
     momentum = optimizer.state[model.conv1.weight]["momentum_buffer"]
@@ -185,7 +199,7 @@ def closure_of(
 ) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_at(model, step)
+        loss = compute_loss(model, step)
         loss.backward()
         if seen is not None:
             seen.append(copy.deepcopy(model.state_dict()))
@@ -197,8 +211,8 @@ def closure_of(
 @both
 @pytest.mark.parametrize("style", ["positional", "keyword"])
 def test_a_closure_runs_once_on_sparse_weights(kind: Callable[..., pm.Pruner], style: str) -> None:
-    model, optimizer, pruner = attached(kind())
-    plain = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
+    plain = attach_to_network(kind())
     for step in range(10):
         seen: list[Any] = []
         closure = closure_of(model, optimizer, step, seen)
@@ -207,7 +221,7 @@ def test_a_closure_runs_once_on_sparse_weights(kind: Callable[..., pm.Pruner], s
         assert len(seen) == 1
         assert torch.equal(seen[0]["conv1.weight"], plain[0].conv1.weight)
         train(*plain[:2], [step])
-    assert same(untouched(pruner), untouched(plain[2]))
+    assert is_identical(untouched(pruner), untouched(plain[2]))
     assert pruner.step == 10
 
 
@@ -247,27 +261,27 @@ def make_as(cls: type[Optimizer]) -> Callable[[nn.Module], Optimizer]:
 def test_optimizers_that_misuse_their_closure_are_refused(
     kind: Callable[..., pm.Pruner], cls: type[Optimizer], message: str
 ) -> None:
-    model, optimizer, pruner = attached(kind(), make=make_as(cls))
+    model, optimizer, pruner = attach_to_network(kind(), make=make_as(cls))
     dense = latents(pruner)
     with pytest.raises(pm.PomonaError, match=message):
         optimizer.step(closure_of(model, optimizer, 0))
     assert pruner.step == 0
-    assert same(latents(pruner), dense)
+    assert is_identical(latents(pruner), dense)
     with silence():
         pruner.refresh()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     if cls is not Sam:
-        assert same(latents(pruner), dense)
+        assert is_identical(latents(pruner), dense)
 
 
 def test_a_refused_climb_costs_no_dense_weights() -> None:
-    model, optimizer, pruner = attached(soft(), make=make_as(Sam))
+    model, optimizer, pruner = attach_to_network(soft(), make=make_as(Sam))
     dense = latents(pruner)
     with pytest.raises(pm.PomonaError, match="moved the weights"):
         optimizer.step(closure_of(model, optimizer, 0))
     with silence():
         pruner.refresh()
-    assert same(latents(pruner), dense)
+    assert is_identical(latents(pruner), dense)
 
 
 @both
@@ -294,7 +308,7 @@ class Breaks(SGD):
 @pytest.mark.parametrize("where", ["step", "closure", "closure's end"])
 @pytest.mark.parametrize("then", ["refresh", "step", "finish", "save"])
 def test_an_exception_leaves_the_engine_whole(kind: Callable[..., pm.Pruner], where: str, then: str) -> None:
-    model, optimizer, pruner = attached(kind(), make=make_as(Breaks))
+    model, optimizer, pruner = attach_to_network(kind(), make=make_as(Breaks))
     train(model, optimizer, range(5))
     dense = latents(pruner)
 
@@ -311,7 +325,7 @@ def test_an_exception_leaves_the_engine_whole(kind: Callable[..., pm.Pruner], wh
         optimizer.step(*[closure] * (where != "step"))
     optimizer.broken = False
     assert pruner.step == 5
-    assert same(latents(pruner), dense)
+    assert is_identical(latents(pruner), dense)
     if then == "refresh":
         pruner.refresh()
     elif then == "step":
@@ -322,21 +336,21 @@ def test_an_exception_leaves_the_engine_whole(kind: Callable[..., pm.Pruner], wh
     elif then == "save":
         state = copy.deepcopy(pruner.state_dict())
         pruner.load_state_dict(state)
-    assert obeys(model, pruner)
-    assert then == "step" or then == "finish" or same(latents(pruner), dense)
+    assert obeys_masks(model, pruner)
+    assert then == "step" or then == "finish" or is_identical(latents(pruner), dense)
 
 
 def test_a_broken_step_is_taken_back_for_soft_methods() -> None:
-    model, optimizer, pruner = attached(soft(), make=make_as(Breaks))
+    model, optimizer, pruner = attach_to_network(soft(), make=make_as(Breaks))
     before = untouched(pruner)
     optimizer.broken = True
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     with pytest.raises(RuntimeError):
         optimizer.step()
     pruner.refresh()
     after = untouched(pruner)
-    assert same({k: after["model"][k] for k in TARGETS}, {k: before["model"][k] for k in TARGETS})
-    assert same(after["state"], before["state"])
+    assert is_identical({k: after["model"][k] for k in TARGETS}, {k: before["model"][k] for k in TARGETS})
+    assert is_identical(after["state"], before["state"])
 
 
 # ---- optimizers of all kinds
@@ -358,14 +372,14 @@ class Sub(SGD):
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_only_the_outermost_step_counts(kind: Callable[..., pm.Pruner], with_closure: bool) -> None:
     make_as(SGD)(Net())  # so that torch has hooked the inner step, too
-    model, optimizer, pruner = attached(kind(), make=make_as(Sub))
+    model, optimizer, pruner = attach_to_network(kind(), make=make_as(Sub))
     dense = latents(pruner).get("conv1.weight")
     for step in range(6):
         if with_closure:
             optimizer.step(closure_of(model, optimizer, step))
         else:
             train(model, optimizer, [step])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     assert pruner.step == 6
     if dense is not None:  # the decay after super().step() reached the dense weights off the mask
         off = ~pruner.masks()["conv1.weight"]
@@ -401,7 +415,7 @@ def looking_ahead(model: nn.Module) -> Optimizer:
 def test_the_engine_sees_what_a_subclass_does_as_the_optimizer_would(make: Any, with_closure: bool) -> None:
     """A soft method that keeps everything is the dense training, to the bit, whatever the optimizer."""
     make_as(SGD)(Net())
-    model, optimizer, pruner = attached(soft(sparsity=0.0), make=make)
+    model, optimizer, pruner = attach_to_network(soft(sparsity=0.0), make=make)
     for step in range(6):
         if with_closure:
             optimizer.step(closure_of(model, optimizer, step))
@@ -410,15 +424,15 @@ def test_the_engine_sees_what_a_subclass_does_as_the_optimizer_would(make: Any, 
     plain = Net().double()
     train(plain, make(plain), range(6))
     assert pruner.step == 6
-    assert same(model.state_dict(), plain.state_dict())
+    assert is_identical(model.state_dict(), plain.state_dict())
 
 
 @both
 def test_an_optimizer_that_steps_another_one(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind(), make=looking_ahead)
+    model, optimizer, pruner = attach_to_network(kind(), make=looking_ahead)
     for step in range(6):
         train(model, optimizer, [step])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     assert pruner.step == 6
 
 
@@ -440,7 +454,7 @@ def test_learning_rate_schedulers_wrap_the_step(
     for step in range(6):
         train(model, optimizer, [step])
         scheduler.step()
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     assert pruner.step == 6
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
 
@@ -454,24 +468,24 @@ def test_several_optimizers_make_one_round(kind: Callable[..., pm.Pruner]) -> No
     pruner = kind(schedule="cubic").attach(model, [first, second], total_steps=TOTAL)
     for step in range(5):
         model.zero_grad()
-        loss_at(model, step).backward()
+        compute_loss(model, step).backward()
         before = copy.deepcopy(model.state_dict())
         first.step()
         assert pruner.step == step
         assert torch.equal(model.conv2.weight, before["conv2.weight"])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
         second.step()
         assert pruner.step == step + 1
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     assert [record["step"] for record in pruner.history] == [0, 4]
 
 
 @both
 def test_a_parameter_without_gradient_is_not_touched(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     before, dense = model.conv2.weight.clone(), latents(pruner).get("conv2.weight")
     version = model.conv2.weight._version
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     model.conv2.weight.grad = None
     optimizer.step()
     assert model.conv2.weight._version == version
@@ -485,16 +499,16 @@ def test_accelerate_optimizer(kind: Callable[..., pm.Pruner]) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model = Net().double()
-    model, optimizer = accelerator.prepare(model, sgd(model))
+    model, optimizer = accelerator.prepare(model, make_sgd(model))
     pruner = kind().attach(model, optimizer, total_steps=TOTAL)
-    plain = attached(kind())
+    plain = attach_to_network(kind())
     for step in range(10):
         optimizer.zero_grad()
-        accelerator.backward(loss_at(model, step))
+        accelerator.backward(compute_loss(model, step))
         optimizer.step()
     train(*plain[:2], range(10))
     assert pruner.step == 10
-    assert same(untouched(pruner), untouched(plain[2]))
+    assert is_identical(untouched(pruner), untouched(plain[2]))
     assert "pomona" in optimizer.state_dict()
 
 
@@ -517,12 +531,12 @@ def test_opacus_optimizer(kind: Callable[..., pm.Pruner]) -> None:
     assert list(pruner.masks()) == ["0.weight", "2.weight"]
     for _ in range(3):
         for x, y in loader:
-            assert obeys(model, pruner)
+            assert obeys_masks(model, pruner)
             optimizer.zero_grad()
             F.cross_entropy(private(x), y).backward()
             optimizer.step()
     assert pruner.step == 6
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     with silence():
         pruner.finish()
 
@@ -537,13 +551,13 @@ def test_schedule_free_is_refused_for_soft_and_fine_for_hard() -> None:
     pruner = hard(schedule="cubic").attach(model, optimizer, total_steps=TOTAL)
     for step in range(TOTAL):
         train(model, optimizer, [step])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
         optimizer.eval()
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
         optimizer.train()
     pruner.finish()
     optimizer.eval()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 # ---- mixed precision
@@ -559,12 +573,12 @@ def test_a_step_that_grad_scaler_skips_is_no_step(
         return cls(model.parameters(), lr=0.05, fused=fused)  # type: ignore[call-arg]
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, optimizer, pruner = attached(kind(schedule="cubic"), make=make)
-    plain = attached(kind(schedule="cubic"), make=make)
+    model, optimizer, pruner = attach_to_network(kind(schedule="cubic"), make=make)
+    plain = attach_to_network(kind(schedule="cubic"), make=make)
 
     def step(at: int, overflow: bool) -> None:
         optimizer.zero_grad()
-        scaler.scale(loss_at(model, at)).backward()
+        scaler.scale(compute_loss(model, at)).backward()
         if overflow:
             model.head.weight.grad[0, 0] = torch.inf
         scaler.step(optimizer)
@@ -573,12 +587,12 @@ def test_a_step_that_grad_scaler_skips_is_no_step(
     for at in range(7):
         before = copy.deepcopy((dict(model.named_parameters()), pruner.state_dict()))
         step(at, overflow=True)
-        assert same((dict(model.named_parameters()), pruner.state_dict()), before)
+        assert is_identical((dict(model.named_parameters()), pruner.state_dict()), before)
         model.load_state_dict(plain[0].state_dict())  # the skipped forward moved the batch norm
         step(at, overflow=False)
         train(*plain[:2], [at])
     assert pruner.step == 7
-    assert same(pruner.masks(), plain[2].masks())
+    assert is_identical(pruner.masks(), plain[2].masks())
     for key, value in plain[0].state_dict().items():
         assert torch.allclose(model.state_dict()[key], value)
 
@@ -586,15 +600,15 @@ def test_a_step_that_grad_scaler_skips_is_no_step(
 @both
 def test_autocast(kind: Callable[..., pm.Pruner]) -> None:
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = kind().attach(model, optimizer, total_steps=TOTAL)
     for step in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_at(model, step)
+            loss = compute_loss(model, step)
         loss.backward()
         optimizer.step()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 @both
@@ -615,14 +629,14 @@ def test_compiled_models_are_pruned(kind: Callable[..., pm.Pruner], backend: str
     torch._dynamo.reset()
     model = Net().double()
     compiled = torch.compile(model, backend=backend)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = kind().attach(compiled, optimizer, total_steps=TOTAL)
     assert tuple(pruner.masks()) == TARGETS
-    plain = attached(kind())
+    plain = attach_to_network(kind())
     train(compiled, optimizer, range(6))
     train(*plain[:2], range(6))
     assert pruner.step == 6
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     for key, value in plain[0].state_dict().items():
         assert torch.allclose(model.state_dict()[key], value)
 
@@ -635,8 +649,8 @@ def test_compiled_steps_still_fire_the_hooks(
 ) -> None:
     torch._dynamo.reset()
     make_as(SGD)(Net())
-    model, optimizer, pruner = attached(kind(), make=make_as(cls))
-    plain = attached(kind(), make=make_as(cls))
+    model, optimizer, pruner = attach_to_network(kind(), make=make_as(cls))
+    plain = attach_to_network(kind(), make=make_as(cls))
 
     @torch.compile(backend=backend)
     def step(at: int) -> None:
@@ -644,9 +658,9 @@ def test_compiled_steps_still_fire_the_hooks(
 
     for at in range(6):
         optimizer.zero_grad()
-        loss_at(model, at).backward()
+        compute_loss(model, at).backward()
         step(at)
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     train(*plain[:2], range(6))
     assert pruner.step == 6
     for key, value in plain[0].state_dict().items():
@@ -657,16 +671,16 @@ def test_compiled_steps_still_fire_the_hooks(
 
 
 def test_edited_weights_become_the_latent_with_a_warning() -> None:
-    model, optimizer, pruner = attached(soft())
+    model, optimizer, pruner = attach_to_network(soft())
     train(model, optimizer, range(2))
     other = Net(seed=5).double()
     model.load_state_dict(other.state_dict())
     optimizer.zero_grad()
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     with pytest.warns(UserWarning, match="was changed between two steps") as caught:
         optimizer.step()
     assert [str(w.message).split()[0] for w in caught] == list(TARGETS)
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     off = ~pruner.masks()["conv1.weight"]
     moved = (latents(pruner)["conv1.weight"] - other.conv1.weight).abs()
     assert moved[off].max() < 0.1, "the latents are still the old ones"
@@ -674,33 +688,33 @@ def test_edited_weights_become_the_latent_with_a_warning() -> None:
 
 
 def test_edits_of_a_hard_model_are_masked_again() -> None:
-    model, optimizer, pruner = attached(hard())
+    model, optimizer, pruner = attach_to_network(hard())
     model.load_state_dict(Net(seed=5).double().state_dict())
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     with pytest.warns(UserWarning, match="was changed between two steps"):
         optimizer.step()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 @both
 def test_loading_the_same_sparse_weights_is_no_edit(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     before = latents(pruner)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     pruner.refresh()
-    assert same(latents(pruner), before)
+    assert is_identical(latents(pruner), before)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     train(model, optimizer, [0])  # a warning would fail the test
 
 
 @both
 def test_refresh_projects_loaded_weights_at_once(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     other = Net(seed=5).double()
     model.load_state_dict(other.state_dict())
     pruner.refresh()
     mask = pruner.masks()["conv2.weight"]
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert torch.equal(model.conv2.weight[mask], other.conv2.weight[mask])
     if kind is soft:
         assert torch.equal(latents(pruner)["conv2.weight"], other.conv2.weight)
@@ -710,29 +724,29 @@ def test_refresh_projects_loaded_weights_at_once(kind: Callable[..., pm.Pruner])
 @both
 def test_finish_keeps_weights_that_were_loaded_before_it(kind: Callable[..., pm.Pruner]) -> None:
     """Load the best checkpoint, then finish: what is saved must be the best, not the last."""
-    model, optimizer, pruner = attached(kind(), total=8)
+    model, optimizer, pruner = attach_to_network(kind(), total=8)
     train(model, optimizer, range(8))
     best = {k: v.clone() if k not in TARGETS else v * 2 for k, v in model.state_dict().items()}
     model.load_state_dict(best)
     with silence():
         pruner.finish()
-    assert same(model.state_dict(), best)
+    assert is_identical(model.state_dict(), best)
 
 
 @both
 def test_replaced_parameters_are_refused(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, _ = attached(kind())
+    model, optimizer, _ = attach_to_network(kind())
     train(model, optimizer, range(2))
     model.load_state_dict(Net(seed=5).double().state_dict(), assign=True)
     optimizer.zero_grad()
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     with pytest.raises(pm.PomonaError, match=r"conv1\.weight is in no attached optimizer"):
         optimizer.step()
 
 
 @both
 def test_replaced_parameters_that_the_optimizer_took_over_are_followed(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     train(model, optimizer, range(2))
     old = dict(model.named_parameters())
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
@@ -741,27 +755,27 @@ def test_replaced_parameters_that_the_optimizer_took_over_are_followed(kind: Cal
         group["params"] = [new[id(p)] for p in group["params"]]
     train(model, optimizer, range(2, 7))
     assert pruner.step == 7
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     if kind is hard:
-        loss_at(model, 0).backward()
+        compute_loss(model, 0).backward()
         assert not model.conv1.weight.grad[~pruner.masks()["conv1.weight"]].any(), "clipping sees the raw gradient"
 
 
 @both
 def test_a_rebuilt_optimizer_is_refused(kind: Callable[..., pm.Pruner]) -> None:
-    model, _, _ = attached(kind())
-    rebuilt = sgd(model)
-    loss_at(model, 0).backward()
+    model, _, _ = attach_to_network(kind())
+    rebuilt = make_sgd(model)
+    compute_loss(model, 0).backward()
     with pytest.raises(pm.PomonaError, match="optimizer"):
         rebuilt.step()
 
 
 @both
 def test_a_rebuilt_optimizer_is_fine_after_finish(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind(), total=4)
+    model, optimizer, pruner = attach_to_network(kind(), total=4)
     train(model, optimizer, range(4))
     pruner.finish()
-    train(model, sgd(model), range(2))
+    train(model, make_sgd(model), range(2))
 
 
 @both
@@ -775,9 +789,9 @@ def test_a_model_that_changes_its_type_is_followed(kind: Callable[..., pm.Pruner
     train(model, optimizer, range(2, 16))
     assert model.conv1.weight.dtype == dtype
     assert all(value.dtype == dtype for value in latents(pruner).values())
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     pruner.finish()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 @both
@@ -805,12 +819,12 @@ def test_weights_of_several_types_are_ranked_together(kind: Callable[..., pm.Pru
 
 @both
 def test_moving_a_model_keeps_its_masks(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     before = untouched(pruner)
     model.to("cpu", memory_format=torch.channels_last)
-    assert same(untouched(pruner), before)
+    assert is_identical(untouched(pruner), before)
     train(model, optimizer, range(6))
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 # ---- what is pruned
@@ -829,21 +843,21 @@ class Tied(nn.Module):
 @both
 def test_a_tied_tensor_is_one_target(kind: Callable[..., pm.Pruner]) -> None:
     model = Tied()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = kind().attach(model, optimizer, total_steps=TOTAL)
     assert list(pruner.masks()) == ["one.weight"]
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert model.one.weight is model.two.weight
     assert pruner.sparsity() == round(0.8 * 36) / 36
 
 
 @both
 def test_apply_projects_an_average_of_weights(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind(schedule="cubic"))
+    model, optimizer, pruner = attach_to_network(kind(schedule="cubic"))
     average = AveragedModel(model)
     for step in range(20):
         train(model, optimizer, [step])
@@ -852,17 +866,17 @@ def test_apply_projects_an_average_of_weights(kind: Callable[..., pm.Pruner]) ->
     assert average.module.conv1.weight[~mask].any()
     before = average.module.conv1.weight.clone()
     pruner.apply(average)
-    assert obeys(average.module, pruner)
+    assert obeys_masks(average.module, pruner)
     assert torch.equal(average.module.conv1.weight[mask], before[mask])
     plain = copy.deepcopy(model)
     plain.load_state_dict(Net(seed=3).state_dict())
     pruner.apply(plain)
-    assert obeys(plain, pruner)
-    assert obeys(model, pruner)
+    assert obeys_masks(plain, pruner)
+    assert obeys_masks(model, pruner)
 
 
 def test_apply_compresses_weights_and_leaves_biases_and_norms_alone() -> None:
-    model, optimizer, pruner = attached(soft(pattern=pm.Filter(), sparsity=0.5, compressor=pm.Binary()))
+    model, optimizer, pruner = attach_to_network(soft(pattern=pm.Filter(), sparsity=0.5, compressor=pm.Binary()))
     train(model, optimizer, range(3))
     twin = copy.deepcopy(model)
     twin.load_state_dict(Net(seed=3).state_dict())
@@ -874,7 +888,7 @@ def test_apply_compresses_weights_and_leaves_biases_and_norms_alone() -> None:
 
 
 def test_apply_refuses_another_model_and_a_pruner_without_masks() -> None:
-    _, _, pruner = attached(soft())
+    _, _, pruner = attach_to_network(soft())
     other = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(pm.PomonaError, match=r"conv1\.weight is missing"):
         pruner.apply(other)
@@ -888,7 +902,7 @@ def test_apply_refuses_another_model_and_a_pruner_without_masks() -> None:
 @both
 def test_two_pruners_may_share_an_optimizer_not_a_parameter(kind: Callable[..., pm.Pruner]) -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     one = kind(include="conv*").attach(model, optimizer, total_steps=TOTAL)
     with pytest.raises(pm.PomonaError, match=r"conv1\.weight is pruned by another pruner"):
         kind().attach(model, optimizer, total_steps=TOTAL)
@@ -898,8 +912,8 @@ def test_two_pruners_may_share_an_optimizer_not_a_parameter(kind: Callable[..., 
             train(model, optimizer, [step])
         else:
             optimizer.step(closure_of(model, optimizer, step))
-        assert obeys(model, one)
-        assert obeys(model, two)
+        assert obeys_masks(model, one)
+        assert obeys_masks(model, two)
     assert (one.step, two.step) == (TOTAL, TOTAL)
     state = copy.deepcopy(optimizer.state_dict())
     for slot in (*one.slots, *two.slots):
@@ -911,7 +925,7 @@ def test_two_pruners_may_share_an_optimizer_not_a_parameter(kind: Callable[..., 
 
 def test_the_states_of_two_pruners_never_mix() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     one, two, three = (soft(include=name) for name in TARGETS)
     one.attach(model, optimizer, total_steps=TOTAL)
     two.attach(model, optimizer, total_steps=TOTAL)
@@ -925,7 +939,7 @@ def test_the_states_of_two_pruners_never_mix() -> None:
 
 @both
 def test_attach_twice_is_refused(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind())
+    model, optimizer, pruner = attach_to_network(kind())
     with pytest.raises(pm.PomonaError, match="attached already"):
         pruner.attach(model, optimizer, total_steps=TOTAL)
     with silence():
@@ -945,7 +959,7 @@ def test_weights_without_a_magnitude_are_refused(kind: Callable[..., pm.Pruner],
     model = Net()
     spoil(model, value)
     with pytest.raises(pm.PomonaError, match=r"hidden\.weight holds NaN or inf"):
-        kind().attach(model, sgd(model), total_steps=TOTAL)
+        kind().attach(model, make_sgd(model), total_steps=TOTAL)
 
 
 def bad_attaches() -> dict[str, tuple[Callable[[Net, Optimizer], Any], str]]:
@@ -969,23 +983,23 @@ def bad_attaches() -> dict[str, tuple[Callable[[Net, Optimizer], Any], str]]:
 def test_where_attach_raises_nothing_is_changed(case: str) -> None:
     act, message = bad_attaches()[case]
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     train(model, optimizer, range(2))
-    before = hooks(model, optimizer)
+    before = count_hooks(model, optimizer)
     weights = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     with pytest.raises(pm.PomonaError, match=message):
         act(model, optimizer)
-    assert hooks(model, optimizer) == before
+    assert count_hooks(model, optimizer) == before
     weights[0]["hidden.weight"][0, 0] = model.hidden.weight[0, 0].detach()
-    assert case == "nan" or same((model.state_dict(), optimizer.state_dict()), weights)
+    assert case == "nan" or is_identical((model.state_dict(), optimizer.state_dict()), weights)
     spoil(model, 0.1)
     soft().attach(model, optimizer, total_steps=9)
 
 
 def test_a_method_that_fails_at_attach_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
-    optimizer = sgd(model)
-    before, weights = (hooks(model, optimizer), hooks_on_all()), copy.deepcopy(model.state_dict())
+    optimizer = make_sgd(model)
+    before, weights = (count_hooks(model, optimizer), count_global_hooks()), copy.deepcopy(model.state_dict())
     pruner = hard()
 
     def fail(*_: Any) -> Any:
@@ -995,8 +1009,8 @@ def test_a_method_that_fails_at_attach_leaves_no_hooks(monkeypatch: pytest.Monke
         patch.setattr(type(pruner.method), "update", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             pruner.attach(model, optimizer, total_steps=TOTAL)
-    assert (hooks(model, optimizer), hooks_on_all()) == before
-    assert same(model.state_dict(), weights)
+    assert (count_hooks(model, optimizer), count_global_hooks()) == before
+    assert is_identical(model.state_dict(), weights)
     pruner.attach(model, optimizer, total_steps=TOTAL)
 
 
@@ -1008,12 +1022,12 @@ def test_frozen_parameters_are_pruned_and_not_trained(kind: Callable[..., pm.Pru
     pruner = kind(allocation="uniform").attach(model, optimizer, total_steps=TOTAL)
     before = model.conv1.weight.clone()
     train(model, optimizer, range(6))
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert torch.equal(model.conv1.weight, before)
     model.conv1.weight.requires_grad_(True)  # thawed, and given to the optimizer
     optimizer.add_param_group({"params": [model.conv1.weight]})
     train(model, optimizer, range(6, 12))
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert not torch.equal(model.conv1.weight, before)
 
 
@@ -1026,7 +1040,7 @@ def test_empty_and_added_groups(kind: Callable[..., pm.Pruner]) -> None:
     optimizer.add_param_group({"params": [extra]})
     extra.grad = torch.ones_like(extra)
     train(model, optimizer, range(3))
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     assert pruner.step == 3
 
 
@@ -1035,18 +1049,18 @@ def test_empty_and_added_groups(kind: Callable[..., pm.Pruner]) -> None:
 
 @both
 def test_finish_before_the_end_warns_and_cuts(kind: Callable[..., pm.Pruner]) -> None:
-    model, optimizer, pruner = attached(kind(schedule="cubic"))
+    model, optimizer, pruner = attach_to_network(kind(schedule="cubic"))
     train(model, optimizer, range(5))
     assert pruner.sparsity() < 0.8
     with pytest.warns(UserWarning, match="finish.. came at step 5 of 40"):
         pruner.finish()
     assert pruner.sparsity() == pytest.approx(0.8, abs=1e-3)
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
     pruner.finish()  # twice is fine
 
 
 def test_after_finish_only_the_masks_are_left() -> None:
-    model, optimizer, pruner = attached(soft(), total=4)
+    model, optimizer, pruner = attach_to_network(soft(), total=4)
     with pytest.raises(pm.PomonaError, match="not attached"):
         soft().finish()
     train(model, optimizer, range(4))
@@ -1056,25 +1070,25 @@ def test_after_finish_only_the_masks_are_left() -> None:
             act()
     assert pruner.sparsity() == pytest.approx(0.8, abs=1e-3)
     train(model, optimizer, range(2))
-    assert not obeys(model, pruner)
+    assert not obeys_masks(model, pruner)
 
 
 @both
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_pruner_that_is_dropped_unfinished_holds_nothing(kind: Callable[..., pm.Pruner], stepped: bool) -> None:
-    before = hooks_on_all()
-    model, optimizer, pruner = attached(kind())
+    before = count_global_hooks()
+    model, optimizer, pruner = attach_to_network(kind())
     if stepped:
         train(model, optimizer, range(2))
     watch = weakref.ref(model), weakref.ref(pruner), weakref.ref(model.conv1.weight)
     del model, optimizer, pruner
     gc.collect()
     assert [ref() for ref in watch] == [None, None, None]
-    assert hooks_on_all() == before
+    assert count_global_hooks() == before
 
 
 def test_tick_counts_and_updates() -> None:
-    _, _, pruner = attached(soft())
+    _, _, pruner = attach_to_network(soft())
     for _ in range(4):
         pruner.tick()
     assert pruner.step == 4
@@ -1099,19 +1113,19 @@ def turned() -> Net:
 @both
 @pytest.mark.parametrize("other", [shrunk, turned])
 def test_the_state_of_another_model_is_refused_whole(kind: Callable[..., pm.Pruner], other: Callable[[], Net]) -> None:
-    _, _, pruner = attached(kind())
+    _, _, pruner = attach_to_network(kind())
     stranger = other()
-    state = kind().attach(stranger, sgd(stranger), total_steps=TOTAL).state_dict()
+    state = kind().attach(stranger, make_sgd(stranger), total_steps=TOTAL).state_dict()
     before = untouched(pruner)
     with pytest.raises(pm.PomonaError, match=r"hidden\.weight has shape"):
         pruner.load_state_dict(state)
-    assert same(untouched(pruner), before)
+    assert is_identical(untouched(pruner), before)
 
 
 @both
 def test_the_state_of_another_method_is_refused(kind: Callable[..., pm.Pruner]) -> None:
-    _, _, pruner = attached(kind())
-    _, _, other = attached(kind(sparsity=0.7))
+    _, _, pruner = attach_to_network(kind())
+    _, _, other = attach_to_network(kind(sparsity=0.7))
     with pytest.raises(pm.PomonaError, match="sparsity = 0.7, this pruner has 0.8"):
         pruner.load_state_dict(other.state_dict())
     with pytest.raises(pm.PomonaError, match="version"):
@@ -1120,7 +1134,7 @@ def test_the_state_of_another_method_is_refused(kind: Callable[..., pm.Pruner]) 
 
 @both
 def test_a_damaged_state_is_refused_whole(kind: Callable[..., pm.Pruner]) -> None:
-    _, optimizer, pruner = attached(kind(schedule="cubic"))
+    _, optimizer, pruner = attach_to_network(kind(schedule="cubic"))
     train(pruner.model, optimizer, range(8))
     whole = copy.deepcopy(pruner.state_dict())
     train(pruner.model, optimizer, range(8, 16))
@@ -1131,4 +1145,4 @@ def test_a_damaged_state_is_refused_whole(kind: Callable[..., pm.Pruner]) -> Non
             continue
         with pytest.raises(pm.PomonaError, match=key):
             pruner.load_state_dict(damaged)
-        assert same(untouched(pruner), before)
+        assert is_identical(untouched(pruner), before)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_helpers import attach_to_network, obeys_masks, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import attached, obeys, train
 from torch import Tensor
 
 import pomona as pm
@@ -105,13 +105,13 @@ def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse
 @pytest.mark.parametrize("pattern", [pm.Unstructured(), pm.Kernel()], ids=str)
 def test_dpf_trains_with_a_floor(pattern: Pattern) -> None:
     options = {"sparsity": 0.9, "pattern": pattern, "every": 4}
-    model, optimizer, pruner = attached(pm.DPF(**options, allocation="global(floor=0.08)"), total=40)
+    model, optimizer, pruner = attach_to_network(pm.DPF(**options, allocation="global(floor=0.08)"), total=40)
     with torch.no_grad():
         model.conv2.weight.mul_(1e-3)  # would go as a whole
     pruner.refresh()
     for step in range(40):
         train(model, optimizer, [step])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     for mask in pruner.masks().values():
         assert int(mask.sum()) >= 0.08 * mask.numel()
     assert pruner.sparsity() == pytest.approx(0.9, abs=2e-3)
@@ -120,7 +120,7 @@ def test_dpf_trains_with_a_floor(pattern: Pattern) -> None:
 def test_no_floor_is_the_old_way_to_the_last_bit() -> None:
     runs = []
     for allocation in ("global", "global(floor=0)"):
-        model, optimizer, pruner = attached(pm.DPF(sparsity=0.8, every=4, allocation=allocation), total=20)
+        model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.8, every=4, allocation=allocation), total=20)
         train(model, optimizer, range(20))
         runs.append((model.state_dict(), pruner.history))
     (one, first), (other, second) = runs
@@ -146,7 +146,7 @@ class Segments:
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> None:
-    model, _, pruner = attached(pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.09)"), total=40)
+    model, _, pruner = attach_to_network(pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.09)"), total=40)
     with torch.no_grad():
         model.conv2.weight.mul_(1e-3)
     pruner.refresh()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, batch, sgd
+from engine_helpers import TARGETS, Net, make_adam, make_batch, make_sgd
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -70,7 +70,7 @@ def reference(
         sparse = {name: w + (masks[name] * w - w).detach() for name, w in pruned.items()}
         if step == STEPS:
             break
-        images, labels = batch(step)
+        images, labels = make_batch(step)
         optimizer.zero_grad()
         F.cross_entropy(functional_call(model, {**weights, **sparse}, (images,)), labels).backward()
         optimizer.step()
@@ -79,7 +79,7 @@ def reference(
 
 every_optimizer = pytest.mark.parametrize(
     "make",
-    [lambda m: sgd(m, lr=0.1), adam, lambda m: AdamW(m.parameters(), lr=0.003, weight_decay=0.1)],
+    [lambda m: make_sgd(m, lr=0.1), make_adam, lambda m: AdamW(m.parameters(), lr=0.003, weight_decay=0.1)],
     ids=["sgd", "adam", "adamw"],
 )
 
@@ -96,7 +96,7 @@ def test_dpf_is_straight_through_training(
     pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY).attach(ours, optimizer, total_steps=STEPS)
     returned = 0
     for step in range(STEPS):
-        images, labels = batch(step)
+        images, labels = make_batch(step)
         optimizer.zero_grad()
         F.cross_entropy(ours(images), labels).backward()
         before = {k: m.clone() for k, m in pruner.masks().items()}

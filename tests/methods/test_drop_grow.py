@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_helpers import Net, make_sgd, train
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kit import Net, sgd, train
-from reference_methods import largest
+from reference_methods import keep_largest
 from torch import Tensor
 
 import pomona as pm
@@ -38,7 +38,7 @@ def layers(draw: Any) -> tuple[Tensor, Tensor]:
         "ties": generator.integers(0, 3, size).astype(float),
         "zero": np.zeros(size),
     }[kind]
-    mask = largest(generator.random(size), draw(st.integers(0, size)))
+    mask = keep_largest(generator.random(size), draw(st.integers(0, size)))
     return torch.from_numpy(score).reshape(shape), torch.from_numpy(mask).reshape(shape)
 
 
@@ -51,7 +51,7 @@ def test_drop_takes_the_lowest_to_the_count(layer: tuple[Tensor, Tensor], data: 
     kept = _drop_grow.drop_lowest(pm.Unstructured(), score, mask, count)
     assert int(kept.sum()) == active - count
     assert not (kept & ~mask).any()
-    expected = largest(np.where(mask.numpy(), score.numpy(), -np.inf), active - count)
+    expected = keep_largest(np.where(mask.numpy(), score.numpy(), -np.inf), active - count)
     assert np.array_equal(kept.numpy(), expected)
 
 
@@ -63,7 +63,7 @@ def test_grow_adds_the_highest_to_the_count(layer: tuple[Tensor, Tensor], data: 
     new = _drop_grow.grow_highest(pm.Unstructured(), score, mask, active)
     assert int(new.sum()) == active
     assert not (mask & ~new).any(), "what is on stays on"
-    expected = largest(np.where(mask.numpy(), np.inf, score.numpy()), active)
+    expected = keep_largest(np.where(mask.numpy(), np.inf, score.numpy()), active)
     assert np.array_equal(new.numpy(), expected)
 
 
@@ -256,7 +256,7 @@ def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsi
             make_pruner({"name": name, **options})
         return
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
     kept = {n: int(mask.sum()) for n, mask in ours.masks().items()}
     quanta = {pattern.unit_size(mask.shape) for mask in ours.masks().values()}

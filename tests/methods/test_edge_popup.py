@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_methods import Tiny, bits, largest, pull, values
+from reference_methods import LinearStack, get_mask_rows, get_weight_rows, keep_largest, make_linear_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,12 +43,12 @@ def given_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("given_stream")
 def test_a_step_by_hand() -> None:
     """ŵ = m(s) ⊙ w; s ← s − η (g ⊙ w) with g at ŵ, for pruned weights too; then the mask moves."""
-    model = Tiny(a=[[9.0, 9.0, 9.0]])
+    model = LinearStack(a=[[9.0, 9.0, 9.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruner = pm.EdgePopup(sparsity=2 / 3, include="a").attach(model, optimizer, total_steps=9)
     assert model.a.weight.tolist() == [[1.0, 0.0, 0.0]]
 
-    pull(model, a=[[1.0, 1.0, -1.0]]).backward()  # g ⊙ w = 1, −2, −4
+    make_linear_loss(model, a=[[1.0, 1.0, -1.0]]).backward()  # g ⊙ w = 1, −2, −4
     gradient = model.a.weight.grad
     optimizer.step()
     assert scores(pruner)["a.weight"].tolist() == [pytest.approx([0.4, 0.4, 0.5])]
@@ -60,15 +60,15 @@ def test_a_step_by_hand() -> None:
 @pytest.mark.usefixtures("given_stream")
 def test_scores_have_a_sign_and_decay() -> None:
     """A score of −3 is lower than one of 0.1; weight decay pulls scores, with momentum, and no weight."""
-    model = Tiny(a=[[9.0, 9.0, 9.0]])
+    model = LinearStack(a=[[9.0, 9.0, 9.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=1.0)
     pruner = pm.EdgePopup(sparsity=2 / 3, include="a").attach(model, optimizer, total_steps=9)
-    pull(model, a=[[35.5, 0.0, 0.0]]).backward()
+    make_linear_loss(model, a=[[35.5, 0.0, 0.0]]).backward()
     optimizer.step()  # buffer 36, 0.2, 0.1
     assert scores(pruner)["a.weight"].tolist() == [pytest.approx([-3.1, 0.18, 0.09])]
     assert model.a.weight.tolist() == [[0.0, -2.0, 0.0]]
     optimizer.zero_grad()
-    pull(model, a=[[0.0, 0.0, 0.0]]).backward()
+    make_linear_loss(model, a=[[0.0, 0.0, 0.0]]).backward()
     optimizer.step()  # buffer 18 − 3.1, 0.1 + 0.18, 0.05 + 0.09
     assert scores(pruner)["a.weight"].tolist() == [pytest.approx([-4.59, 0.152, 0.076])]
 
@@ -76,16 +76,18 @@ def test_scores_have_a_sign_and_decay() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
 def test_selection_keeps_the_highest_signed_scores_and_of_equals_the_first(given: list[int], sparsity: float) -> None:
-    model = Tiny(a=[[1.0] * len(given)])
+    model = LinearStack(a=[[1.0] * len(given)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.EdgePopup(sparsity=sparsity, include="a").attach(model, optimizer, total_steps=2)
     slot = pruner.slots[0]
     slot.latent.copy_(torch.tensor([given]))  # type: ignore[union-attr]
-    pull(model, a=[[0.0] * len(given)]).backward()
+    make_linear_loss(model, a=[[0.0] * len(given)]).backward()
     optimizer.step()
-    expected = largest(np.array([given], dtype=float), len(given) - round(sparsity * len(given)))
-    assert bits(pruner) == expected.astype(int).tolist()
-    assert values(model)[0] == [float(w) if m else 0.0 for w, m in zip(slot.weight[0], expected[0], strict=True)]  # type: ignore[index]
+    expected = keep_largest(np.array([given], dtype=float), len(given) - round(sparsity * len(given)))
+    assert get_mask_rows(pruner) == expected.astype(int).tolist()
+    assert get_weight_rows(model)[0] == [
+        float(w) if m else 0.0 for w, m in zip(slot.weight[0], expected[0], strict=True)
+    ]  # type: ignore[index]
 
 
 # ---- which layers, which weights

@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import TARGETS, Net, adam, batch, loss_at, sgd, train
-from reference_methods import Reference, Tiny, bits, draws, follow, largest, largest_of_all, step, still, values
+from engine_helpers import TARGETS, Net, compute_loss, make_adam, make_batch, make_sgd, train
+from reference_methods import (
+    LinearStack,
+    ReferenceTraining,
+    draw_random_scores,
+    get_mask_rows,
+    get_weight_rows,
+    keep_largest,
+    keep_largest_globally,
+    make_zero_lr_sgd,
+    step_with_gradients,
+    train_beside_reference,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,39 +37,39 @@ ZERO = [[0.0] * 4] * 2
 
 def test_oneshot_by_hand() -> None:
     # ⌊0.6·8⌉ = 5 go: 0.5, 1, 2, −3, 4.
-    model = Tiny(a=WEIGHTS)
-    pruner = pm.OneShot(sparsity=0.6, include=["a"]).attach(model, still(model))
-    assert bits(pruner) == [[0, 0, 0, 0], [1, 0, 1, 1]]
-    assert values(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
+    model = LinearStack(a=WEIGHTS)
+    pruner = pm.OneShot(sparsity=0.6, include=["a"]).attach(model, make_zero_lr_sgd(model))
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [1, 0, 1, 1]]
+    assert get_weight_rows(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
 
 
 def test_oneshot_in_mid_training_by_hand() -> None:
     # Dense until step 2 of 4; the gradient takes 1 from each weight at each step.
     #   after 2:  2 −5  0 −1      the five smallest: 0, −1, −1.5, 2, 4
     #           −10 −1.5  5  4
-    model = Tiny(a=WEIGHTS)
+    model = LinearStack(a=WEIGHTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.OneShot(sparsity=0.6, at=0.5, include=["a"]).attach(model, optimizer, total_steps=4)
     one = [[1.0] * 4] * 2
-    step(model, optimizer, a=one)
-    assert bits(pruner) == [[1] * 4] * 2
-    step(model, optimizer, a=one)
-    assert bits(pruner) == [[0, 1, 0, 0], [1, 0, 1, 0]]
+    step_with_gradients(model, optimizer, a=one)
+    assert get_mask_rows(pruner) == [[1] * 4] * 2
+    step_with_gradients(model, optimizer, a=one)
+    assert get_mask_rows(pruner) == [[0, 1, 0, 0], [1, 0, 1, 0]]
     for _ in range(2):
-        step(model, optimizer, a=one)
-    assert values(model) == [[0.0, -7.0, 0.0, 0.0], [-12.0, 0.0, 3.0, 0.0]]
+        step_with_gradients(model, optimizer, a=one)
+    assert get_weight_rows(model) == [[0.0, -7.0, 0.0, 0.0], [-12.0, 0.0, 3.0, 0.0]]
     assert len(pruner.history) == 1
 
 
 def test_oneshot_at_the_end_by_hand() -> None:
-    model = Tiny(a=WEIGHTS)
-    optimizer = still(model)
+    model = LinearStack(a=WEIGHTS)
+    optimizer = make_zero_lr_sgd(model)
     pruner = pm.OneShot(sparsity=0.6, at=1.0, include=["a"]).attach(model, optimizer, total_steps=2)
-    step(model, optimizer, a=ZERO)
-    assert values(model) == WEIGHTS
-    step(model, optimizer, a=ZERO)
+    step_with_gradients(model, optimizer, a=ZERO)
+    assert get_weight_rows(model) == WEIGHTS
+    step_with_gradients(model, optimizer, a=ZERO)
     pruner.finish()
-    assert values(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
+    assert get_weight_rows(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
@@ -68,10 +79,10 @@ def test_oneshot_on_fifty_networks(allocation: str) -> None:
         size = {name: model.get_parameter(name).detach().abs().numpy() for name in TARGETS}
         if allocation == "global":
             count = sum(s.size for s in size.values())
-            expected = largest_of_all(size, count - round(sparsity * count))
+            expected = keep_largest_globally(size, count - round(sparsity * count))
         else:
-            expected = {name: largest(s, s.size - round(sparsity * s.size)) for name, s in size.items()}
-        ours = pm.OneShot(sparsity=sparsity, allocation=allocation).attach(model, sgd(model)).masks()
+            expected = {name: keep_largest(s, s.size - round(sparsity * s.size)) for name, s in size.items()}
+        ours = pm.OneShot(sparsity=sparsity, allocation=allocation).attach(model, make_sgd(model)).masks()
         assert all(np.array_equal(ours[name].numpy(), mask) for name, mask in expected.items())
 
 
@@ -81,55 +92,55 @@ def test_oneshot_on_fifty_networks(allocation: str) -> None:
 def test_incremental_by_hand() -> None:
     # s_t = 0.875 · (1 − (1 − t/4)³), of eight weights:
     #   t = 0: 0;  1: 0.5059, 4.05 → 4 go;  2: 0.7656, 6.1 → 6;  3: 0.8613, 6.9 → 7;  4: 0.875, 7
-    model = Tiny(a=WEIGHTS)
+    model = LinearStack(a=WEIGHTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Incremental(sparsity=0.875, every=1, schedule=pm.Cubic(until=1.0), include=["a"])
     pruner.attach(model, optimizer, total_steps=4)
-    assert bits(pruner) == [[1] * 4] * 2
-    step(model, optimizer, a=ZERO)  # 0.5, 1, 2, −3
-    assert bits(pruner) == [[1, 0, 0, 0], [1, 0, 1, 1]]
+    assert get_mask_rows(pruner) == [[1] * 4] * 2
+    step_with_gradients(model, optimizer, a=ZERO)  # 0.5, 1, 2, −3
+    assert get_mask_rows(pruner) == [[1, 0, 0, 0], [1, 0, 1, 1]]
     # −8 shrinks to −1, and a gradient on what is pruned brings nothing back: 4, 6 would be next, but −1 and 4 are.
-    step(model, optimizer, a=[[0.0, 50.0, 50.0, 50.0], [-7.0, 50.0, 0.0, 0.0]])
-    assert bits(pruner) == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    step(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 2.0, 0.0]])  # 7 − 2 is below 6
-    assert bits(pruner) == [[0, 0, 0, 0], [0, 0, 0, 1]]
-    step(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 50.0, 0.0]])
-    assert values(model) == [[0.0] * 4, [0.0, 0.0, 0.0, 6.0]]
+    step_with_gradients(model, optimizer, a=[[0.0, 50.0, 50.0, 50.0], [-7.0, 50.0, 0.0, 0.0]])
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    step_with_gradients(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 2.0, 0.0]])  # 7 − 2 is below 6
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [0, 0, 0, 1]]
+    step_with_gradients(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 50.0, 0.0]])
+    assert get_weight_rows(model) == [[0.0] * 4, [0.0, 0.0, 0.0, 6.0]]
 
 
 def test_incremental_counts_weights_that_trained_to_zero() -> None:
     # One more goes at each step: 1 at (0,0). Then 2 and 8 train to zero; of these two the later goes, and (0,0)
     # counts among the pruned though it is zero like them.
-    model = Tiny(a=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    model = LinearStack(a=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Incremental(sparsity=0.5, every=1, schedule=pm.Linear(until=1.0), include=["a"])
     pruner.attach(model, optimizer, total_steps=4)
-    step(model, optimizer, a=ZERO)
-    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 1]]
-    step(model, optimizer, a=[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]])
-    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 0]]
+    step_with_gradients(model, optimizer, a=ZERO)
+    assert get_mask_rows(pruner) == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    step_with_gradients(model, optimizer, a=[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]])
+    assert get_mask_rows(pruner) == [[0, 1, 1, 1], [1, 1, 1, 0]]
 
 
 TOTAL, EVERY = 196, 3
 
 
-def increment(reference: Reference, t: int) -> None:
+def increment(reference: ReferenceTraining, t: int) -> None:
     """Zhu & Gupta: s_f (1 − (1 − t/t_end)³) of all weights by magnitude, what is gone stays gone."""
     x = min(t / (0.75 * TOTAL), 1.0)
     count = sum(mask.size for mask in reference.masks.values())
     size = {name: np.where(mask, np.abs(reference.weight(name)), -1) for name, mask in reference.masks.items()}
-    reference.masks = largest_of_all(size, count - round(0.9 * (1 - (1 - x) ** 3) * count))
+    reference.masks = keep_largest_globally(size, count - round(0.9 * (1 - (1 - x) ** 3) * count))
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_incremental_is_a_reference_over_fifty_updates(make: Any) -> None:
-    reference = Reference(make)
+    reference = ReferenceTraining(make)
     reference.masks = {name: np.ones(reference.weight(name).shape, dtype=bool) for name in TARGETS}
     steps = reference.run(TOTAL, increment, due=lambda t: t % EVERY == 0 and t <= 0.75 * TOTAL)
 
     model = Net().double()
     ours = pm.Incremental(sparsity=0.9, every=EVERY).attach(model, make(model), total_steps=TOTAL)
-    follow(ours, reference, steps)
+    train_beside_reference(ours, reference, steps)
     assert len(ours.history) == 50
 
 
@@ -142,17 +153,20 @@ def test_random_by_hand() -> None:
     # and those of seed 3:  .00 .11 .29 .03    .00, .03, .06
     #                       .47 .06 .77 .74
     for seed, mask in ((0, [[1, 1, 0, 0], [0, 1, 1, 1]]), (3, [[0, 1, 1, 0], [1, 0, 1, 1]])):
-        model = Tiny(a=WEIGHTS)
-        assert bits(pm.Random(sparsity=0.375, seed=seed, include=["a"]).attach(model, still(model))) == mask
+        model = LinearStack(a=WEIGHTS)
+        assert (
+            get_mask_rows(pm.Random(sparsity=0.375, seed=seed, include=["a"]).attach(model, make_zero_lr_sgd(model)))
+            == mask
+        )
 
 
 def test_random_on_fifty_seeds() -> None:
     for seed in range(50):
         sparsity, model = (0.1, 0.5, 0.7, 0.9, 0.99)[seed % 5], Net().double()
-        drawn = draws({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
+        drawn = draw_random_scores({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
         count = sum(s.size for s in drawn.values())
-        expected = largest_of_all(drawn, count - round(sparsity * count))
-        ours = pm.Random(sparsity=sparsity, seed=seed).attach(model, sgd(model)).masks()
+        expected = keep_largest_globally(drawn, count - round(sparsity * count))
+        ours = pm.Random(sparsity=sparsity, seed=seed).attach(model, make_sgd(model)).masks()
         assert all(np.array_equal(ours[name].numpy(), mask) for name, mask in expected.items())
 
 
@@ -160,16 +174,16 @@ def test_random_on_fifty_seeds() -> None:
 
 
 def test_finetune_by_hand() -> None:
-    model = Tiny(a=[[4.0, 0.0, 2.0, 0.0], [0.0, 0.5, -0.0, 6.0]])
+    model = LinearStack(a=[[4.0, 0.0, 2.0, 0.0], [0.0, 0.5, -0.0, 6.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Finetune(include=["a"]).attach(model, optimizer)
     for _ in range(2):
-        step(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
+        step_with_gradients(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
     # 0.5 − 1 − 1 is −1.5; and a weight that passes through zero on its way (2 − 1 − 1) is not held there.
-    assert values(model) == [[2.0, 0.0, 0.0, 0.0], [0.0, -1.5, 0.0, 4.0]]
-    step(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
-    assert values(model) == [[1.0, 0.0, -1.0, 0.0], [0.0, -2.5, 0.0, 3.0]]
-    assert bits(pruner) == [[1, 0, 1, 0], [0, 1, 0, 1]]
+    assert get_weight_rows(model) == [[2.0, 0.0, 0.0, 0.0], [0.0, -1.5, 0.0, 4.0]]
+    step_with_gradients(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
+    assert get_weight_rows(model) == [[1.0, 0.0, -1.0, 0.0], [0.0, -2.5, 0.0, 3.0]]
+    assert get_mask_rows(pruner) == [[1, 0, 1, 0], [0, 1, 0, 1]]
     pruner.finish()
 
 
@@ -189,7 +203,7 @@ def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[st
         masks = {}
 
         def training(model: nn.Module, holder: pm.Pruner, index: int) -> None:
-            optimizer = sgd(model)
+            optimizer = make_sgd(model)
             holder.attach(model, optimizer, total_steps=2)
             train(model, optimizer, range(2))
             masks.update({n: mask.clone() for n, mask in holder.masks().items()})
@@ -197,7 +211,7 @@ def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[st
 
         pm.Lottery(**options, retrainings=2).rounds(model, training)
         return model, masks
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     model.norm.requires_grad_(METHODS[name].weights != "score")  # scores leave no norm to train
     ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
     train(model, optimizer, range(steps))
@@ -210,7 +224,7 @@ every_method = pytest.mark.parametrize("name", [name for name in METHODS if name
 
 
 @every_method
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_holds_the_zeros_of_every_method(name: str, make: Any) -> None:
     model, masks = prune(name)
     zeros = {n: p == 0 for n, p in model.named_parameters()}
@@ -247,7 +261,7 @@ def test_filters_are_removed_with_their_bias_and_norm(name: str) -> None:
     kept = masks["conv1.weight"].flatten(1).any(1)
     assert 0 < kept.sum() < len(kept)
     assert silent(model, kept)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     holder = pm.Finetune(pattern=pm.Filter()).attach(model, optimizer)
     for t in range(4):
         train(model, optimizer, [t])
@@ -259,7 +273,7 @@ def test_filters_are_removed_with_their_bias_and_norm(name: str) -> None:
     ].any()
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 @pytest.mark.parametrize("name", ["oneshot", "incremental", "random", "snip"])
 def test_hard_methods_leak_no_bias_at_any_step(name: str, make: Any) -> None:
     options: dict[str, Any] = {"sparsity": 0.5, "pattern": pm.Filter()}
@@ -317,7 +331,7 @@ class Order(nn.Module):
 @pytest.mark.parametrize("how", ["plain", "no bias", "no gain", "relu first", "pool first", "function first", "chain"])
 def test_no_order_of_layers_leaks(how: str) -> None:
     model = Order(how).double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     x = torch.randn(6, 3, 8, 8, dtype=torch.float64)
     for _ in range(3):  # so that there are statistics, gains and biases to leak
         optimizer.zero_grad()
@@ -340,7 +354,7 @@ def test_a_norm_that_cannot_be_found_is_no_silent_leak() -> None:
     nn.init.normal_(model.norm.bias)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, sgd(model))
+        ours = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, make_sgd(model))
     gone = ~ours.masks()["conv.weight"].flatten(1).any(1)
     leak = bool(model.eval().features(torch.randn(2, 3, 8, 8, dtype=torch.float64))[:, gone].any())
     assert not leak or any("norm" in str(w.message) for w in caught)
@@ -348,9 +362,9 @@ def test_a_norm_that_cannot_be_found_is_no_silent_leak() -> None:
 
 def test_the_finetuned_loss_is_lower() -> None:
     model, _ = prune("oneshot")
-    images, labels = batch(0)
+    images, labels = make_batch(0)
     before = F.cross_entropy(model.eval()(images), labels).item()
-    optimizer = sgd(model.train())
+    optimizer = make_sgd(model.train())
     holder = pm.Finetune().attach(model, optimizer)
     train(model, optimizer, [0] * 30)
     holder.finish()
@@ -365,10 +379,10 @@ def test_finetune_takes_no_sparsity() -> None:
 
 def test_a_dense_model_is_trained_as_ever() -> None:
     ours, plain = Net().double(), Net().double()
-    optimizer = sgd(ours)
+    optimizer = make_sgd(ours)
     holder = pm.Finetune(include=TARGETS).attach(ours, optimizer)
     train(ours, optimizer, range(5))
     holder.finish()
-    train(plain, sgd(plain), range(5))
+    train(plain, make_sgd(plain), range(5))
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert loss_at(ours, 0).isfinite()
+    assert compute_loss(ours, 0).isfinite()

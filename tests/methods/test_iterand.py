@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit import Net, loss_at, same, saved, sgd, train
-from reference_methods import Tiny, pull
+from engine_helpers import Net, compute_loss, is_identical, make_sgd, save_and_load, train
+from reference_methods import LinearStack, make_linear_loss
 from torch import Tensor, nn
 
 import pomona as pm
@@ -24,7 +24,7 @@ def net(seed: int = 0) -> Net:
 
 def begin(start: int = 0, **options: Any) -> tuple[Net, torch.optim.SGD, pm.Pruner]:
     model = net(start)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     return model, optimizer, pm.IteRand(**options).attach(model, optimizer, total_steps=TOTAL)
 
 
@@ -54,13 +54,13 @@ def test_a_redraw_is_equation_3(rate: float, every: int) -> None:
                 coins, signs = redrawn(slot.name, slot.mask.shape, (step + 1) // every, rate, 3)
                 fresh = signs * now[slot.name].abs().max()
                 now[slot.name] = torch.where(~slot.mask & coins, fresh, now[slot.name])
-        assert same(weights(pruner), now), f"before iteration {step}"
+        assert is_identical(weights(pruner), now), f"before iteration {step}"
         train(model, optimizer, [step])
 
 
 def test_by_hand_on_four_weights() -> None:
     """p = 1/2, r = 1, K_per = 2: after the first step both pruned weights, and no other, are drawn a first time."""
-    model = Tiny(a=[[9.0] * 4])
+    model = LinearStack(a=[[9.0] * 4])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.IteRand(sparsity=0.5, rate=1.0, every=2, distribution="ku", include="a").attach(
         model, optimizer, total_steps=8
@@ -68,7 +68,7 @@ def test_by_hand_on_four_weights() -> None:
     slot = pruner.slots[0]
     slot.latent.copy_(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))  # type: ignore[union-attr]
     first, second = (RandomStream(0, "ku").weights_at("a.weight", 4, torch.arange(4), k).double() for k in (0, 1))
-    pull(model, a=[[0.0] * 4]).backward()
+    make_linear_loss(model, a=[[0.0] * 4]).backward()
     optimizer.step()
     assert slot.weight.tolist() == [[first[0], first[1], second[2], second[3]]]  # type: ignore[union-attr]
     assert slot.draw_number.tolist() == [[0, 0, 1, 1]]  # type: ignore[union-attr]
@@ -103,20 +103,20 @@ def test_scores_and_momentum_do_not_feel_a_redraw() -> None:
         [optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p in optimizer.state]
         for model, optimizer, _ in runs
     ]
-    assert same(states[0], states[1])
-    assert same(runs[0][2].state_dict()["latents"], runs[1][2].state_dict()["latents"])
-    assert same(runs[0][0].state_dict(), runs[1][0].state_dict())
-    assert not same(weights(runs[0][2]), weights(runs[1][2]))
+    assert is_identical(states[0], states[1])
+    assert is_identical(runs[0][2].state_dict()["latents"], runs[1][2].state_dict()["latents"])
+    assert is_identical(runs[0][0].state_dict(), runs[1][0].state_dict())
+    assert not is_identical(weights(runs[0][2]), weights(runs[1][2]))
 
 
 def test_at_rate_zero_it_is_edge_popup() -> None:
     model, optimizer, pruner = begin(every=3, rate=0.0, sparsity=0.6)
     other = net()
-    plain = sgd(other)
+    plain = make_sgd(other)
     popup = pm.EdgePopup(sparsity=0.6, every=3).attach(other, plain, total_steps=TOTAL)
     train(model, optimizer, range(TOTAL))
     train(other, plain, range(TOTAL))
-    assert same(model.state_dict(), other.state_dict())
+    assert is_identical(model.state_dict(), other.state_dict())
     assert pruner.history == popup.history
     assert all(slot.draw_number is None for slot in pruner.slots), "nothing is to be remembered"
 
@@ -126,23 +126,23 @@ def test_resumed_in_the_middle_it_is_never_stopped(stop: int) -> None:
     options = {"every": 4, "rate": 0.4, "distribution": "ku", "sparsity": 0.6, "allocation": "global"}
     model, optimizer, pruner = begin(**options)
     train(model, optimizer, range(stop))
-    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    file = save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, range(stop, TOTAL))
     other, again, twin = begin(start=5, **options)
     other.load_state_dict(file["model"])
     again.load_state_dict(file["optimizer"])
     train(other, again, range(stop, TOTAL))
-    assert same(other.state_dict(), model.state_dict())
-    assert same(weights(twin), weights(pruner))
-    assert same(twin.state_dict(), pruner.state_dict())
+    assert is_identical(other.state_dict(), model.state_dict())
+    assert is_identical(weights(twin), weights(pruner))
+    assert is_identical(twin.state_dict(), pruner.state_dict())
 
 
 def test_the_last_step_is_followed_by_no_redraw() -> None:
     model, optimizer, pruner = begin(every=TOTAL + 1, rate=1.0)
     before = weights(pruner)
     train(model, optimizer, range(TOTAL))
-    loss_at(model, 0).backward()
-    assert same(weights(pruner), before)
+    compute_loss(model, 0).backward()
+    assert is_identical(weights(pruner), before)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import TARGETS, Net, loss_at, same, sgd, train
-from reference_methods import Tiny, largest_of_all, step, values
+from engine_helpers import TARGETS, Net, compute_loss, is_identical, make_sgd, train
+from reference_methods import LinearStack, get_weight_rows, keep_largest_globally, step_with_gradients
 from torch import Tensor, nn
 
 import pomona as pm
@@ -52,17 +52,17 @@ def test_by_hand() -> None:
     # Round 2, from w₀ on the eight others, which train to the same: −1 at (0,2), and −2 at (1,3).
     # Round 3: of 3, 4, 5, −7, −2, −3 the −2 at (1,1).
     initial = [[1.0, 2.0, 3.0, 4.0, 5.0], [-1.0, -2.0, -3.0, -4.0, -5.0]]
-    model = Tiny(a=initial)
+    model = LinearStack(a=initial)
     starts = []
 
     def training(model: nn.Module, pruner: pm.Pruner, index: int) -> list[list[float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         pruner.attach(model, optimizer, total_steps=2)
-        starts.append(values(model))
+        starts.append(get_weight_rows(model))
         for _ in range(2):
-            step(model, optimizer, a=[[-1.0, 1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, -1.0, -2.0]])  # type: ignore[arg-type]
+            step_with_gradients(model, optimizer, a=[[-1.0, 1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, -1.0, -2.0]])  # type: ignore[arg-type]
         pruner.finish()
-        return values(model)
+        return get_weight_rows(model)
 
     rounds = pm.Lottery(sparsity=0.5, include=["a"]).rounds(model, training)
     assert [r["sparsity"] for r in rounds] == [0.0, 0.2, 0.4, 0.5]
@@ -79,7 +79,7 @@ def test_by_hand() -> None:
         [[3.0, 0.0, 0.0, 4.0, 5.0], [-7.0, -2.0, -3.0, 0.0, 0.0]],
         [[3.0, 0.0, 0.0, 4.0, 5.0], [-7.0, 0.0, -3.0, 0.0, 0.0]],
     ]
-    assert values(model) == rounds[-1]["result"]
+    assert get_weight_rows(model) == rounds[-1]["result"]
 
 
 STEPS = 3
@@ -87,7 +87,7 @@ STEPS = 3
 
 def trained(model: nn.Module, pruner: pm.Pruner, index: int) -> int:
     """A short training; the data differ from round to round, so that masks do."""
-    optimizer = sgd(model, lr=0.2)
+    optimizer = make_sgd(model, lr=0.2)
     pruner.attach(model, optimizer, total_steps=STEPS)
     train(model, optimizer, range(STEPS * index, STEPS * (index + 1)))
     pruner.finish()
@@ -104,7 +104,7 @@ class Watched:
 
     def __call__(self, model: nn.Module, pruner: pm.Pruner, index: int) -> int:
         if index == self.fail:
-            train(model, sgd(model), [0])  # the model is left in any state
+            train(model, make_sgd(model), [0])  # the model is left in any state
             raise KeyboardInterrupt
         attach = pruner.attach
 
@@ -130,18 +130,18 @@ def test_fifty_rounds_of_a_reference(rewind: int) -> None:
         if index:
             kept = sum(int(mask.sum()) for mask in masks.values())
             size = {n: np.where(m, model.get_parameter(n).detach().abs().numpy(), -1) for n, m in masks.items()}
-            masks = largest_of_all(size, kept - math.ceil(rate * kept))
+            masks = keep_largest_globally(size, kept - math.ceil(rate * kept))
             model.load_state_dict(start)
             history.append({name: torch.from_numpy(mask) for name, mask in masks.items()})
         with torch.no_grad():
             for name, mask in masks.items():
                 model.get_parameter(name).mul_(torch.from_numpy(mask))
-        optimizer = sgd(model, lr=0.2)
+        optimizer = make_sgd(model, lr=0.2)
         for t in range(STEPS):
             if index == 0 and t == rewind:
                 start = {name: value.clone() for name, value in model.state_dict().items()}
             optimizer.zero_grad()
-            loss_at(model, STEPS * index + t).backward()
+            compute_loss(model, STEPS * index + t).backward()
             for name, mask in masks.items():
                 model.get_parameter(name).grad.mul_(torch.from_numpy(mask))  # type: ignore[union-attr]
             optimizer.step()
@@ -160,7 +160,7 @@ def test_fifty_rounds_of_a_reference(rewind: int) -> None:
 @pytest.mark.parametrize("rewind", [0, 1, STEPS])
 def test_a_round_starts_from_the_snapshot_to_the_last_bit(rewind: int) -> None:
     snapshot = Net().double()
-    train(snapshot, sgd(snapshot, lr=0.2), range(rewind))
+    train(snapshot, make_sgd(snapshot, lr=0.2), range(rewind))
     expected = snapshot.state_dict()
     watched = Watched()
     pm.Lottery(sparsity=0.6, rate=0.3, rewind=rewind).rounds(Net().double(), watched)
@@ -196,11 +196,11 @@ def test_rounds_go_on_behind_those_that_are_done(tmp_path: Path, fail: int, rewi
     rounds = pm.Lottery(**options).rounds(again, watched, folder=tmp_path)
     assert sorted(watched.starts) == list(range(fail, 5)), "rounds that were done are not done again"
     assert rounds == expected
-    assert same(again.state_dict(), whole.state_dict())
+    assert is_identical(again.state_dict(), whole.state_dict())
 
     third = Net(1).double()
     assert pm.Lottery(**options).rounds(third, Watched(0), folder=tmp_path) == expected, "nothing is left to do"
-    assert same(third.state_dict(), whole.state_dict())
+    assert is_identical(third.state_dict(), whole.state_dict())
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -220,7 +220,7 @@ def test_the_folder_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total", [STEPS, None])
 def test_rewinding_past_the_end_is_refused(total: int | None) -> None:
     def training(model: nn.Module, pruner: pm.Pruner, index: int) -> None:
-        optimizer = sgd(model)
+        optimizer = make_sgd(model)
         pruner.attach(model, optimizer, total_steps=total)
         train(model, optimizer, range(STEPS))
         pruner.finish()
@@ -231,7 +231,7 @@ def test_rewinding_past_the_end_is_refused(total: int | None) -> None:
 
 def test_training_that_ends_before_the_step_to_rewind_to_is_refused() -> None:
     def training(model: nn.Module, pruner: pm.Pruner, index: int) -> None:
-        optimizer = sgd(model)
+        optimizer = make_sgd(model)
         pruner.attach(model, optimizer, total_steps=10)
         train(model, optimizer, range(STEPS))
         pruner.finish()
@@ -243,7 +243,7 @@ def test_training_that_ends_before_the_step_to_rewind_to_is_refused() -> None:
 @pytest.mark.parametrize("how", ["not attached", "not finished"])
 def test_a_train_that_does_not_use_the_pruner_is_refused(how: str) -> None:
     def training(model: nn.Module, pruner: pm.Pruner, index: int) -> None:
-        optimizer = sgd(model)
+        optimizer = make_sgd(model)
         if how == "not finished":
             pruner.attach(model, optimizer, total_steps=STEPS)
         train(model, optimizer, range(STEPS))
@@ -255,7 +255,7 @@ def test_a_train_that_does_not_use_the_pruner_is_refused(how: str) -> None:
 def test_attach_is_refused() -> None:
     model = Net()
     with pytest.raises(pm.PomonaError, match=r"lottery trains several times: call pm.Lottery\(…\).rounds"):
-        pm.Lottery(sparsity=0.5).attach(model, sgd(model), total_steps=10)
+        pm.Lottery(sparsity=0.5).attach(model, make_sgd(model), total_steps=10)
 
 
 @pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": 1.0}, {"retrainings": 0}, {"rewind": -1}])
@@ -315,14 +315,14 @@ def test_a_wrapped_model() -> None:
     expected = pm.Lottery(sparsity=0.5, retrainings=2).rounds(whole, trained)
     wrapped = nn.DataParallel(Net().double())
     assert pm.Lottery(sparsity=0.5, retrainings=2).rounds(wrapped, trained) == expected
-    assert same(wrapped.module.state_dict(), whole.state_dict())
+    assert is_identical(wrapped.module.state_dict(), whole.state_dict())
 
 
 def test_the_pruner_is_let_go_after_each_round() -> None:
     model = Net().double()
     pm.Lottery(sparsity=0.5, retrainings=2).rounds(model, trained)
     zeros = {name: model.get_parameter(name) == 0 for name in TARGETS}
-    train(model, sgd(model), [0])
+    train(model, make_sgd(model), [0])
     assert all(model.get_parameter(name)[zero].any() for name, zero in zeros.items()), "something holds the zeros"
 
 
@@ -343,7 +343,7 @@ def test_a_crash_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.M
 
     def sparse(model: nn.Module, pruner: pm.Pruner, index: int) -> int:
         """Training that ends with weights at zero, as an L1 penalty's does, more of them than are pruned."""
-        optimizer = sgd(model, lr=0.2)
+        optimizer = make_sgd(model, lr=0.2)
         pruner.attach(model, optimizer, total_steps=STEPS)
         train(model, optimizer, range(STEPS * index, STEPS * (index + 1)))
         with torch.no_grad():
@@ -379,4 +379,4 @@ def test_a_crash_at_any_write_is_made_good(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(shelf, "write_results", record)
         again = Net().double()
         assert pm.Lottery(**options).rounds(again, sparse, folder=folder) == expected
-        assert same(again.state_dict(), whole.state_dict()), f"killed after {survived} writes"
+        assert is_identical(again.state_dict(), whole.state_dict()), f"killed after {survived} writes"

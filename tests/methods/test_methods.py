@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import TARGETS, Net, attach_to_network, is_identical, make_sgd, obeys_masks, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import TARGETS, Net, attached, obeys, same, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
@@ -29,24 +29,24 @@ def copied(pruner: pm.Pruner) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("at", "cut"), [(0.0, 0), (0.5, 10), (1.0, 20)])
 def test_oneshot_cuts_once(at: float, cut: int) -> None:
-    model, optimizer, pruner = attached(pm.OneShot(sparsity=0.75, at=at), total=20)
+    model, optimizer, pruner = attach_to_network(pm.OneShot(sparsity=0.75, at=at), total=20)
     dense = Net().double()
-    plain = sgd(dense)
+    plain = make_sgd(dense)
     for step in range(20):
         assert pruner.sparsity() == (0.75 if step >= cut and cut < 20 else 0.0)
         train(model, optimizer, [step])
         if step < cut - 1:  # until then it is the dense training
             train(dense, plain, [step])
-            assert same(model.state_dict(), dense.state_dict())
+            assert is_identical(model.state_dict(), dense.state_dict())
     pruner.finish()
     assert updates(pruner) == [cut]
-    assert obeys(model, pruner)
+    assert obeys_masks(model, pruner)
 
 
 def test_oneshot_keeps_the_largest_of_the_moment() -> None:
     model = Net().double()
     weights = torch.cat([model.get_parameter(name).detach().abs().flatten() for name in TARGETS])
-    pruner = pm.OneShot(sparsity=0.9).attach(model, sgd(model))  # at = 0 needs no total_steps
+    pruner = pm.OneShot(sparsity=0.9).attach(model, make_sgd(model))  # at = 0 needs no total_steps
     threshold = weights.sort(descending=True).values[len(weights) - round(0.9 * len(weights))]
     kept = torch.cat([m.flatten() for m in pruner.masks().values()])
     assert torch.equal(kept, weights > threshold)
@@ -56,7 +56,9 @@ def test_oneshot_keeps_the_largest_of_the_moment() -> None:
 
 
 def test_incremental_rises_along_its_schedule() -> None:
-    model, optimizer, pruner = attached(pm.Incremental(sparsity=0.75, every=5, schedule=pm.Linear(until=1.0)), total=20)
+    model, optimizer, pruner = attach_to_network(
+        pm.Incremental(sparsity=0.75, every=5, schedule=pm.Linear(until=1.0)), total=20
+    )
     reached = []
     for step in range(20):
         reached.append(pruner.sparsity())
@@ -119,22 +121,22 @@ def test_incremental_brings_no_filter_back_to_come_nearer_to_the_count() -> None
 
 
 def test_random_is_reproducible_and_blind_to_the_weights() -> None:
-    one, two = attached(pm.Random(sparsity=0.75)), attached(pm.Random(sparsity=0.75), seed=9)
-    other = attached(pm.Random(sparsity=0.75, seed=1))
-    assert same(one[2].masks(), two[2].masks())
-    assert not same(one[2].masks(), other[2].masks())
+    one, two = attach_to_network(pm.Random(sparsity=0.75)), attach_to_network(pm.Random(sparsity=0.75), seed=9)
+    other = attach_to_network(pm.Random(sparsity=0.75, seed=1))
+    assert is_identical(one[2].masks(), two[2].masks())
+    assert not is_identical(one[2].masks(), other[2].masks())
     before = copied(one[2])
     state = torch.get_rng_state()
-    pm.Random(sparsity=0.5).attach(Net(), sgd(Net()), total_steps=2) if False else None
+    pm.Random(sparsity=0.5).attach(Net(), make_sgd(Net()), total_steps=2) if False else None
     train(*one[:2], range(20))
-    assert same(one[2].masks(), before)
+    assert is_identical(one[2].masks(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert one[2].sparsity() == 0.75
 
 
 def test_random_leaves_the_global_generator_alone() -> None:
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     state = torch.get_rng_state()
     pm.Random(sparsity=0.5).attach(model, optimizer)
     assert torch.equal(torch.get_rng_state(), state)
@@ -144,11 +146,11 @@ def test_random_leaves_the_global_generator_alone() -> None:
 
 
 def test_dpf_updates_every_p_steps_until_it_rests() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=16, settle=0.1), total=100)
+    model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.75, every=16, settle=0.1), total=100)
     for step in range(100):
         before = copied(pruner)
         train(model, optimizer, [step])
-        moved = not same(before, pruner.masks())
+        moved = not is_identical(before, pruner.masks())
         assert not moved or ((step + 1) % 16 == 0 and step + 1 <= 90)
     assert updates(pruner) == [0, 16, 32, 48, 64, 80]
     pruner.finish()
@@ -156,14 +158,14 @@ def test_dpf_updates_every_p_steps_until_it_rests() -> None:
 
 
 def test_dpf_as_printed_moves_until_the_last_step() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=10, settle=0.0), total=40)
+    model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.75, every=10, settle=0.0), total=40)
     train(model, optimizer, range(40))
     assert updates(pruner) == [0, 10, 20, 30, 40]
 
 
 def test_dpf_with_epochs_asks_for_more_at_their_start() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.DPF(sparsity=0.75, every=4).attach(model, optimizer, total_steps=40, steps_per_epoch=10)
     train(model, optimizer, range(40))
     asked = {record["step"]: record["sparsity"] for record in pruner.history}
@@ -172,7 +174,9 @@ def test_dpf_with_epochs_asks_for_more_at_their_start() -> None:
 
 
 def test_dpf_brings_weights_back() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=2, settle=0.0, schedule="constant"), total=40)
+    model, optimizer, pruner = attach_to_network(
+        pm.DPF(sparsity=0.75, every=2, settle=0.0, schedule="constant"), total=40
+    )
     before = copied(pruner)
     train(model, optimizer, range(40))
     assert any((mask & ~before[name]).any() for name, mask in pruner.masks().items())
@@ -185,7 +189,7 @@ def test_dpf_brings_weights_back() -> None:
 def test_the_final_sparsity_is_reached_by_training(make: Any, total: int, steps_per_epoch: int | None) -> None:
     """finish() warns where it has to cut the rest, and a warning fails the test."""
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = make(sparsity=0.75).attach(model, optimizer, total_steps=total, steps_per_epoch=steps_per_epoch)
     train(model, optimizer, range(total))
     assert pruner.sparsity() == 0.75

@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import Net, adam, batch, loss_at, sgd, train
-from reference_methods import Reference, Tiny, bits, follow, largest, started, step, values
+from engine_helpers import Net, compute_loss, make_adam, make_batch, make_sgd, train
+from reference_methods import (
+    LinearStack,
+    ReferenceTraining,
+    draw_random_masks,
+    get_mask_rows,
+    get_weight_rows,
+    keep_largest,
+    step_with_gradients,
+    train_beside_reference,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,58 +31,58 @@ TARGETS = ("conv2.weight", "hidden.weight", "head.weight")  # the first layer is
 def test_by_hand() -> None:
     # Start, the draws of seed 0:  .50 .77 .09 .13    two of eight go:  1 1 0 0
     #                              .31 .63 .49 .90                      1 1 1 1
-    model = Tiny(a=[[3.0, 1.0, 9.0, 9.0], [-2.0, -1.0, 2.5, -4.0]])
+    model = LinearStack(a=[[3.0, 1.0, 9.0, 9.0], [-2.0, -1.0, 2.5, -4.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.RigL(sparsity=0.25, share=0.9, every=1, until=1.0, include=["a"])
     pruner.attach(model, optimizer, total_steps=3)
-    assert bits(pruner) == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert get_mask_rows(pruner) == [[1, 1, 0, 0], [1, 1, 1, 1]]
     weights = [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 2.5, -4.0]]
 
     # Step 0 is a step, under the mask.
-    step(model, optimizer, a=[[0.0, 0.0, 7.0, 7.0], [0.0, 0.0, 0.0, 0.0]])
-    assert values(model) == weights
+    step_with_gradients(model, optimizer, a=[[0.0, 0.0, 7.0, 7.0], [0.0, 0.0, 0.0, 0.0]])
+    assert get_weight_rows(model) == weights
 
     # In place of step 1: α = 0.9/2 · (1 + cos π/3) = 0.675 and ⌊0.675·6⌋ = 4 of the smallest go: 1, −1, −2, 2.5.
     # 3 and −4 are left. |g| where free:  ·  4  1  5    the four largest grow: 5, 4, 3, 2. So −1 and 1 are back
     #                                     2  3  0  ·    with their values, −2 too; (0,3) is new and zero.
-    step(model, optimizer, a=[[9.0, 4.0, -1.0, -5.0], [2.0, -3.0, 0.0, 9.0]])
-    assert bits(pruner) == [[1, 1, 0, 1], [1, 1, 0, 1]]
-    assert values(model) == [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 0.0, -4.0]]
+    step_with_gradients(model, optimizer, a=[[9.0, 4.0, -1.0, -5.0], [2.0, -3.0, 0.0, 9.0]])
+    assert get_mask_rows(pruner) == [[1, 1, 0, 1], [1, 1, 0, 1]]
+    assert get_weight_rows(model) == [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 0.0, -4.0]]
 
     # In place of step 2: α = 0.9/2 · (1 + cos 2π/3) = 0.225 and ⌊0.225·6⌋ = 1 goes: the zero at (0,3).
     # |g| where free: 1 at (0,2), 2 at (0,3), 6 at (1,2), which grows.
-    step(model, optimizer, a=[[9.0, 9.0, 1.0, 2.0], [9.0, 9.0, 6.0, 9.0]])
-    assert bits(pruner) == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert values(model) == [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 0.0, -4.0]]
+    step_with_gradients(model, optimizer, a=[[9.0, 9.0, 1.0, 2.0], [9.0, 9.0, 6.0, 9.0]])
+    assert get_mask_rows(pruner) == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert get_weight_rows(model) == [[3.0, 1.0, 0.0, 0.0], [-2.0, -1.0, 0.0, -4.0]]
 
 
 SHARE, TOTAL, END, EVERY = 0.3, 136, 102, 2  # T_end is at 0.75 of training
 
 
-def rewire(reference: Reference, t: int) -> None:
+def rewire(reference: ReferenceTraining, t: int) -> None:
     """Evci et al.: drop ⌊α_t · active⌋ of the smallest, grow as many of the largest dense gradient."""
     share = SHARE / 2 * (1 + math.cos(math.pi * t / END))
     for name in TARGETS:
         mask = reference.masks[name]
         active = int(mask.sum())
         drop = int(share * active)
-        kept = largest(np.where(mask, np.abs(reference.weight(name)), -np.inf), active - drop)
-        grown = largest(np.where(kept, -1, np.abs(reference.gradient(name))), drop)
+        kept = keep_largest(np.where(mask, np.abs(reference.weight(name)), -np.inf), active - drop)
+        grown = keep_largest(np.where(kept, -1, np.abs(reference.gradient(name))), drop)
         new = grown & ~mask
-        for value in (reference.weight(name), *reference.states(name)):
+        for value in (reference.weight(name), *reference.optimizer_state(name)):
             value[new] = 0
         reference.masks[name] = kept | grown
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_fifty_updates_of_a_reference(make: Any) -> None:
-    reference = Reference(make)
-    reference.masks = started(reference.model, TARGETS, seed=0, sparsity=0.7)
+    reference = ReferenceTraining(make)
+    reference.masks = draw_random_masks(reference.model, TARGETS, seed=0, sparsity=0.7)
     steps = reference.run(TOTAL, rewire, due=lambda t: 0 < t < END and t % EVERY == 0, replaces=True)
 
     model = Net().double()
     pruner = pm.RigL(sparsity=0.7, every=EVERY).attach(model, make(model), total_steps=TOTAL)
-    assert follow(pruner, reference, steps) == 50
+    assert train_beside_reference(pruner, reference, steps) == 50
     assert sum(record["flips"] for record in pruner.history[1:]) > 1000
 
 
@@ -82,7 +91,7 @@ def state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return copy.deepcopy({"optimizer": [optimizer.state[p] for p in model.parameters()], **model.state_dict()})
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_the_update_replaces_the_step(make: Any) -> None:
     model = Net().double()
     optimizer = make(model)
@@ -91,9 +100,9 @@ def test_the_update_replaces_the_step(make: Any) -> None:
     old = {name: mask.clone() for name, mask in pruner.masks().items()}
 
     dense = copy.deepcopy(model)  # a plain model, without hooks
-    loss_at(dense, 5).backward()
+    compute_loss(dense, 5).backward()
     optimizer.zero_grad()
-    loss_at(model, 5).backward()
+    compute_loss(model, 5).backward()
     before = state(model, optimizer)
     optimizer.step()
     assert pruner.history[-1]["step"] == 5
@@ -127,11 +136,11 @@ def test_the_update_replaces_the_step(make: Any) -> None:
 
 def test_the_gradient_is_masked_between_updates() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.RigL(sparsity=0.6, every=4, until=1.0).attach(model, optimizer, total_steps=50)
     for t in range(12):
         optimizer.zero_grad()
-        loss_at(model, t).backward()
+        compute_loss(model, t).backward()
         off = any(bool(model.get_parameter(n).grad[~m].any()) for n, m in pruner.masks().items())
         assert off == (t in (4, 8))
         optimizer.step()
@@ -140,11 +149,11 @@ def test_the_gradient_is_masked_between_updates() -> None:
 def last_mask(how: str) -> dict[str, Tensor]:
     """The mask after an update in a loop of some style; the steps before it are plain."""
     model = Net().double().eval()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.RigL(sparsity=0.6, share=0.5, every=4, until=1.0).attach(model, optimizer, total_steps=50)
     train(model, optimizer, range(4))
     optimizer.zero_grad()
-    images, labels = batch(4)
+    images, labels = make_batch(4)
     if how == "accumulated":
         for half in (slice(0, 3), slice(3, 6)):
             (F.cross_entropy(model(images[half]), labels[half]) / 2).backward()
@@ -152,14 +161,14 @@ def last_mask(how: str) -> dict[str, Tensor]:
     elif how == "closure":
 
         def closure() -> Tensor:
-            loss = loss_at(model, 4)
+            loss = compute_loss(model, 4)
             loss.backward()
             return loss
 
         optimizer.step(closure)
     else:
         scaler = torch.amp.GradScaler("cpu", enabled=how == "scaled", init_scale=2.0**10)
-        scaler.scale(loss_at(model, 4)).backward()
+        scaler.scale(compute_loss(model, 4)).backward()
         if how == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         scaler.step(optimizer)
@@ -176,14 +185,14 @@ def test_every_loop_gives_the_same_mask(how: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_skips_does_not_use_up_the_update(fused: bool) -> None:
     model = Net()
-    optimizer = sgd(model, fused=fused)
+    optimizer = make_sgd(model, fused=fused)
     pruner = pm.RigL(sparsity=0.6, share=0.5, every=4, until=1.0).attach(model, optimizer, total_steps=50)
     train(model, optimizer, range(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     before = {name: mask.clone() for name, mask in pruner.masks().items()}
     for factor in (torch.inf, 1.0, 1.0):
         optimizer.zero_grad()
-        scaler.scale(loss_at(model, 4) * factor).backward()
+        scaler.scale(compute_loss(model, 4) * factor).backward()
         weights = model.conv1.weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()
@@ -195,12 +204,12 @@ def test_a_step_that_the_scaler_skips_does_not_use_up_the_update(fused: bool) ->
             dense = copy.deepcopy(model)
     # The update came with the next good gradient, as a run that never overflowed would have had it.
     assert [record["step"] for record in pruner.history] == [0, 4]
-    loss_at(dense, 4).backward()
+    compute_loss(dense, 4).backward()
     for name, mask in pruner.masks().items():
         old, active = before[name].numpy(), int(before[name].sum())
         drop = int(0.25 * (1 + math.cos(math.pi * 4 / 50)) * active)
-        kept = largest(np.where(old, dense.get_parameter(name).detach().abs().numpy(), -np.inf), active - drop)
-        grown = largest(np.where(kept, -1, dense.get_parameter(name).grad.abs().numpy()), drop)
+        kept = keep_largest(np.where(old, dense.get_parameter(name).detach().abs().numpy(), -np.inf), active - drop)
+        grown = keep_largest(np.where(kept, -1, dense.get_parameter(name).grad.abs().numpy()), drop)
         assert np.array_equal(mask.numpy(), kept | grown)
     assert moved, "the step after the update is a step"
     assert pruner.step == 6
@@ -208,7 +217,7 @@ def test_a_step_that_the_scaler_skips_does_not_use_up_the_update(fused: bool) ->
 
 def test_the_count_never_changes() -> None:
     model = Net().double()
-    optimizer = adam(model)
+    optimizer = make_adam(model)
     pruner = pm.RigL(sparsity=0.9, share=0.8, every=2, until=1.0).attach(model, optimizer, total_steps=60)
     counts = {name: int(mask.sum()) for name, mask in pruner.masks().items()}
     for t in range(60):
@@ -223,7 +232,7 @@ def test_the_count_never_changes() -> None:
 
 def test_weights_set_by_hand_before_an_update_grow_from_zero() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.RigL(sparsity=0.6, share=0.5, every=4, until=1.0).attach(model, optimizer, total_steps=50)
     train(model, optimizer, range(4))
     old = {name: mask.clone() for name, mask in pruner.masks().items()}
@@ -231,7 +240,7 @@ def test_weights_set_by_hand_before_an_update_grow_from_zero() -> None:
         for name in TARGETS:
             model.get_parameter(name).add_(1.0)
     optimizer.zero_grad()
-    loss_at(model, 4).backward()
+    compute_loss(model, 4).backward()
     with pytest.warns(UserWarning, match="was changed between two steps"):
         optimizer.step()
     for name, mask in pruner.masks().items():
@@ -240,7 +249,7 @@ def test_weights_set_by_hand_before_an_update_grow_from_zero() -> None:
 
 def test_masks_are_at_rest_after_until() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.RigL(sparsity=0.6, every=3, until=0.5).attach(model, optimizer, total_steps=24)
     train(model, optimizer, range(24))
     assert [record["step"] for record in pruner.history] == [0, 3, 6, 9]
@@ -248,12 +257,12 @@ def test_masks_are_at_rest_after_until() -> None:
 
 def test_the_first_layer_is_dense_and_the_last_is_not() -> None:
     model = Net()
-    assert tuple(pm.RigL(sparsity=0.6).attach(model, sgd(model), total_steps=24).masks()) == TARGETS
+    assert tuple(pm.RigL(sparsity=0.6).attach(model, make_sgd(model), total_steps=24).masks()) == TARGETS
 
 
 def test_tick_is_refused_where_the_gradient_is_needed() -> None:
     model = Net()
-    pruner = pm.RigL(sparsity=0.6, every=3).attach(model, sgd(model), total_steps=24)
+    pruner = pm.RigL(sparsity=0.6, every=3).attach(model, make_sgd(model), total_steps=24)
     for _ in range(3):
         assert not pruner.wants_gradient()
         pruner.tick()
@@ -266,24 +275,24 @@ def test_tick_is_refused_where_the_gradient_is_needed() -> None:
 def test_two_optimizers_are_refused() -> None:
     model = Net()
     with pytest.raises(pm.PomonaError, match="takes one optimizer, got 2"):
-        pm.RigL().attach(model, [sgd(model), sgd(model)], total_steps=24)
+        pm.RigL().attach(model, [make_sgd(model), make_sgd(model)], total_steps=24)
 
 
 def test_a_frozen_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and rigl needs its gradient"):
-        pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, sgd(model), total_steps=24)
+        pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, make_sgd(model), total_steps=24)
 
 
 @pytest.mark.parametrize("factor", [torch.nan, torch.inf])
 def test_a_gradient_that_is_no_number_is_refused(factor: float) -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, optimizer, total_steps=24)
     train(model, optimizer, range(2))
     before = {name: mask.clone() for name, mask in pruner.masks().items()}
-    (loss_at(model, 2) * factor).backward()
+    (compute_loss(model, 2) * factor).backward()
     with pytest.raises(pm.PomonaError, match="gradient of .* holds NaN or inf"):
         optimizer.step()
     assert all(torch.equal(mask, before[name]) for name, mask in pruner.masks().items())

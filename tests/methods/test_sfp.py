@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import Net, adam, loss_at, sgd, train
-from reference_methods import largest
+from engine_helpers import Net, compute_loss, make_adam, make_sgd, train
+from reference_methods import keep_largest
 from torch import Tensor, nn
 
 import pomona as pm
@@ -67,13 +67,13 @@ def cut(model: nn.Module, sparsity: float) -> dict[str, np.ndarray]:
     for name in TARGETS:
         weight = model.get_parameter(name).detach().numpy()
         norms = np.sqrt((weight**2).reshape(len(weight), -1).sum(1))
-        kept = largest(norms, len(weight) - round(sparsity * len(weight)))
+        kept = keep_largest(norms, len(weight) - round(sparsity * len(weight)))
         weight[~kept] = 0
         masks[name] = np.broadcast_to(kept[:, None, None, None], weight.shape)
     return masks
 
 
-@pytest.mark.parametrize("make", [lambda m: sgd(m, lr=0.2), lambda m: adam(m, lr=0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("make", [lambda m: make_sgd(m, lr=0.2), lambda m: make_adam(m, lr=0.1)], ids=["sgd", "adam"])
 def test_fifty_cuts_of_a_reference(make: Any) -> None:
     theirs, ours = Net().double(), Net().double()
     plain, optimizer = make(theirs), make(ours)
@@ -95,7 +95,7 @@ def test_fifty_cuts_of_a_reference(make: Any) -> None:
 @pytest.mark.parametrize("steps", [7, 10])
 def test_after_finish_a_removed_filter_is_silent(steps: int) -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.SFP(sparsity=0.5, every=5).attach(model, optimizer, total_steps=10)
     train(model, optimizer, range(steps))
     if steps == 7:
@@ -117,26 +117,26 @@ def test_after_finish_a_removed_filter_is_silent(steps: int) -> None:
 
 def test_the_norm_behind_a_filter_is_there_until_the_end() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.SFP(sparsity=0.5, every=5).attach(model, optimizer, total_steps=10)
     train(model, optimizer, range(5))
     gone = ~pruner.masks()["conv1.weight"].flatten(1).any(1)
     assert not model.conv1.weight[gone].any()
     assert model.norm.weight[gone].all(), "behind a zero gain no filter would ever learn again"
-    loss_at(model, 5).backward()
+    compute_loss(model, 5).backward()
     assert model.conv1.weight.grad[gone].flatten(1).any(1).all()
 
 
 def test_only_convolutions_are_cut() -> None:
     model = Net()
-    pruner = pm.SFP().attach(model, sgd(model), total_steps=10, steps_per_epoch=5)
+    pruner = pm.SFP().attach(model, make_sgd(model), total_steps=10, steps_per_epoch=5)
     assert tuple(pruner.masks()) == TARGETS
     assert pruner.method.sparsity == 0.3
 
 
 def test_a_copy_of_the_model_in_mid_epoch_is_dense() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.SFP(sparsity=0.5, every=5).attach(model, optimizer, total_steps=10)
     train(model, optimizer, range(7))
     twin = copy.deepcopy(model)
@@ -149,7 +149,7 @@ def test_without_epochs_it_is_refused_at_attach() -> None:
     model = Net()
     before = model.conv1.weight.clone()
     with pytest.raises(pm.PomonaError, match="steps_per_epoch=…\\), or every="):
-        pm.SFP().attach(model, sgd(model), total_steps=10)
+        pm.SFP().attach(model, make_sgd(model), total_steps=10)
     assert torch.equal(model.conv1.weight, before)
 
 

@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import Net, adam, batch, loss_at, sgd, train
-from reference_methods import Tiny, bits, largest_of_all, pull, step, still
+from engine_helpers import Net, compute_loss, make_adam, make_batch, make_sgd, train
+from reference_methods import (
+    LinearStack,
+    get_mask_rows,
+    keep_largest_globally,
+    make_linear_loss,
+    make_zero_lr_sgd,
+    step_with_gradients,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,23 +31,25 @@ LEFT = [[4.0, -3.0, 0.0, 1.0], [0.0, 0.5, 0.0, 0.0]]
 
 
 def test_by_hand_from_a_loss() -> None:
-    model = Tiny(a=WEIGHTS)
-    pruner = pm.SNIP(sparsity=0.5, include=["a"]).attach(model, still(model), loss=lambda: pull(model, a=GRADIENT))
-    assert bits(pruner) == MASK
+    model = LinearStack(a=WEIGHTS)
+    pruner = pm.SNIP(sparsity=0.5, include=["a"]).attach(
+        model, make_zero_lr_sgd(model), loss=lambda: make_linear_loss(model, a=GRADIENT)
+    )
+    assert get_mask_rows(pruner) == MASK
     assert model.a.weight.tolist() == LEFT
 
 
 def test_by_hand_from_the_first_step() -> None:
-    model = Tiny(a=WEIGHTS)
+    model = LinearStack(a=WEIGHTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.SNIP(sparsity=0.5, include=["a"]).attach(model, optimizer)
-    assert bits(pruner) == [[1] * 4] * 2, "nothing is known before the first gradient"
-    step(model, optimizer, a=GRADIENT)
-    assert bits(pruner) == MASK
+    assert get_mask_rows(pruner) == [[1] * 4] * 2, "nothing is known before the first gradient"
+    step_with_gradients(model, optimizer, a=GRADIENT)
+    assert get_mask_rows(pruner) == MASK
     assert model.a.weight.tolist() == LEFT, "the first step only prunes"
-    step(model, optimizer, a=GRADIENT)  # w − g where the mask is: 4 − 1, −3 + 2, 1 + 5, 0.5 − 8
+    step_with_gradients(model, optimizer, a=GRADIENT)  # w − g where the mask is: 4 − 1, −3 + 2, 1 + 5, 0.5 − 8
     assert model.a.weight.tolist() == [[3.0, -1.0, 0.0, 6.0], [0.0, -7.5, 0.0, 0.0]]
-    assert bits(pruner) == MASK
+    assert get_mask_rows(pruner) == MASK
 
 
 def test_by_hand_over_weights_biases_and_the_last_layer() -> None:
@@ -52,7 +61,7 @@ def test_by_hand_over_weights_biases_and_the_last_layer() -> None:
     for parameter, value in zip(model.parameters(), ([[2.0, -1.0]], [0.5], [[4.0]], [0.3]), strict=True):
         parameter.data.copy_(torch.tensor(value))
     x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    pruner = pm.SNIP(sparsity=0.4).attach(model, still(model), loss=lambda: 3 * model(x).sum())
+    pruner = pm.SNIP(sparsity=0.4).attach(model, make_zero_lr_sgd(model), loss=lambda: 3 * model(x).sum())
     masks = {name: mask.int().tolist() for name, mask in pruner.masks().items()}
     assert masks == {"0.weight": [[1, 1]], "0.bias": [1], "1.weight": [[0]], "1.bias": [0]}
 
@@ -64,7 +73,7 @@ def reference(model: nn.Module, loss: Tensor, sparsity: float) -> dict[str, np.n
     raw = {n: (p * g).abs().detach().numpy() for (n, p), g in zip(named.items(), gradients, strict=True)}
     whole = sum(s.sum() for s in raw.values())
     count = sum(s.size for s in raw.values())
-    return largest_of_all({n: s / whole for n, s in raw.items()}, count - round(sparsity * count))
+    return keep_largest_globally({n: s / whole for n, s in raw.items()}, count - round(sparsity * count))
 
 
 @pytest.mark.parametrize("way", ["loss", "first step"])
@@ -73,11 +82,11 @@ def test_fifty_random_networks(way: str) -> None:
         model = Net(seed).double()
         sparsity = (0.1, 0.5, 0.8, 0.9, 0.98)[seed % 5]
         twin = copy.deepcopy(model).train(way == "first step")  # a loss is taken with batch norm at rest
-        expected = reference(twin, loss_at(twin, seed), sparsity)
-        optimizer = sgd(model)
+        expected = reference(twin, compute_loss(twin, seed), sparsity)
+        optimizer = make_sgd(model)
         pruner = pm.SNIP(sparsity=sparsity)
         if way == "loss":
-            pruner.attach(model, optimizer, loss=lambda: loss_at(model, seed))  # noqa: B023 - called at once
+            pruner.attach(model, optimizer, loss=lambda: compute_loss(model, seed))  # noqa: B023 - called at once
         else:
             pruner.attach(model, optimizer)
             train(model, optimizer, [seed])
@@ -88,8 +97,8 @@ def test_fifty_random_networks(way: str) -> None:
 
 def test_both_ways_agree_where_batch_norm_is_at_rest() -> None:
     one, other = Net().double(), Net().double()
-    by_loss = pm.SNIP(sparsity=0.8).attach(one, sgd(one), loss=lambda: loss_at(one, 0))
-    optimizer = sgd(other)
+    by_loss = pm.SNIP(sparsity=0.8).attach(one, make_sgd(one), loss=lambda: compute_loss(one, 0))
+    optimizer = make_sgd(other)
     by_step = pm.SNIP(sparsity=0.8).attach(other, optimizer)
     other.eval()
     train(other, optimizer, [0])
@@ -101,7 +110,7 @@ def test_the_loss_leaves_no_mark() -> None:
     model = Net().double()
     model.norm.eval()
     statistics, modes = model.norm.running_mean.clone(), [m.training for m in model.modules()]
-    pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    pm.SNIP(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: compute_loss(model, 0))
     assert torch.equal(model.norm.running_mean, statistics)
     assert [m.training for m in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
@@ -109,21 +118,21 @@ def test_the_loss_leaves_no_mark() -> None:
 
 def test_after_the_loss_the_first_step_moves() -> None:
     model = Net().double()
-    optimizer = sgd(model)
-    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: loss_at(model, 0))
+    optimizer = make_sgd(model)
+    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: compute_loss(model, 0))
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, [0])
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert [record["step"] for record in pruner.history] == [0]
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_the_first_step_moves_nothing(make: Any) -> None:
     model = Net().double()
     optimizer = make(model)
     pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loss_at(model, 0).backward()
+    compute_loss(model, 0).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     masks = pruner.masks()
@@ -140,9 +149,9 @@ def test_the_first_step_moves_nothing(make: Any) -> None:
 def first_mask(how: str) -> dict[str, Tensor]:
     """The mask from the first step of a loop of some style, on one and the same batch."""
     model = Net().double().eval()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.SNIP(sparsity=0.8).attach(model, optimizer)
-    images, labels = batch(0)
+    images, labels = make_batch(0)
     if how == "accumulated":
         for half in (slice(0, 3), slice(3, 6)):
             (F.cross_entropy(model(images[half]), labels[half]) / 2).backward()
@@ -151,13 +160,13 @@ def first_mask(how: str) -> dict[str, Tensor]:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = loss_at(model, 0)
+            loss = compute_loss(model, 0)
             loss.backward()
             return loss
 
         optimizer.step(closure)
     else:
-        loss = loss_at(model, 0)
+        loss = compute_loss(model, 0)
         scaler = torch.amp.GradScaler("cpu", enabled=how == "scaled")
         scaler.scale(loss).backward()
         if how == "clipped":
@@ -174,13 +183,13 @@ def test_every_loop_gives_the_same_mask(how: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_skips_is_not_the_first(fused: bool) -> None:
     model = Net()
-    optimizer = sgd(model, fused=fused)
+    optimizer = make_sgd(model, fused=fused)
     pruner = pm.SNIP(sparsity=0.8).attach(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for t, factor in enumerate((torch.inf, 1.0)):
         optimizer.zero_grad()
-        scaler.scale(loss_at(model, t) * factor).backward()
+        scaler.scale(compute_loss(model, t) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
         pruned = pruner.sparsity()
@@ -191,21 +200,23 @@ def test_a_step_that_the_scaler_skips_is_not_the_first(fused: bool) -> None:
 
 def test_without_data_it_is_refused() -> None:
     model = Net()
-    pruner = pm.SNIP(sparsity=0.5).attach(model, sgd(model))
+    pruner = pm.SNIP(sparsity=0.5).attach(model, make_sgd(model))
     with pytest.raises(pm.PomonaError, match="snip has seen no gradient: give attach\\(…, loss=…\\)"):
         pruner.finish()
 
 
 def test_two_optimizers_are_refused() -> None:
     model = Net()
-    optimizers = [torch.optim.SGD(list(model.parameters())[:3], lr=0.1), sgd(model)]
+    optimizers = [torch.optim.SGD(list(model.parameters())[:3], lr=0.1), make_sgd(model)]
     with pytest.raises(pm.PomonaError, match="takes one optimizer, got 2"):
         pm.SNIP().attach(model, optimizers)
 
 
 def test_filters_leave_the_classes() -> None:
     model = Net().double()
-    pruner = pm.SNIP(sparsity=0.5, pattern=pm.Filter()).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    pruner = pm.SNIP(sparsity=0.5, pattern=pm.Filter()).attach(
+        model, make_sgd(model), loss=lambda: compute_loss(model, 0)
+    )
     assert "head.weight" not in pruner.masks()
     assert "conv1.bias" not in pruner.masks(), "a bias falls with its filter, not by itself"
 
@@ -214,14 +225,14 @@ def test_a_frozen_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and snip needs its gradient"):
-        pm.SNIP(sparsity=0.5).attach(model, sgd(model))
+        pm.SNIP(sparsity=0.5).attach(model, make_sgd(model))
 
 
 def test_a_gradient_that_is_no_number_is_refused() -> None:
     model = Net().double()
     before = model.conv1.weight.clone()
     with pytest.raises(pm.PomonaError, match="gradient of conv1.weight holds NaN or inf"):
-        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0) * torch.nan)
+        pm.SNIP(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: compute_loss(model, 0) * torch.nan)
     assert torch.equal(model.conv1.weight, before)
 
 
@@ -231,38 +242,38 @@ def test_a_gradient_that_is_no_number_is_refused() -> None:
 def test_a_loss_that_is_none_is_refused(value: Any) -> None:
     model = Net().double()
     with pytest.raises(pm.PomonaError, match="loss"):
-        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: value)
+        pm.SNIP(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: value)
 
 
 def test_a_loss_that_nobody_asked_for_is_refused() -> None:
     model = Net().double()
     with pytest.raises(pm.PomonaError, match="loss"):
-        pm.OneShot(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+        pm.OneShot(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: compute_loss(model, 0))
 
 
 def test_an_unused_layer_is_refused_by_name() -> None:
     model = Net().double()
     model.spare = nn.Linear(4, 4).double()
     with pytest.raises(pm.PomonaError, match="spare.weight has no gradient"):
-        pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+        pm.SNIP(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: compute_loss(model, 0))
 
 
 def test_tick_after_the_update() -> None:
     model = Net().double()
-    pruner = pm.SNIP(sparsity=0.5).attach(model, sgd(model), loss=lambda: loss_at(model, 0))
+    pruner = pm.SNIP(sparsity=0.5).attach(model, make_sgd(model), loss=lambda: compute_loss(model, 0))
     pruner.tick()  # it needs no gradient any more
     assert pruner.step == 1
     other = Net().double()
     with pytest.raises(pm.PomonaError, match="snip needs the gradient of this step, which a replay hides"):
-        pm.SNIP(sparsity=0.5).attach(other, sgd(other)).tick()
+        pm.SNIP(sparsity=0.5).attach(other, make_sgd(other)).tick()
 
 
 def test_a_resumed_run_does_not_prune_again() -> None:
     model = Net().double()
-    optimizer = sgd(model)
-    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: loss_at(model, 0))
+    optimizer = make_sgd(model)
+    pruner = pm.SNIP(sparsity=0.5).attach(model, optimizer, loss=lambda: compute_loss(model, 0))
     other = Net(1).double()
-    again = sgd(other)
+    again = make_sgd(other)
     resumed = pm.SNIP(sparsity=0.5).attach(other, again)
     other.load_state_dict(model.state_dict())
     again.load_state_dict(optimizer.state_dict())

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from engine_helpers import Net, attach_to_network, is_identical, make_adam, make_batch, make_sgd, save_and_load, train
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import Net, adam, attached, batch, same, saved, sgd, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -61,7 +61,7 @@ def test_signs_zeros_and_order(seed: int, share: float, rescale: bool, shape: tu
 def reference(rescale: bool, settle: float) -> tuple[list[Tensor], Net]:
     """What each forward runs on (of conv2), by straight-through autograd, and the model at the end."""
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     names = ("conv1.weight", "conv2.weight", "hidden.weight")
     weights = dict(model.named_parameters())
     rest, resting, seen = (1 - settle) * STEPS, False, []
@@ -100,7 +100,7 @@ def reference(rescale: bool, settle: float) -> tuple[list[Tensor], Net]:
         if step == STEPS:
             break
         through = {n: weights[n] + (sparse[n] - weights[n]).detach() for n in names}
-        images, labels = batch(step)
+        images, labels = make_batch(step)
         optimizer.zero_grad()
         F.cross_entropy(functional_call(model, {**weights, **through}, (images,)), labels).backward()
         optimizer.step()
@@ -119,7 +119,7 @@ def pruner(settle: float = 0.3, **options: object) -> pm.Pruner:
 @pytest.mark.parametrize("settle", [0.0, 0.3])
 def test_dpf_with_soft_is_straight_through_training(rescale: bool, settle: float) -> None:
     seen, theirs = reference(rescale, settle)
-    ours, optimizer, mine = attached(pruner(settle, rescale=rescale), total=STEPS)
+    ours, optimizer, mine = attach_to_network(pruner(settle, rescale=rescale), total=STEPS)
     for step in range(STEPS):
         assert torch.allclose(ours.conv2.weight, seen[step], rtol=1e-9, atol=1e-12), step
         train(ours, optimizer, [step])
@@ -131,13 +131,13 @@ def test_dpf_with_soft_is_straight_through_training(rescale: bool, settle: float
 
 
 def test_at_rest_it_is_plain_training_of_what_the_model_ran_on() -> None:
-    model, optimizer, mine = attached(pruner(), total=STEPS)
+    model, optimizer, mine = attach_to_network(pruner(), total=STEPS)
     train(model, optimizer, range(45))
     assert mine.at_rest
     other = copy.deepcopy(model)
     momentum = copy.deepcopy(optimizer.state_dict())
     momentum.pop("pomona")
-    second = sgd(other)
+    second = make_sgd(other)
     second.load_state_dict(momentum)
     held = pm.Finetune(include=list(mine.masks())).attach(other, second, total_steps=STEPS)
     train(model, optimizer, range(45, STEPS))
@@ -150,32 +150,32 @@ def test_at_rest_it_is_plain_training_of_what_the_model_ran_on() -> None:
 
 @pytest.mark.parametrize("at", [10, 30, 39, 40, 41, 50])  # it rises; is reached; around the last mask; at rest
 def test_resumed_to_the_last_bit(at: int) -> None:
-    model, optimizer, _ = attached(pruner(), total=STEPS)
+    model, optimizer, _ = attach_to_network(pruner(), total=STEPS)
     train(model, optimizer, range(at))
-    state = saved((model.state_dict(), optimizer.state_dict()))
+    state = save_and_load((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(at, STEPS))
-    twin, second, _ = attached(pruner(), total=STEPS, seed=1)
+    twin, second, _ = attach_to_network(pruner(), total=STEPS, seed=1)
     twin.load_state_dict(state[0])
     second.load_state_dict(state[1])
     train(twin, second, range(at, STEPS))
-    assert same(twin.state_dict(), model.state_dict())
-    assert same(second.state_dict(), optimizer.state_dict())
+    assert is_identical(twin.state_dict(), model.state_dict())
+    assert is_identical(second.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("damage", [lambda gauges: gauges.pop("conv2.weight"), lambda gauges: gauges.clear()])
 def test_a_damaged_state_changes_nothing(damage) -> None:
-    model, optimizer, mine = attached(pruner(), total=STEPS)
+    model, optimizer, mine = attach_to_network(pruner(), total=STEPS)
     train(model, optimizer, range(30))
-    before = saved((model.state_dict(), mine.state_dict()))
-    state = saved(mine.state_dict())
+    before = save_and_load((model.state_dict(), mine.state_dict()))
+    state = save_and_load(mine.state_dict())
     damage(state["gauges"])
     with pytest.raises(pm.PomonaError, match=r"cannot load: .* is missing"):
         mine.load_state_dict(state)
-    assert same(before, (model.state_dict(), mine.state_dict()))
+    assert is_identical(before, (model.state_dict(), mine.state_dict()))
 
 
 @pytest.mark.parametrize("allocation", ["global(floor=0.1)", "uniform", "erk"])
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_allocation_optimizer_and_type(allocation: str, make, dtype: torch.dtype) -> None:
     model = Net().to(dtype)
@@ -191,15 +191,15 @@ def test_any_allocation_optimizer_and_type(allocation: str, make, dtype: torch.d
 
 
 def test_an_average_is_masked_and_not_shrunk_again() -> None:
-    model, optimizer, mine = attached(pruner(), total=STEPS)
+    model, optimizer, mine = attach_to_network(pruner(), total=STEPS)
     train(model, optimizer, range(30))
     average = copy.deepcopy(model)
     mine.apply(average)
-    assert same(average.state_dict(), model.state_dict())
+    assert is_identical(average.state_dict(), model.state_dict())
 
 
 def test_what_a_user_writes_is_taken_as_it_is() -> None:
-    model, optimizer, mine = attached(pruner(), total=STEPS)
+    model, optimizer, mine = attach_to_network(pruner(), total=STEPS)
     train(model, optimizer, range(30))
     with torch.no_grad():
         model.conv2.weight.mul_(2)
@@ -210,7 +210,7 @@ def test_what_a_user_writes_is_taken_as_it_is() -> None:
 
 def test_outputs_that_are_stored_second() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.Flatten(), nn.Linear(6, 2))
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pm.DPF(sparsity=0.5, compressor="soft", schedule="constant", settle=0.5).attach(model, optimizer, total_steps=40)
     state = optimizer.state_dict()["pomona"]
     latent, mask = state["latents"]["0.weight"], model[0].weight != 0

@@ -10,9 +10,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, interpret, needed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_interpreter import DEVICE, INTERPRETED, needs_interpreter, run_in_interpreter
 
 import pomona as pm
 from pomona.core.fused.flat_buffers import FlatBuffers, threshold_count
@@ -216,6 +216,6 @@ def test_other_compressors_go_the_usual_way() -> None:
     assert not pruner.attached_engine().buffers[0].can_fuse()
 
 
-@needed
+@needs_interpreter
 def test_the_kernels_in_the_interpreter() -> None:
-    interpret(__file__, "TestKernel")
+    run_in_interpreter(__file__, "TestKernel")
