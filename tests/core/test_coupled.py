@@ -17,9 +17,9 @@ def test_pruned_filters_of_a_soft_method_receive_gradients() -> None:
     model, _, pruner = attach_to_network(make_soft(pattern=pm.Filter(), sparsity=0.5))
     compute_loss(model, 0).backward()
     for name, mask in pruner.masks().items():
-        gone = ~mask.flatten(1).any(1)
-        assert gone.any()
-        assert model.get_parameter(name).grad[gone].any(), f"nothing reaches the pruned filters of {name}"
+        removed = ~mask.flatten(1).any(1)
+        assert removed.any()
+        assert model.get_parameter(name).grad[removed].any(), f"the pruned filters of {name} get no gradient"
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -33,11 +33,11 @@ def test_biases_and_norms_of_removed_filters_are_zero_after_finish(make: Callabl
     train(model, optimizer, range(6 if early else 16))
     with ignore_warnings():
         pruner.finish()
-    gone = ~pruner.masks()["conv1.weight"].flatten(1).any(1)
-    assert gone.any()
+    removed = ~pruner.masks()["conv1.weight"].flatten(1).any(1)
+    assert removed.any()
     for vector in (model.conv1.bias, model.norm.weight, model.norm.bias):
-        assert not vector[gone].any()
-        assert vector[~gone].any()
+        assert not vector[removed].any()
+        assert vector[~removed].any()
 
 
 def test_a_compressor_does_not_change_biases_and_norms() -> None:

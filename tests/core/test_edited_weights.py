@@ -63,7 +63,7 @@ def test_refresh_projects_loaded_weights(kind: Callable[..., pm.Pruner]) -> None
     assert torch.equal(model.conv2.weight[mask], other.conv2.weight[mask])
     if kind is make_soft:
         assert torch.equal(copy_latents(pruner)["conv2.weight"], other.conv2.weight)
-    train(model, optimizer, [0])  # nothing left to warn of
+    train(model, optimizer, [0])  # a warning would fail the test
 
 
 @soft_and_hard

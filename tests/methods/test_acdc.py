@@ -36,7 +36,7 @@ def train_reference(sparsity: float) -> Net:
     return model
 
 
-def test_training_matches_the_reference() -> None:
+def test_acdc_matches_the_reference() -> None:
     model, optimizer, pruner = attach_to_network(pm.ACDC(sparsity=0.8), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     expected = train_reference(0.8)
@@ -58,7 +58,7 @@ def test_without_a_dense_start_the_model_is_pruned_at_attach() -> None:
 
 
 @pytest.mark.parametrize("at", [5, 8, 20])
-def test_a_resumed_run_is_bit_identical(at: int) -> None:
+def test_a_resumed_run_of_acdc_is_bit_identical(at: int) -> None:
     model, optimizer, _ = attach_to_network(pm.ACDC(sparsity=0.8), total=TOTAL)
     train(model, optimizer, range(at))
     state = save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})

@@ -15,7 +15,7 @@ import pomona as pm
 TOTAL, EVERY = 40, 4
 
 
-def test_by_hand() -> None:
+def test_srigl_by_hand() -> None:
     # Two of four weights a row are kept. The third row has one salient weight of two, 50 % of its fan-in.
     model = LinearStack(a=[[9.0, 8.0, 7.0, 6.0], [9.0, 8.0, 7.0, 6.0], [0.1, 0.2, 0.3, 0.4]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -33,11 +33,8 @@ def test_by_hand() -> None:
     # and both 8s; two 9s are left. Of |g| the four largest are salient: both of the first row's free 5s and 4s, and
     # one each of the others. So the rows have 3, 2 and 1 salient weights, the third less than 0.6 · 2: it is ablated.
     step_with_gradients(model, optimizer, a=[[0.0, 5.0, 4.0, 1.0], [0.0, 3.0, 1.0, 0.5], [2.0, 1.0, 0.1, 0.1]])
-    assert get_mask_rows(pruner) == [
-        [1, 1, 1, 0],
-        [1, 1, 1, 0],
-        [0, 0, 0, 0],
-    ]  # six weights in two rows: a fan-in of three
+    # Six weights in two rows: a fan-in of three.
+    assert get_mask_rows(pruner) == [[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     assert get_weight_rows(model) == [[9.0, 8.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
@@ -60,7 +57,7 @@ def rewire_reference(weight: np.ndarray, mask: np.ndarray, gradient: np.ndarray,
     return new
 
 
-def test_updates_match_numpy() -> None:
+def test_srigl_updates_match_numpy() -> None:
     model, optimizer, pruner = attach_to_network(pm.SRigL(sparsity=0.7, every=EVERY), total=TOTAL)
     compared = 0
     for at in range(30):

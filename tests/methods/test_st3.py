@@ -22,7 +22,7 @@ def soft_threshold(weight: Tensor, mask: Tensor, threshold: float) -> Tensor:
     return torch.where(mask, scale * weight.sign() * (weight.abs() - threshold).clamp(min=0), 0.0)
 
 
-def test_training_matches_the_reference() -> None:
+def test_st3_matches_the_reference() -> None:
     model, optimizer, pruner = attach_to_network(pm.ST3(sparsity=0.8), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     expected = train_reference(soft_threshold, final=0.8, until=0.75, total=TOTAL)

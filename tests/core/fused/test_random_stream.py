@@ -45,10 +45,10 @@ def test_philox_agrees_between_numpy_torch_and_python(
     positions: list[int], redraw: int, low: int, high: int, seed: int
 ) -> None:
     key = seed & WORD_MAX, seed >> 32
-    theirs = [philox((p, redraw, low, high), key) for p in positions]
+    expected = [philox((p, redraw, low, high), key) for p in positions]
     for make in (np.array, torch.tensor):
-        ours = philox((make(positions), redraw, low, high), key)
-        assert [tuple(int(word[i]) for word in ours) for i in range(len(positions))] == theirs
+        actual = philox((make(positions), redraw, low, high), key)
+        assert [tuple(int(word[i]) for word in actual) for i in range(len(positions))] == expected
 
 
 def draw_exactly(seed: int, name: str, position: int, redraw: int, word: int, bound: float, sign: bool) -> np.float32:

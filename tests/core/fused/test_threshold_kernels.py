@@ -95,19 +95,19 @@ class TestKernels:
         for at in range(STEPS):
             step_with_random_gradients(model, optimizer, at)
             step_with_random_gradients(other, second_optimizer, at)
-            for ours, theirs in zip(pruner.slots, unfused.slots, strict=True):
-                assert torch.equal(ours.mask, theirs.mask), (ours.name, at)
-                assert pruner.at_rest or torch.equal(ours.latent, theirs.latent)
-                torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(ours.parameter, theirs.parameter, rtol=1e-5, atol=1e-6)
-                assert torch.equal(ours.projected(), ours.parameter), "the projection differs from the method's"
-                if ours.calibration is not None:
-                    torch.testing.assert_close(ours.calibration, theirs.calibration, rtol=1e-5, atol=1e-6)
+            for slot, other_slot in zip(pruner.slots, unfused.slots, strict=True):
+                assert torch.equal(slot.mask, other_slot.mask), (slot.name, at)
+                assert pruner.at_rest or torch.equal(slot.latent, other_slot.latent)
+                torch.testing.assert_close(slot.latent, other_slot.latent, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(slot.parameter, other_slot.parameter, rtol=1e-5, atol=1e-6)
+                assert torch.equal(slot.projected(), slot.parameter), "the projection differs from the method's"
+                if slot.calibration is not None:
+                    torch.testing.assert_close(slot.calibration, other_slot.calibration, rtol=1e-5, atol=1e-6)
         assert pruner.at_rest
         assert buffers.magnitude is not None, "the kernels did not select the masks"
         assert pruner.settled() == unfused.settled()
-        for ours, theirs in zip(pruner.history, unfused.history, strict=True):
-            assert ours == {**theirs, "delta": pytest.approx(theirs["delta"], rel=1e-5)}
+        for entry, expected in zip(pruner.history, unfused.history, strict=True):
+            assert entry == {**expected, "delta": pytest.approx(expected["delta"], rel=1e-5)}
         assert len(pruner.history) == 4
 
     @pytest.mark.parametrize("at", [3, 8])  # while masks change, and when they are fixed
@@ -127,9 +127,9 @@ class TestKernels:
                 step_with_random_gradients(*each, seed)
         for other in (resumed, copied):
             assert other.history == pruner.history
-            for ours, theirs in zip(pruner.slots, other.slots, strict=True):
+            for slot, other_slot in zip(pruner.slots, other.slots, strict=True):
                 for field in ("mask", "latent", "calibration", "parameter"):
-                    assert torch.equal(getattr(ours, field), getattr(theirs, field)), (ours.name, field)
+                    assert torch.equal(getattr(slot, field), getattr(other_slot, field)), (slot.name, field)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rescale", [True, False])
