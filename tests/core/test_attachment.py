@@ -28,6 +28,8 @@ import pomona as pm
 
 
 class TiedLayers(nn.Module):
+    """Two linear layers that share one weight, and a last layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
@@ -102,6 +104,7 @@ def test_attaching_twice_is_refused(kind: Callable[..., pm.Pruner]) -> None:
 
 
 def set_one_weight(model: Net, value: float) -> None:
+    """Set the first weight of the hidden layer."""
     with torch.no_grad():
         model.hidden.weight[0, 0] = value
 
@@ -116,6 +119,7 @@ def test_weights_that_are_not_finite_are_refused(kind: Callable[..., pm.Pruner],
 
 
 def list_refused_attachments() -> dict[str, tuple[Callable[[Net, Optimizer], Any], str]]:
+    """Return calls of `attach` that are refused, with a part of the message."""
     return {
         "nan": (lambda m, o: (set_one_weight(m, torch.nan), make_soft().attach(m, o, total_steps=9)), "NaN"),
         "no steps": (lambda m, o: make_soft().attach(m, o), "needs total_steps"),
@@ -183,7 +187,7 @@ def test_frozen_parameters_are_pruned_and_not_trained(kind: Callable[..., pm.Pru
     train(model, optimizer, range(6))
     assert obeys_masks(model, pruner)
     assert torch.equal(model.conv1.weight, before)
-    model.conv1.weight.requires_grad_(True)  # thawed, and given to the optimizer
+    model.conv1.weight.requires_grad_(True)  # now trained, and added to the optimizer
     optimizer.add_param_group({"params": [model.conv1.weight]})
     train(model, optimizer, range(6, 12))
     assert obeys_masks(model, pruner)

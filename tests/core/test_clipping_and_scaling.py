@@ -57,7 +57,7 @@ def test_a_step_skipped_by_grad_scaler_is_not_counted(
         before = copy.deepcopy((dict(model.named_parameters()), pruner.state_dict()))
         step(at, overflow=True)
         assert is_identical((dict(model.named_parameters()), pruner.state_dict()), before)
-        model.load_state_dict(plain[0].state_dict())  # the skipped forward moved the batch norm
+        model.load_state_dict(plain[0].state_dict())  # the forward of the skipped step changed the batch norm
         step(at, overflow=False)
         train(*plain[:2], [at])
     assert pruner.step == 7
@@ -84,6 +84,6 @@ def test_weights_obey_the_masks_under_autocast(kind: Callable[..., pm.Pruner]) -
 def test_half_precision_weights_have_a_finite_delta(kind: Callable[..., pm.Pruner]) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)).to(torch.float16)
     with torch.no_grad():
-        model[0].weight.fill_(8.0)  # its norm is 512, the square of which float16 does not hold
+        model[0].weight.fill_(8.0)  # its norm is 512, whose square overflows float16
     pruner = kind(sparsity=0.5).attach(model, SGD(model.parameters(), lr=0.1), total_steps=TOTAL)
     assert pruner.history[0]["delta"] == pytest.approx(0.5)

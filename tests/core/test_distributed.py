@@ -44,6 +44,7 @@ class NetWithoutNorm(nn.Module):
 
 
 def join_process_group(rank: int, folder: str) -> None:
+    """Join the gloo process group as a rank."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -75,6 +76,7 @@ def train_on_rank(method: str, seed: int, rank: int | None, attach_first: bool =
 
 
 def run_worker(rank: int, folder: str) -> None:
+    """Train all methods as a rank, save the results, and save the error for different models."""
     join_process_group(rank, folder)
     results = {}
     for method in METHODS:

@@ -28,8 +28,8 @@ def test_edited_weights_become_the_latent_with_a_warning() -> None:
     assert obeys_masks(model, pruner)
     off = ~pruner.masks()["conv1.weight"]
     moved = (copy_latents(pruner)["conv1.weight"] - other.conv1.weight).abs()
-    assert moved[off].max() < 0.1, "the latents are still the old ones"
-    train(model, optimizer, [3])  # and no second warning
+    assert moved[off].max() < 0.1, "the latents were not replaced"
+    train(model, optimizer, [3])  # a second warning would fail the test
 
 
 def test_edited_weights_of_a_hard_method_are_masked_again() -> None:
@@ -103,7 +103,9 @@ def test_replaced_parameters_in_the_optimizer_are_pruned(kind: Callable[..., pm.
     assert obeys_masks(model, pruner)
     if kind is make_hard:
         compute_loss(model, 0).backward()
-        assert not model.conv1.weight.grad[~pruner.masks()["conv1.weight"]].any(), "clipping sees the raw gradient"
+        assert not model.conv1.weight.grad[~pruner.masks()["conv1.weight"]].any(), (
+            "the gradient is not masked before clipping"
+        )
 
 
 @soft_and_hard

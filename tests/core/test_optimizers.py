@@ -66,6 +66,7 @@ class Lookahead(Optimizer):
 
 
 def make_lookahead(model: nn.Module) -> Optimizer:
+    """Return a Lookahead optimizer around SGD."""
     return Lookahead(make_factory(SGD)(model))
 
 

@@ -55,7 +55,7 @@ def test_finish_before_the_end_warns_and_prunes_the_rest(kind: Callable[..., pm.
         pruner.finish()
     assert pruner.sparsity() == pytest.approx(0.8, abs=1e-3)
     assert obeys_masks(model, pruner)
-    pruner.finish()  # twice is fine
+    pruner.finish()  # a second call does nothing
 
 
 def test_after_finish_only_the_masks_can_be_read() -> None:
@@ -87,12 +87,14 @@ def test_a_deleted_pruner_leaves_no_references_and_no_hooks(kind: Callable[..., 
 
 
 def make_smaller_network() -> Net:
+    """Return the network with a smaller hidden layer."""
     model = Net()
     model.hidden, model.head = nn.Linear(12, 8), nn.Linear(8, 5)
     return model
 
 
 def make_transposed_network() -> Net:
+    """Return the network with a hidden layer of as many weights in another shape."""
     model = Net()
     model.hidden = nn.Linear(16, 12)  # as many weights, another shape
     return model

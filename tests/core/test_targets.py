@@ -54,6 +54,8 @@ class HeadFirst(nn.Module):
 
 
 class Untraceable(HeadFirst):
+    """A model whose forward branches on its data."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)) if x.sum() > 0 else x
 

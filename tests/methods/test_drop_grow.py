@@ -79,7 +79,7 @@ def test_counts_of_a_large_layer_are_exact() -> None:
 
 @pytest.mark.parametrize(("share", "count", "part"), [(0.3, 10, 3), (0.29, 100, 29), (0.3, 9, 2), (0.57, 100, 57)])
 def test_floor_share_by_hand(share: float, count: int, part: int) -> None:
-    assert _drop_grow.floor_share(share, count) == part  # 0.29 · 100 is 28.999999999999996 to a computer
+    assert _drop_grow.floor_share(share, count) == part  # 0.29 · 100 is 28.999999999999996 in floating point
 
 
 # ---- dividing

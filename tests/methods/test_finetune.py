@@ -244,15 +244,8 @@ def test_finetune_keeps_the_zeros_of_every_method(name: str, make: Any) -> None:
     finetune.finish()
 
 
-FILTER_METHODS = [
-    "dpf",
-    "incremental",
-    "lottery",
-    "oneshot",
-    "random",
-    "sfp",
-    "snip",
-]  # methods that regrow weights refuse filters
+# Methods that regrow weights refuse filters.
+FILTER_METHODS = ["dpf", "incremental", "lottery", "oneshot", "random", "sfp", "snip"]
 
 
 def outputs_are_zero(model: Net, kept: Tensor) -> bool:

@@ -23,6 +23,7 @@ def make_filter_network(*rows: list[float]) -> nn.Sequential:
 
 
 def as_rows(tensor: Tensor) -> list[list[float]]:
+    """Return the filters of a weight as rows."""
     return tensor.flatten(1).tolist()
 
 

@@ -31,10 +31,8 @@ def apply_soft_threshold(weights: Tensor, mask: Tensor, rescale: bool = True, ou
 def test_soft_thresholds_by_hand() -> None:
     weights = torch.tensor([[4.0, -1.0], [-3.0, 2.0]], dtype=torch.float64)
     mask = torch.tensor([[True, False], [True, False]])
-    assert apply_soft_threshold(weights, mask, rescale=False).tolist() == [
-        [2, 0],
-        [-1, 0],
-    ]  # 2 is the largest that is pruned
+    # 2 is the largest weight that is pruned.
+    assert apply_soft_threshold(weights, mask, rescale=False).tolist() == [[2, 0], [-1, 0]]
     # The rows keep 4 of 5 and 3 of 5: s = 1.01 / 0.81 and 1.01 / 0.61.
     assert torch.allclose(
         apply_soft_threshold(weights, mask)[:, 0], torch.tensor([2 * 1.01 / 0.81, -1.01 / 0.61]).double(), rtol=1e-5
@@ -120,6 +118,7 @@ def train_straight_through(rescale: bool, settle: float) -> tuple[list[Tensor], 
 
 
 def make_soft_dpf(settle: float = 0.3, **options: object) -> pm.Pruner:
+    """Return DPF with soft thresholds."""
     return pm.DPF(
         sparsity=0.8, every=EVERY, settle=settle, schedule="cubic(until=0.5)", compressor=SoftThreshold(**options)
     )
@@ -158,9 +157,8 @@ def test_with_fixed_masks_the_thresholded_weights_are_trained() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize(
-    "at", [10, 30, 39, 40, 41, 50]
-)  # sparsity rises; is reached; around the last update; masks are fixed
+# The sparsity rises at step 10 and is reached at 30; 40 is the last update, after which masks are fixed.
+@pytest.mark.parametrize("at", [10, 30, 39, 40, 41, 50])
 def test_a_resumed_run_with_soft_thresholds_is_bit_identical(at: int) -> None:
     model, optimizer, _ = attach_to_network(make_soft_dpf(), total=STEPS)
     train(model, optimizer, range(at))

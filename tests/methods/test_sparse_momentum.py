@@ -1,4 +1,4 @@
-"""Sparse momentum: every layer drops its smallest weights, layers with more momentum grow more of them back."""
+"""Sparse momentum: every layer drops its smallest weights, and layers with more momentum grow more weights."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def make_network(channels_last: bool, device: str = "cuda") -> nn.Module:
+    """Return a network whose layers do not fill the blocks of the kernels."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 70, 3, padding=1), nn.ReLU(), nn.Conv2d(70, 130, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
@@ -24,12 +25,14 @@ def make_network(channels_last: bool, device: str = "cuda") -> nn.Module:
 
 
 def attach_iterand(channels_last: bool, device: str = "cuda", **options: Any) -> tuple[nn.Module, Any, pm.Pruner]:
+    """Return a network, its optimizer and IteRand attached to both."""
     model = make_network(channels_last, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, optimizer, pm.IteRand(**options).attach(model, optimizer, total_steps=100)
 
 
 def train_step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """Take one training step on random images."""
     x = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(seed)).to(model[0].weight.device)
     optimizer.zero_grad()
     F.cross_entropy(model(x), torch.arange(8, device=x.device)).backward()
