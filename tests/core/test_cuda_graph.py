@@ -1,4 +1,7 @@
-"""A captured step and `tick` are the eager step. Runs under pytest, or as a script where there is none."""
+"""A step captured in a CUDA graph, replayed and followed by `tick`, equals the eager step.
+
+The file runs under pytest, or as a script where pytest is not installed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ try:
 except ImportError:
     pytest = None  # type: ignore[assignment]
 
-STEPS, WARM = 40, 3
+STEPS, WARM_UP = 40, 3
 
 METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "dpf": lambda: pm.DPF(sparsity=0.9, every=4),
@@ -45,7 +48,8 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
 }
 
 
-def build(method: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, pm.Pruner]:
+def build_training(method: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, pm.Pruner]:
+    """Return a model on the GPU, its optimizer and the pruner attached to both."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(4, 16, 3, padding=1, bias=False),
@@ -60,47 +64,51 @@ def build(method: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, p
         model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused
     )
     pruner = METHODS[method]()
-    model[1].requires_grad_(pruner.method.weights != "score")  # scores leave no norm to train
+    model[1].requires_grad_(pruner.method.weights != "score")  # score methods refuse a norm that is trained
     return model, optimizer, pruner.attach(model, optimizer, total_steps=STEPS)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def make_data() -> tuple[Tensor, Tensor]:
+    """Return the images and labels of all steps."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(STEPS, 16, 4, 8, 8, generator=generator).cuda(), torch.randint(
         10, (STEPS, 16), generator=generator
     ).cuda()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Take one step of training."""
     optimizer.zero_grad(set_to_none=True)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 
 
-def eager(method: str, fused: bool) -> dict[str, Any]:
-    model, optimizer, pruner = build(method, fused)
-    images, labels = data()
+def train_eagerly(method: str, fused: bool) -> dict[str, Any]:
+    """Train without a CUDA graph and return the result."""
+    model, optimizer, pruner = build_training(method, fused)
+    images, labels = make_data()
     for x, y in zip(images, labels, strict=True):
-        step(model, optimizer, x, y)
-    return result(model, pruner)
+        train_step(model, optimizer, x, y)
+    return finish_and_collect(model, pruner)
 
 
-def captured(method: str, fused: bool) -> dict[str, Any]:
-    model, optimizer, pruner = build(method, fused)
-    images, labels = data()
+def train_captured(method: str, fused: bool) -> dict[str, Any]:
+    """Train by replays of a captured step, with `tick` after each, and return the result."""
+    model, optimizer, pruner = build_training(method, fused)
+    images, labels = make_data()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for x, y in zip(images[:WARM], labels[:WARM], strict=True):
-            step(model, optimizer, x, y)
+        for x, y in zip(images[:WARM_UP], labels[:WARM_UP], strict=True):
+            train_step(model, optimizer, x, y)
     torch.cuda.current_stream().wait_stream(side)
 
     x, y = images[0].clone(), labels[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(model, optimizer, x, y)
-    assert pruner.step == WARM, "a captured step is recorded, not taken"
-    for index in range(WARM, STEPS):
+        train_step(model, optimizer, x, y)
+    assert pruner.step == WARM_UP, "capturing a step does not take it"
+    for index in range(WARM_UP, STEPS):
         x.copy_(images[index])
         y.copy_(labels[index])
         graph.replay()
@@ -109,10 +117,11 @@ def captured(method: str, fused: bool) -> dict[str, Any]:
             pruner.tick()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return result(model, pruner)
+    return finish_and_collect(model, pruner)
 
 
-def result(model: nn.Module, pruner: pm.Pruner) -> dict[str, Any]:
+def finish_and_collect(model: nn.Module, pruner: pm.Pruner) -> dict[str, Any]:
+    """Finish and return masks, weights and history."""
     pruner.finish()
     masks = {name: mask.cpu() for name, mask in pruner.masks().items()}
     weights = {name: value.cpu() for name, value in model.state_dict().items()}
@@ -121,55 +130,56 @@ def result(model: nn.Module, pruner: pm.Pruner) -> dict[str, Any]:
     return {"masks": masks, "weights": weights, "history": pruner.history}
 
 
-def compare(method: str, fused: bool) -> None:
+def compare_captured_to_eager(method: str, fused: bool) -> None:
+    """Assert that captured and eager training give the same bits."""
     cudnn, algorithms = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
     settings = cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(False)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
-        one, other = eager(method, fused), captured(method, fused)
-    finally:  # tests of other modules depend on them
+        one, other = train_eagerly(method, fused), train_captured(method, fused)
+    finally:  # other test modules depend on these settings
         torch.use_deterministic_algorithms(algorithms)
         cudnn.deterministic, cudnn.benchmark = settings
-    assert [r["step"] for r in one["history"]] == [r["step"] for r in other["history"]]
+    assert [entry["step"] for entry in one["history"]] == [entry["step"] for entry in other["history"]]
     for kind in ("masks", "weights"):
         for name, value in one[kind].items():
             assert torch.equal(value, other[kind][name]), f"{method}: {kind} of {name} differ"
 
 
-def moved(method: str) -> None:
-    """Another memory format, or another device, after attach changes nothing but the order of sums."""
-    images, labels = data()
+def compare_memory_formats(method: str) -> None:
+    """Assert that another memory format after attach changes masks only by rounding."""
+    images, labels = make_data()
     results = []
     for move in (lambda model: model, lambda model: model.to(memory_format=torch.channels_last)):
-        model, optimizer, pruner = build(method, fused=False)
-        step(model, optimizer, images[0], labels[0])
+        model, optimizer, pruner = build_training(method, fused=False)
+        train_step(model, optimizer, images[0], labels[0])
         move(model)
         for x, y in zip(images[1:8], labels[1:8], strict=True):
             for name, mask in pruner.masks().items():
-                assert not model.get_parameter(name)[~mask].any(), f"{method}: {name} disobeys its mask"
-            step(model, optimizer, x, y)
+                assert not model.get_parameter(name)[~mask].any(), f"{method}: pruned weights of {name} are not zero"
+            train_step(model, optimizer, x, y)
         results.append({name: mask.cpu() for name, mask in pruner.masks().items()})
     for name, mask in results[0].items():
-        assert (mask ^ results[1][name]).float().mean() < 0.02, f"{method}: the mask of {name} was lost on the way"
+        assert (mask ^ results[1][name]).float().mean() < 0.02, f"{method}: the mask of {name} differs"
 
 
 if pytest is not None:
 
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("fused", [False, True])
-    def test_a_captured_step_is_the_eager_step(method: str, fused: bool) -> None:
-        compare(method, fused)
+    def test_a_captured_step_equals_the_eager_step(method: str, fused: bool) -> None:
+        compare_captured_to_eager(method, fused)
 
     @pytest.mark.parametrize("method", METHODS)
     def test_another_memory_format_keeps_the_masks(method: str) -> None:
-        moved(method)
+        compare_memory_formats(method)
 
 
 if __name__ == "__main__":
     for name in METHODS:
         for choice in (False, True):
-            compare(name, choice)
-            print(f"{name}, fused={choice}: the captured step is the eager step, bit for bit")
-        moved(name)
+            compare_captured_to_eager(name, choice)
+            print(f"{name}, fused={choice}: the captured step equals the eager step, bit for bit")
+        compare_memory_formats(name)
         print(f"{name}: another memory format keeps the masks")

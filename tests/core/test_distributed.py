@@ -1,4 +1,4 @@
-"""Data parallel training over two gloo processes is training in one, with the same global batch."""
+"""Data parallel training in two gloo processes equals training in one process with the same global batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import Net, batch, obeys, same, sgd
+from engine_helpers import Net, is_identical, make_batch, make_sgd, obeys_masks
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -27,11 +27,11 @@ METHODS: dict[str, Callable[[], pm.Pruner]] = {
     "iterand": lambda: pm.IteRand(sparsity=0.6, every=4, distribution="ku"),
 }
 # Soft and score methods may be attached before or after DistributedDataParallel, the others after it.
-EITHER = [name for name in METHODS if name.startswith(("dpf", "iterand"))]
+ATTACHABLE_FIRST = [name for name in METHODS if name.startswith(("dpf", "iterand"))]
 
 
-class Small(nn.Module):
-    """Without batch norm, whose statistics are each rank's own."""
+class NetWithoutNorm(nn.Module):
+    """The network without batch norm, whose statistics differ between ranks."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,17 +43,18 @@ class Small(nn.Module):
         return self.head(F.relu(self.hidden(x)))
 
 
-def join(rank: int, folder: str) -> None:
+def join_process_group(rank: int, folder: str) -> None:
+    """Join the gloo process group as a rank."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 
 
-def run(method: str, seed: int, rank: int | None, attach_first: bool = False) -> dict[str, Any]:
-    """Train on the whole batch, or on a rank's half of it."""
-    model = plain = Small(seed).double().to(memory_format=torch.channels_last)
+def train_on_rank(method: str, seed: int, rank: int | None, attach_first: bool = False) -> dict[str, Any]:
+    """Train on the whole batch, or on the half of a rank, and return masks, weights and history."""
+    model = plain = NetWithoutNorm(seed).double().to(memory_format=torch.channels_last)
     pruner = METHODS[method]()
-    optimizer = sgd(plain)
+    optimizer = make_sgd(plain)
     if attach_first:
         pruner.attach(plain, optimizer, total_steps=STEPS)
     if rank is not None:
@@ -61,68 +62,69 @@ def run(method: str, seed: int, rank: int | None, attach_first: bool = False) ->
     if not attach_first:
         pruner.attach(model, optimizer, total_steps=STEPS)
     for step in range(STEPS):
-        x, y = batch(step, size=8)
+        x, y = make_batch(step, size=8)
         if rank is not None:
             x, y = x[rank::2], y[rank::2]
-        if step or not attach_first:  # the ranks agree at the first step
-            assert obeys(plain, pruner)
+        if step or not attach_first:  # ranks that attach first are synchronized at the first step
+            assert obeys_masks(plain, pruner)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     masks = {name: mask.clone() for name, mask in pruner.masks().items()}
     pruner.finish()
-    return {"masks": masks, "weights": plain.state_dict(), "history": [r["step"] for r in pruner.history]}
+    return {"masks": masks, "weights": plain.state_dict(), "history": [entry["step"] for entry in pruner.history]}
 
 
-def worker(rank: int, folder: str) -> None:
-    join(rank, folder)
+def run_worker(rank: int, folder: str) -> None:
+    """Train all methods as a rank, save the results, and save the error for different models."""
+    join_process_group(rank, folder)
     results = {}
     for method in METHODS:
-        results[method] = run(method, seed=rank, rank=rank)  # rank 0 wins
-        if method in EITHER:
-            results[f"{method}, attached first"] = run(method, seed=rank, rank=rank, attach_first=True)
+        results[method] = train_on_rank(method, seed=rank, rank=rank)  # rank 0 is broadcast
+        if method in ATTACHABLE_FIRST:
+            results[f"{method}, attached first"] = train_on_rank(method, seed=rank, rank=rank, attach_first=True)
     torch.save(results, f"{folder}/{rank}.pt")
 
-    model = nn.Sequential(nn.Linear(4, 4 + 4 * rank), nn.Linear(4 + 4 * rank, 2))  # another on each rank
-    optimizer = sgd(model)
+    model = nn.Sequential(nn.Linear(4, 4 + 4 * rank), nn.Linear(4 + 4 * rank, 2))  # a different one on each rank
+    optimizer = make_sgd(model)
     pm.DPF(sparsity=0.5).attach(model, optimizer, total_steps=STEPS)
     model(torch.ones(2, 4)).sum().backward()
     try:
         optimizer.step()
     except pm.PomonaError as error:
         Path(folder, f"{rank}.txt").write_text(str(error))
-    distributed.barrier()  # nobody leaves before all have read the error
+    distributed.barrier()  # no rank leaves before all have raised the error
     distributed.destroy_process_group()
-    os._exit(0)  # torch's threads now and then abort a plain exit
+    os._exit(0)  # a normal exit is sometimes aborted by torch's threads
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes left behind."""
+    """Return the folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=worker, args=(rank, str(folder))) for rank in range(2)]
+    ranks = [context.Process(target=run_worker, args=(rank, str(folder))) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
-        process.kill()  # where the other rank died, this one waits for ever
+        process.kill()  # it waits forever where the other rank has failed
     assert [process.exitcode for process in ranks] == [0, 0]
     return folder
 
 
-@pytest.mark.parametrize("method", [*METHODS, *(f"{method}, attached first" for method in EITHER)])
-def test_two_processes_are_one(folder: Path, method: str) -> None:
-    one = run(method.split(",")[0], seed=0, rank=None)
+@pytest.mark.parametrize("method", [*METHODS, *(f"{method}, attached first" for method in ATTACHABLE_FIRST)])
+def test_two_processes_train_like_one(folder: Path, method: str) -> None:
+    one = train_on_rank(method.split(",")[0], seed=0, rank=None)
     ranks = [torch.load(folder / f"{rank}.pt")[method] for rank in range(2)]
-    assert same(ranks[0], ranks[1])
+    assert is_identical(ranks[0], ranks[1])
     for rank in ranks:
         assert rank["history"] == one["history"]
-        assert same(rank["masks"], one["masks"])
+        assert is_identical(rank["masks"], one["masks"])
         for name, weight in one["weights"].items():
             assert torch.allclose(rank["weights"][name], weight, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_different_models_are_refused(folder: Path, rank: int) -> None:
+def test_different_models_on_the_ranks_are_refused(folder: Path, rank: int) -> None:
     assert "the ranks prune different layers" in (folder / f"{rank}.txt").read_text()

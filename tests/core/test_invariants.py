@@ -1,4 +1,4 @@
-"""The five rules of "the model is always plain", for every registered method and several patterns."""
+"""The model is always plain: its invariants, for every registered method and several patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, hooks, hooks_on_all, loss_at, obeys, same, saved, sgd, train
+from engine_helpers import (
+    TARGETS,
+    Net,
+    compute_loss,
+    count_global_hooks,
+    count_hooks,
+    is_identical,
+    make_adam,
+    make_sgd,
+    obeys_masks,
+    save_and_load,
+    train,
+)
 from torch import Tensor, nn
 
 import pomona as pm
@@ -27,14 +39,14 @@ PATTERNS = {
     "kernel": pm.Kernel(),
     "filter": pm.Filter(norm=1),
 }
-# Lottery is a loop over whole trainings, each of them under a pruner of its own.
+# Lottery runs several trainings, each with a separate pruner.
 every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "lottery"])
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
-every_optimizer = pytest.mark.parametrize("make", [sgd, adam])
+every_optimizer = pytest.mark.parametrize("make", [make_sgd, make_adam])
 
 
 def frequent_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **more: Any) -> pm.Pruner:
-    """A pruner that updates often, whatever the method; options it does not have are left out."""
+    """Return a pruner that updates its masks often; options that the method lacks are left out."""
     options = {
         "sparsity": 0.75 if pattern.sparsity is None else None,
         "pattern": pattern,
@@ -47,7 +59,7 @@ def frequent_pruner(name: str, pattern: Pattern = PATTERNS["unstructured"], **mo
 
 
 def make_model(name: str, seed: int = 0) -> Net:
-    """A network in float64; what is only finetuned has zeros in it, and scores leave no norm to train."""
+    """Return a network in float64, with zeros for finetune and with a frozen norm for score methods."""
     model = Net(seed).double()
     model.norm.requires_grad_(METHODS[name].weights != "score")
     if name == "finetune":
@@ -56,37 +68,36 @@ def make_model(name: str, seed: int = 0) -> Net:
     return model
 
 
-def begin(
-    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = sgd, **more: Any
+def attach_frequent(
+    name: str, pattern: Pattern = PATTERNS["unstructured"], make: Any = make_sgd, **more: Any
 ) -> tuple[Net, Any, pm.Pruner]:
+    """Return a network, its optimizer and an attached pruner that updates its masks often."""
     model = make_model(name)
     optimizer = make(model)
     return model, optimizer, frequent_pruner(name, pattern, **more).attach(model, optimizer, total_steps=TOTAL)
 
 
-GROWING = {"acdc", "dsr", "rigl", "set", "sparse_momentum", "srigl"}  # a weight that has just grown is zero
+REGROWING = {"acdc", "dsr", "rigl", "set", "sparse_momentum", "srigl"}  # a weight that has just grown is zero
+THRESHOLDING = {"feather", "st3"}  # a kept weight below its threshold is zero
+WITHOUT_PATTERN = {"finetune", "srigl"}  # finetune keeps the zeros it finds; the structure of srigl has its own tests
 
 
-SHRINKING = {"feather", "st3"}  # a kept weight below its threshold is zero
-OWN_PATTERN = {"finetune", "srigl"}  # holds what it finds; has the same fan-in for every neuron (tested there)
-
-
-# Pairs that make no sense, and why.
+# Pairs that are refused, with a part of the message.
 REFUSED = {
     ("dsr", "nm"): "moves weights between layers",
     ("sparse_momentum", "nm"): "moves weights between layers",
-    **{(name, "filter"): "a filter of zeros behind a ReLU never learns" for name in GROWING - {"srigl"}},
+    **{(name, "filter"): "a filter of zeros behind a ReLU never learns" for name in REGROWING - {"srigl"}},
     **{(name, p): "prunes groups of weights" for name in ("feather", "st3") for p in PATTERNS if p != "unstructured"},
 }
 
 
-def free(name: str) -> bool:
-    """Whether weights may grow again between a free method's cuts."""
+def is_free(name: str) -> bool:
+    """Return whether pruned weights may change between mask updates."""
     return METHODS[name].weights == "free"
 
 
-def fits(pattern: Pattern, mask: Tensor) -> bool:
-    """Whether a mask has the pattern's structure."""
+def has_structure(pattern: Pattern, mask: Tensor) -> bool:
+    """Return whether a mask has the structure of a pattern."""
     rows = mask.reshape(matrix_shape(mask.shape))
     if isinstance(pattern, (pm.NM, pm.Balanced)):
         return rows.reshape(-1, 4).sum(1).unique().numel() == 1
@@ -98,8 +109,8 @@ def fits(pattern: Pattern, mask: Tensor) -> bool:
     return torch.equal(units.any(-1), units.all(-1))
 
 
-def slack(pattern: Pattern, masks: dict[str, Tensor]) -> float:
-    """How far the count of zeros may be from the one asked for: half the largest unit."""
+def count_tolerance(pattern: Pattern, masks: dict[str, Tensor]) -> float:
+    """Return how far the number of pruned weights may be from the one asked for: half the largest unit."""
     if isinstance(pattern, pm.Unstructured):
         return 0.5
     if isinstance(pattern, (pm.NM, pm.Balanced)):
@@ -117,33 +128,33 @@ def test_weights_obey_the_mask_at_every_forward(name: str, pattern: Pattern) -> 
         with pytest.raises(pm.PomonaError, match=REFUSED[name, pattern.name]):
             frequent_pruner(name, pattern)
         return
-    model, optimizer, pruner = begin(name, pattern)
+    model, optimizer, pruner = attach_frequent(name, pattern)
     masks = pruner.masks()
     size = sum(mask.numel() for mask in masks.values())
 
-    def check(*_: Any) -> None:
-        if not free(name):
-            assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
-        assert name in OWN_PATTERN or all(fits(pattern, mask) for mask in masks.values())
+    def check_masks(*_: Any) -> None:
+        if not is_free(name):
+            assert obeys_masks(model, pruner, grown=name in REGROWING | THRESHOLDING)
+        assert name in WITHOUT_PATTERN or all(has_structure(pattern, mask) for mask in masks.values())
         asked = pruner.history[-1]["sparsity"] if pruner.history else 0.0
         pruned = sum(int((~mask).sum()) for mask in masks.values())
-        limit = slack(pattern, masks) if name != "srigl" else sum(len(mask) for mask in masks.values())
-        assert name == "finetune" or abs(pruned - asked * size) <= limit  # srigl: one weight a neuron
+        limit = count_tolerance(pattern, masks) if name != "srigl" else sum(len(mask) for mask in masks.values())
+        assert name == "finetune" or abs(pruned - asked * size) <= limit  # srigl: one weight for each neuron
         assert pruner.sparsity() == pytest.approx(pruned / size)
 
-    handle = model.register_forward_pre_hook(check)
+    handle = model.register_forward_pre_hook(check_masks)
     train(model, optimizer, range(TOTAL))
     handle.remove()
     pruner.finish()
-    check()
-    assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
+    check_masks()
+    assert obeys_masks(model, pruner, grown=name in REGROWING | THRESHOLDING)
     assert pruner.history[-1]["sparsity"] == pruner.method.final_sparsity
 
 
 @pytest.mark.parametrize("name", ["dpf", "incremental", "oneshot", "random"])
 @pytest.mark.parametrize("allocation", ["uniform", "erk"])
-def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> None:
-    model, optimizer, pruner = begin(name, allocation=allocation)
+def test_each_layer_has_the_sparsity_of_its_allocation(name: str, allocation: str) -> None:
+    model, optimizer, pruner = attach_frequent(name, allocation=allocation)
     train(model, optimizer, range(TOTAL))
     pruner.finish()
     shares = dict.fromkeys(TARGETS, 0.75)
@@ -158,76 +169,77 @@ def test_each_layer_has_the_zeros_of_its_share(name: str, allocation: str) -> No
         assert int((~mask).sum()) == round(shares[key] * mask.numel())
 
 
-# ---- 2: the state loads into an untouched copy
+# ---- 2: the state loads into a plain model
 
 
 @every_method
-def test_state_dict_loads_strictly_at_every_moment(name: str) -> None:
+def test_state_dict_loads_strictly_into_a_plain_model_at_every_step(name: str) -> None:
     keys = list(Net().state_dict())
-    model, optimizer, pruner = begin(name)
+    model, optimizer, pruner = attach_frequent(name)
 
-    def check(*_: Any) -> None:
+    def check_state(*_: Any) -> None:
         assert list(model.state_dict()) == keys
         assert set(map(type, model.modules())) == set(map(type, Net().modules()))
         Net().double().load_state_dict(model.state_dict(), strict=True)
 
-    check()
-    model.register_forward_pre_hook(check)
+    check_state()
+    model.register_forward_pre_hook(check_state)
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    check()
+    check_state()
 
 
-# ---- 3: stopped and resumed is not stopped at all
+# ---- 3: a run that is stopped and resumed is bit-identical to one that is not
 
 
-def everything(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
+def collect_state(model: Net, optimizer: Any, pruner: pm.Pruner) -> dict[str, Any]:
+    """Return the states of the model and the optimizer, and the masks."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "masks": pruner.masks()}
 
 
-WAYS = [
-    (sgd, order, way, 17)
+RESUME_CASES = [
+    (make_sgd, order, way, 17)
     for order in ("model first", "model last", "model before attach")
     for way in ("pruner", "optimizer")
 ]
-MORE = [
-    (adam, "model first", "optimizer", 18),
-    (sgd, "model last", "optimizer", 0),
-    (adam, "model first", "optimizer", 37),
+MORE_RESUME_CASES = [
+    (make_adam, "model first", "optimizer", 18),
+    (make_sgd, "model last", "optimizer", 0),
+    (make_adam, "model first", "optimizer", 37),
 ]
 
 
 @every_method
-@pytest.mark.parametrize(("make", "order", "way", "stop"), WAYS + MORE)
-def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str, stop: int) -> None:
-    model, optimizer, pruner = begin(name, make=make)
+@pytest.mark.parametrize(("make", "order", "way", "stop"), RESUME_CASES + MORE_RESUME_CASES)
+def test_a_resumed_run_is_bit_identical_for_every_method(name: str, make: Any, order: str, way: str, stop: int) -> None:
+    model, optimizer, pruner = attach_frequent(name, make=make)
     train(model, optimizer, range(stop))
     file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if way == "pruner":
         del file["optimizer"]["pomona"]
         file["pruner"] = pruner.state_dict()
-    file = saved(file)
+    file = save_and_load(file)
     train(model, optimizer, range(stop, TOTAL))
     pruner.finish()
 
-    other, twin = make_model(name, seed=7), frequent_pruner(name)
+    other, resumed = make_model(name, seed=7), frequent_pruner(name)
     if order == "model before attach":
         other.load_state_dict(file["model"])
-    again = make(other)
-    twin.attach(other, again, total_steps=TOTAL)
+    other_optimizer = make(other)
+    resumed.attach(other, other_optimizer, total_steps=TOTAL)
     if order == "model first":
         other.load_state_dict(file["model"])
-    again.load_state_dict(file["optimizer"])
+    other_optimizer.load_state_dict(file["optimizer"])
     if way == "pruner":
-        twin.load_state_dict(file["pruner"])
+        resumed.load_state_dict(file["pruner"])
     if order == "model last":
         other.load_state_dict(file["model"])
-    assert twin.step == stop
-    train(other, again, range(stop, TOTAL))
-    twin.finish()
+    assert resumed.step == stop
+    train(other, other_optimizer, range(stop, TOTAL))
+    resumed.finish()
 
-    assert same(everything(other, again, twin), everything(model, optimizer, pruner))
-    assert twin.history == pruner.history
+    assert is_identical(collect_state(other, other_optimizer, resumed), collect_state(model, optimizer, pruner))
+    assert resumed.history == pruner.history
 
 
 # ---- 4: copies
@@ -235,32 +247,32 @@ def test_resumed_run_is_bit_identical(name: str, make: Any, order: str, way: str
 
 @every_method
 def test_a_copied_model_is_plain(name: str) -> None:
-    model, optimizer, pruner = begin(name)
+    model, optimizer, pruner = attach_frequent(name)
     train(model, optimizer, range(28))  # acdc is compressed there
-    loss_at(model, 0).backward()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same(twin.state_dict(), model.state_dict())
-        assert hooks(twin, sgd(twin)) == hooks(Net().double(), sgd(Net().double()))
-        train(twin, sgd(twin, lr=0.5), range(3))  # nothing holds its zeros
-        assert twin.conv2.weight[~pruner.masks()["conv2.weight"]].any()
+    compute_loss(model, 0).backward()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert is_identical(copied.state_dict(), model.state_dict())
+        assert count_hooks(copied, make_sgd(copied)) == count_hooks(Net().double(), make_sgd(Net().double()))
+        train(copied, make_sgd(copied, lr=0.5), range(3))  # nothing holds its zeros
+        assert copied.conv2.weight[~pruner.masks()["conv2.weight"]].any()
 
 
 @every_method
 @every_optimizer
 @pytest.mark.parametrize("stop", [0, 18])
-def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: int) -> None:
-    one = begin(name, make=make)
+def test_model_optimizer_and_pruner_copied_together_train_alike(name: str, make: Any, stop: int) -> None:
+    one = attach_frequent(name, make=make)
     train(*one[:2], range(stop))
     model, optimizer, pruner = copy.deepcopy(one)
-    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert is_identical(collect_state(model, optimizer, pruner), collect_state(*one))
     before = copy.deepcopy(one[0].state_dict())
 
     train(model, optimizer, range(stop, TOTAL))
-    assert same(one[0].state_dict(), before), "the copy trained the original"
+    assert is_identical(one[0].state_dict(), before), "the copy trained the original"
     train(*one[:2], range(stop, TOTAL))
     one[2].finish()
     pruner.finish()
-    assert same(everything(model, optimizer, pruner), everything(*one))
+    assert is_identical(collect_state(model, optimizer, pruner), collect_state(*one))
     assert pruner.history == one[2].history
 
 
@@ -268,30 +280,30 @@ def test_copied_together_all_three_train_on_alike(name: str, make: Any, stop: in
 
 
 @every_method
-def test_finish_leaves_zeros_and_no_hooks(name: str) -> None:
+def test_finish_leaves_exact_zeros_and_no_hooks(name: str) -> None:
     model = make_model(name)
-    optimizer = sgd(model)
-    before, on_all = hooks(model, optimizer), hooks_on_all()
+    optimizer = make_sgd(model)
+    before, on_all = count_hooks(model, optimizer), count_global_hooks()
     pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
-    assert hooks(model, optimizer) != before
+    assert count_hooks(model, optimizer) != before
     train(model, optimizer, range(TOTAL))
     pruner.finish()
-    assert obeys(model, pruner, grown=name in GROWING | SHRINKING)
-    assert (hooks(model, optimizer), hooks_on_all()) == (before, on_all)
+    assert obeys_masks(model, pruner, grown=name in REGROWING | THRESHOLDING)
+    assert (count_hooks(model, optimizer), count_global_hooks()) == (before, on_all)
     assert "pomona" not in optimizer.state_dict()
     size = sum(mask.numel() for mask in pruner.masks().values())
-    asked = 1344 // 2 if name == "finetune" else round(0.75 * size)  # or half of the convolutions and `hidden`
+    asked = 1344 // 2 if name == "finetune" else round(0.75 * size)  # finetune: half of the targets
     rounding = (
         sum(len(mask) for mask in pruner.masks().values()) / 2 if name == "srigl" else 0
-    )  # half a weight a neuron
+    )  # half a weight for each neuron
     assert abs(sum(int((~mask).sum()) for mask in pruner.masks().values()) - asked) <= rounding
 
 
 # ---- memory
 
 
-def living() -> int:
-    """Bytes in the storages of all living tensors."""
+def count_live_bytes() -> int:
+    """Return the bytes in the storages of all live tensors."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
@@ -300,22 +312,24 @@ def living() -> int:
 
 
 @every_method
-def test_memory_is_a_byte_a_weight_and_one_dense_copy_for_soft(name: str) -> None:
-    """Score methods hold scores and weights, the mask of the last record, and the number of each weight's last draw."""
+def test_memory_is_one_byte_a_weight_and_one_dense_copy_for_soft_methods(name: str) -> None:
+    """Score methods hold scores, weights, the mask of the last history entry and, for IteRand, draw numbers."""
     more = {"hard": 0, "free": 0, "soft": 8, "score": 17}[METHODS[name].weights]
-    left = 4 if name == "iterand" else 0
+    draw_numbers = 4 if name == "iterand" else 0
     model = make_model(name)
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     train(model, optimizer, range(1))
-    before = living()
+    before = count_live_bytes()
     pruner = frequent_pruner(name).attach(model, optimizer, total_steps=TOTAL)
     train(model, optimizer, range(TOTAL))
     size = sum(mask.numel() for mask in pruner.masks().values())
-    assert pruner.history  # fetches what is left of it on the device
+    assert pruner.history  # reading it fetches what is still on the device
     assert all(mask.dtype == torch.bool for mask in pruner.masks().values())
     thresholds = sum(slot.calibration.nbytes for slot in pruner.slots if slot.calibration is not None)
-    assert 0 <= living() - before - size * (1 + more + left) - thresholds < 100  # a few scalars
+    assert 0 <= count_live_bytes() - before - size * (1 + more + draw_numbers) - thresholds < 100  # a few scalars
     bits = {k: (v.dtype, v.numel()) for k, v in pruner.state_dict()["masks"].items()}
     assert bits == {k: (torch.uint8, -(-m.numel() // 8)) for k, m in pruner.masks().items()}
     pruner.finish()
-    assert living() - before < size * (1 + left) + thresholds + 100, "the dense copy outlived finish"
+    assert count_live_bytes() - before < size * (1 + draw_numbers) + thresholds + 100, (
+        "finish did not free the dense copy"
+    )

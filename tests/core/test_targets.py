@@ -1,4 +1,4 @@
-"""What is pruned by default, what is left, and why."""
+"""The parameters that are pruned by default, those that are left dense, and the reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from kit import Net
+from engine_helpers import Net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -14,16 +14,18 @@ from torch.optim import SGD
 import pomona as pm
 
 
-def taken(model: nn.Module, **options: object) -> list[str]:
+def list_targets(model: nn.Module, **options: object) -> list[str]:
+    """Return the names of the parameters that are pruned."""
     return [target.name for target in pm.prunable(model, **options).targets]  # type: ignore[arg-type]
 
 
-def reasons(model: nn.Module, **options: object) -> dict[str, str]:
+def list_reasons(model: nn.Module, **options: object) -> dict[str, str]:
+    """Return the reason for each parameter, by name."""
     return {choice.target.name: choice.reason for choice in pm.prunable(model, **options)}  # type: ignore[arg-type]
 
 
 def test_default_targets_and_reasons() -> None:
-    assert reasons(Net()) == {
+    assert list_reasons(Net()) == {
         "conv1.weight": "convolution",
         "conv1.bias": "a bias or another vector",
         "norm.weight": "part of a normalisation",
@@ -35,12 +37,12 @@ def test_default_targets_and_reasons() -> None:
         "head.weight": "the last linear layer",
         "head.bias": "a bias or another vector",
     }
-    assert taken(Net()) == ["conv1.weight", "conv2.weight", "hidden.weight"]
+    assert list_targets(Net()) == ["conv1.weight", "conv2.weight", "hidden.weight"]
     assert str(pm.prunable(Net())).splitlines()[0].split() == ["✂", "conv1.weight", "8×4×3×3", "convolution"]
 
 
 class HeadFirst(nn.Module):
-    """Defines its head before its body."""
+    """A model that defines its last layer first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +54,23 @@ class HeadFirst(nn.Module):
 
 
 class Untraceable(HeadFirst):
+    """A model whose forward branches on its data."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)) if x.sum() > 0 else x
 
 
 def test_the_classifier_is_the_last_layer_of_a_traced_forward() -> None:
-    assert taken(HeadFirst()) == ["body.0.weight", "body.2.weight"]
-    assert reasons(HeadFirst())["head.weight"] == "the last linear layer"
+    assert list_targets(HeadFirst()) == ["body.0.weight", "body.2.weight"]
+    assert list_reasons(HeadFirst())["head.weight"] == "the last linear layer"
 
 
-def test_the_classifier_is_the_last_defined_where_tracing_fails() -> None:
-    assert taken(Untraceable()) == ["head.weight", "body.0.weight"]
+def test_the_classifier_is_the_last_defined_layer_where_tracing_fails() -> None:
+    assert list_targets(Untraceable()) == ["head.weight", "body.0.weight"]
 
 
-class Remembers(nn.Module):
-    """A forward that writes into the module."""
+class WritesInForward(nn.Module):
+    """A model whose forward writes into the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,31 +86,31 @@ class Remembers(nn.Module):
         return self.head(self.last)
 
 
-def test_tracing_leaves_no_mark_on_the_model() -> None:
-    model = Remembers()
-    assert taken(model) == ["body.weight"]
+def test_tracing_does_not_change_the_model() -> None:
+    model = WritesInForward()
+    assert list_targets(model) == ["body.weight"]
     assert (model.last, model.count, float(model.calls)) == (None, 0, 0.0)
     copy.deepcopy(model)
 
 
-def test_recurrent_layers() -> None:
+def test_recurrent_weights_are_targets() -> None:
     lstm = nn.ModuleDict({"embed": nn.Embedding(9, 4), "lstm": nn.LSTM(4, 4, num_layers=2), "head": nn.Linear(4, 9)})
-    assert taken(lstm) == [f"lstm.weight_{kind}_l{layer}" for layer in (0, 1) for kind in ("ih", "hh")]
-    assert reasons(lstm)["embed.weight"] == "an embedding"
-    assert reasons(lstm)["lstm.bias_ih_l0"] == "a bias or another vector"
-    assert taken(nn.Sequential(nn.GRUCell(4, 4))) == ["0.weight_ih", "0.weight_hh"]
+    assert list_targets(lstm) == [f"lstm.weight_{kind}_l{layer}" for layer in (0, 1) for kind in ("ih", "hh")]
+    assert list_reasons(lstm)["embed.weight"] == "an embedding"
+    assert list_reasons(lstm)["lstm.bias_ih_l0"] == "a bias or another vector"
+    assert list_targets(nn.Sequential(nn.GRUCell(4, 4))) == ["0.weight_ih", "0.weight_hh"]
 
 
-def test_attention_projections() -> None:
+def test_attention_projections_are_targets() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, add_bias_kv=True), "head": nn.Linear(8, 2)})
-    assert taken(model) == ["attention.in_proj_weight", "attention.out_proj.weight"]
+    assert list_targets(model) == ["attention.in_proj_weight", "attention.out_proj.weight"]
     apart = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, vdim=4), "head": nn.Linear(8, 2)})
-    assert taken(apart) == [
+    assert list_targets(apart) == [
         f"attention.{name}" for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
     ]
 
 
-class Language(nn.Module):
+class TiedLanguageModel(nn.Module):
     """A language model with its output tied to its embedding."""
 
     def __init__(self) -> None:
@@ -120,21 +124,29 @@ class Language(nn.Module):
         return self.head(F.relu(self.body(self.embed(x))))
 
 
-def test_a_tied_head_is_one_dense_tensor() -> None:
-    assert taken(Language()) == ["body.weight"]
-    assert "head.weight" not in reasons(Language())
-    assert taken(Language(), include="*embed*") == ["embed.weight"]
-    assert taken(Language(), include="*", exclude="head") == ["body.weight"], "a tied tensor has two names"
+def test_an_output_layer_tied_to_an_embedding_is_one_dense_tensor() -> None:
+    assert list_targets(TiedLanguageModel()) == ["body.weight"]
+    assert "head.weight" not in list_reasons(TiedLanguageModel())
+    assert list_targets(TiedLanguageModel(), include="*embed*") == ["embed.weight"]
+    assert list_targets(TiedLanguageModel(), include="*", exclude="head") == ["body.weight"], (
+        "a tied tensor has two names"
+    )
 
 
-def test_globs_replace_and_exclude() -> None:
-    assert taken(Net(), include="conv*") == ["conv1.weight", "conv2.weight"]
-    assert taken(Net(), include=["head", "conv1.weight"]) == ["conv1.weight", "head.weight"]
-    assert taken(Net(), include="*", exclude="conv?") == ["hidden.weight", "head.weight"]
-    assert taken(Net(), exclude=["conv1", "hidden.*"]) == ["conv2.weight"]
-    assert taken(Net(), include="*.bias") == ["conv1.bias", "norm.bias", "conv2.bias", "hidden.bias", "head.bias"]
-    assert reasons(Net(), exclude="conv1")["conv1.weight"] == "excluded"
-    assert reasons(Net(), include="conv1")["conv2.weight"] == "not included"
+def test_globs_include_and_exclude() -> None:
+    assert list_targets(Net(), include="conv*") == ["conv1.weight", "conv2.weight"]
+    assert list_targets(Net(), include=["head", "conv1.weight"]) == ["conv1.weight", "head.weight"]
+    assert list_targets(Net(), include="*", exclude="conv?") == ["hidden.weight", "head.weight"]
+    assert list_targets(Net(), exclude=["conv1", "hidden.*"]) == ["conv2.weight"]
+    assert list_targets(Net(), include="*.bias") == [
+        "conv1.bias",
+        "norm.bias",
+        "conv2.bias",
+        "hidden.bias",
+        "head.bias",
+    ]
+    assert list_reasons(Net(), exclude="conv1")["conv1.weight"] == "excluded"
+    assert list_reasons(Net(), include="conv1")["conv2.weight"] == "not included"
 
 
 def test_a_misspelt_glob_is_an_error_with_the_nearest_name() -> None:
@@ -149,7 +161,8 @@ def test_lazy_modules_are_refused() -> None:
         pm.prunable(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
-def cut(model: nn.Module, **options: object) -> dict[str, Tensor]:
+def prune_once(model: nn.Module, **options: object) -> dict[str, Tensor]:
+    """Prune half of a model's first layer and return the masks."""
     pruner = pm.OneShot(**{"sparsity": 0.5, "pattern": pm.Filter(), "include": "0", **options})
     return pruner.attach(model, SGD(model.parameters(), lr=0.1)).masks()
 
@@ -158,7 +171,7 @@ def test_filters_of_a_transposed_convolution_are_its_outputs() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 4, 1))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 4, 2, 3], [1, 4, 2, 3]]).view(2, 4, 1, 1))
-    mask = cut(model)["0.weight"].view(2, 4)
+    mask = prune_once(model)["0.weight"].view(2, 4)
     assert mask.tolist() == [[False, True, False, True]] * 2
     assert model[0].weight.view(2, 4)[0].tolist() == [0, 4, 0, 3]
 
@@ -172,44 +185,44 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.ones(outputs))
 
 
-def test_gpt2_layers_are_linear_with_their_outputs_second() -> None:
+def test_gpt2_layers_are_linear_with_the_output_dimension_second() -> None:
     model = nn.Sequential(Conv1D(3, 4), nn.Linear(4, 2))
-    assert taken(model) == ["0.weight"]
-    assert cut(model)["0.weight"].tolist() == [[False, False, True, True]] * 3
+    assert list_targets(model) == ["0.weight"]
+    assert prune_once(model)["0.weight"].tolist() == [[False, False, True, True]] * 3
     model = nn.Sequential(Conv1D(4, 2))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 8], [2, 7], [3, 6], [4, 5]]))
-    mask = cut(model, pattern=pm.NM(2, 4), sparsity=None)["0.weight"]  # two of four inputs for each output
+    mask = prune_once(model, pattern=pm.NM(2, 4), sparsity=None)["0.weight"]  # two of four inputs for each output
     assert mask.T.tolist() == [[False, False, True, True], [True, True, False, False]]
 
 
 @pytest.mark.parametrize("style", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm], ids=["old", "new"])
-def test_weight_norm_is_left_by_default_and_refused_on_request(style: object) -> None:
+def test_weight_norm_is_left_dense_by_default_and_refused_when_included(style: object) -> None:
     model = nn.Sequential(style(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))  # type: ignore[operator]
-    assert taken(model) == ["1.weight"]
-    assert "parametrized: a zero in it is no zero in the layer" in reasons(model).values()
+    assert list_targets(model) == ["1.weight"]
+    assert "parametrized: a zero in it is no zero in the layer" in list_reasons(model).values()
     with pytest.raises(pm.PomonaError, match="remove the parametrization first"):
         pm.prunable(model, include="0*")
 
 
-def test_weight_norm_of_a_recurrent_weight_is_left_too() -> None:
+def test_weight_norm_of_a_recurrent_weight_is_left_dense() -> None:
     lstm = nn.utils.weight_norm(nn.LSTM(4, 4), name="weight_hh_l0")
-    assert taken(nn.ModuleList([lstm])) == ["0.weight_ih_l0"]
+    assert list_targets(nn.ModuleList([lstm])) == ["0.weight_ih_l0"]
 
 
-def test_wrapped_models_keep_their_own_names() -> None:
-    own = taken(Net())
-    assert taken(nn.DataParallel(Net())) == own
-    assert taken(torch.compile(Net(), backend="eager")) == own  # type: ignore[arg-type]
+def test_wrapped_models_keep_their_parameter_names() -> None:
+    own = list_targets(Net())
+    assert list_targets(nn.DataParallel(Net())) == own
+    assert list_targets(torch.compile(Net(), backend="eager")) == own  # type: ignore[arg-type]
 
 
-def test_an_unknown_layer_is_left_and_can_be_named() -> None:
+def test_an_unknown_layer_is_left_dense_and_can_be_included() -> None:
     model = nn.ModuleDict({"own": nn.ParameterList([nn.Parameter(torch.ones(4, 4))]), "body": nn.Linear(4, 4)})
-    assert reasons(model)["own.0"] == "part of a layer of unknown kind"
-    assert taken(model, include="own.0") == ["own.0"]
+    assert list_reasons(model)["own.0"] == "part of a layer of unknown kind"
+    assert list_targets(model, include="own.0") == ["own.0"]
 
 
-def test_a_model_with_nothing_to_prune() -> None:
+def test_a_model_with_nothing_to_prune_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     with pytest.raises(pm.PomonaError, match="Sequential has nothing to prune"):
         pm.DPF().attach(model, SGD(model.parameters(), lr=0.1), total_steps=4)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from kit import TARGETS, Net, loss_at, sgd
+from engine_helpers import TARGETS, Net, compute_loss, make_sgd
 from torch import Tensor
 
 Shrink = Callable[[Tensor, Tensor, float], Tensor]  # weights, mask, threshold → what the model runs on
@@ -30,7 +30,7 @@ def prune_globally(weights: dict[str, Tensor], sparsity: float) -> dict[str, Ten
 def train_reference(shrink: Shrink, final: float, until: float, total: int, theta: float = 1.0) -> Net:
     """Train dense weights by gradients taken at the shrunk ones; those of pruned weights are scaled by theta."""
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     parameters = {name: model.get_parameter(name) for name in TARGETS}
     dense = {name: p.detach().clone() for name, p in parameters.items()}
     masks = {name: torch.ones_like(w, dtype=torch.bool) for name, w in dense.items()}
@@ -39,7 +39,7 @@ def train_reference(shrink: Shrink, final: float, until: float, total: int, thet
     for step in range(1, total + 1):
         set_values(parameters, current)
         optimizer.zero_grad()
-        loss_at(model, step - 1).backward()
+        compute_loss(model, step - 1).backward()
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(dense[name])

@@ -1,4 +1,4 @@
-"""A floor under the layers of a global allocation."""
+"""Global allocation with a floor: the least share that each layer keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_helpers import attach_to_network, obeys_masks, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import attached, obeys, train
 from torch import Tensor
 
 import pomona as pm
@@ -29,21 +29,31 @@ PATTERNS: list[Pattern] = [
 SHAPES = st.lists(st.sampled_from([(2, 4), (4, 8), (6, 4, 3, 3), (8, 2, 2, 2), (32, 16)]), min_size=1, max_size=5)
 
 
-def kept(masks: dict[str, Tensor]) -> dict[str, list[int]]:
+def as_ints(masks: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Return masks as lists of 0 and 1."""
     return {name: mask.flatten().int().tolist() for name, mask in masks.items()}
 
 
-def test_by_hand() -> None:
-    # Half of eight are kept. Without a floor all of b; a floor of a quarter gives a its best, and b loses its least.
+def test_floors_by_hand() -> None:
+    # Half of eight are kept: all of b without a floor. A floor of a quarter keeps the best of a, not the least of b.
     scores = {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([8.0, 7, 6, 5])}
-    assert kept(select(scores, 0.5, pm.Unstructured(), "global(floor=0)")) == {"a": [0, 0, 0, 0], "b": [1, 1, 1, 1]}
-    assert kept(select(scores, 0.5, pm.Unstructured(), "global(floor=0.25)")) == {"a": [0, 0, 0, 1], "b": [1, 1, 1, 0]}
-    assert kept(select(scores, 0.5, pm.Unstructured(), "global(floor=0.5)")) == {"a": [0, 0, 1, 1], "b": [1, 1, 0, 0]}
-    # Where a layer has as much by itself, its floor changes nothing.
-    assert kept(select(scores, 0.25, pm.Unstructured(), "global(floor=0.5)")) == {"a": [0, 0, 1, 1], "b": [1, 1, 1, 1]}
+    assert as_ints(select(scores, 0.5, pm.Unstructured(), "global(floor=0)")) == {"a": [0, 0, 0, 0], "b": [1, 1, 1, 1]}
+    assert as_ints(select(scores, 0.5, pm.Unstructured(), "global(floor=0.25)")) == {
+        "a": [0, 0, 0, 1],
+        "b": [1, 1, 1, 0],
+    }
+    assert as_ints(select(scores, 0.5, pm.Unstructured(), "global(floor=0.5)")) == {
+        "a": [0, 0, 1, 1],
+        "b": [1, 1, 0, 0],
+    }
+    # Where a layer keeps as much without a floor, the floor changes nothing.
+    assert as_ints(select(scores, 0.25, pm.Unstructured(), "global(floor=0.5)")) == {
+        "a": [0, 0, 1, 1],
+        "b": [1, 1, 1, 1],
+    }
 
 
-def test_shares_are_rounded_up_where_that_fits() -> None:
+def test_floors_are_rounded_up_where_that_fits() -> None:
     shapes = [torch.Size([10]), torch.Size([30])]
     assert floor_counts(shapes, 0.8, pm.Unstructured(), 0.11) == [2, 4]
     assert floor_counts(shapes, 0.87, pm.Unstructured(), 0.11) == [1, 3]  # 5 of 40 are kept, and 2 + 4 are more
@@ -63,7 +73,7 @@ def test_filters_are_counted_where_the_sparsity_is_a_share_of_them() -> None:
     assert [int(mask.flatten(1).any(1).sum()) for mask in masks.values()] == [0, 0, 0, 2]
 
 
-def test_a_floor_of_none_lifts_none() -> None:
+def test_layers_without_room_have_no_floor() -> None:
     # 96 of 480 are kept. One a block everywhere would be 100, so the small layers have no floor, and the last has all.
     scores = {str(k): torch.rand(4, 4) for k in range(5)} | {"last": torch.rand(4, 100) / 100}
     pattern = pm.Balanced(blocks=1)
@@ -71,7 +81,7 @@ def test_a_floor_of_none_lifts_none() -> None:
     assert int(select(scores, 0.8, pattern, "global(floor=0.2)")["last"].sum()) == 80
 
 
-def test_a_layer_of_one_weight() -> None:
+def test_a_layer_of_one_weight_keeps_it() -> None:
     scores = {"one": torch.tensor([[0.0]]), "many": torch.rand(10, 10) + 1}
     masks = select(scores, 0.9, pm.Unstructured(), "global(floor=0.01)")
     assert (int(masks["one"].sum()), int(masks["many"].sum())) == (1, 9)
@@ -80,7 +90,7 @@ def test_a_layer_of_one_weight() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @settings(deadline=None, max_examples=30)
 @given(SHAPES, st.integers(1, 99), st.integers(0, 100), st.integers(0, 10**6))
-def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse, share, seed) -> None:
+def test_every_layer_keeps_its_floor_and_the_total_is_unchanged(pattern, shapes, sparse, share, seed) -> None:
     sparsity = 0.5 if pattern.sparsity else sparse / 100
     floor = round((1 - sparsity) * share / 100, 4)
     generator = torch.Generator().manual_seed(seed)
@@ -105,22 +115,22 @@ def test_every_layer_keeps_its_share_and_the_total_stays(pattern, shapes, sparse
 @pytest.mark.parametrize("pattern", [pm.Unstructured(), pm.Kernel()], ids=str)
 def test_dpf_trains_with_a_floor(pattern: Pattern) -> None:
     options = {"sparsity": 0.9, "pattern": pattern, "every": 4}
-    model, optimizer, pruner = attached(pm.DPF(**options, allocation="global(floor=0.08)"), total=40)
+    model, optimizer, pruner = attach_to_network(pm.DPF(**options, allocation="global(floor=0.08)"), total=40)
     with torch.no_grad():
-        model.conv2.weight.mul_(1e-3)  # would go as a whole
+        model.conv2.weight.mul_(1e-3)  # would be pruned completely
     pruner.refresh()
     for step in range(40):
         train(model, optimizer, [step])
-        assert obeys(model, pruner)
+        assert obeys_masks(model, pruner)
     for mask in pruner.masks().values():
         assert int(mask.sum()) >= 0.08 * mask.numel()
     assert pruner.sparsity() == pytest.approx(0.9, abs=2e-3)
 
 
-def test_no_floor_is_the_old_way_to_the_last_bit() -> None:
+def test_a_floor_of_zero_gives_the_bits_of_no_floor() -> None:
     runs = []
     for allocation in ("global", "global(floor=0)"):
-        model, optimizer, pruner = attached(pm.DPF(sparsity=0.8, every=4, allocation=allocation), total=20)
+        model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.8, every=4, allocation=allocation), total=20)
         train(model, optimizer, range(20))
         runs.append((model.state_dict(), pruner.history))
     (one, first), (other, second) = runs
@@ -128,8 +138,8 @@ def test_no_floor_is_the_old_way_to_the_last_bit() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Segments:
-    """What the kernels' selection does, by a sort."""
+class SortedTopK:
+    """The kernels' segmented top-k selection, implemented by sorting."""
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes
@@ -145,14 +155,14 @@ class Segments:
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
-def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> None:
-    model, _, pruner = attached(pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.09)"), total=40)
+def test_kernels_select_with_the_same_floor(sparsity: float) -> None:
+    model, _, pruner = attach_to_network(pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.09)"), total=40)
     with torch.no_grad():
         model.conv2.weight.mul_(1e-3)
     pruner.refresh()
-    (buffers,) = pruner._engine.buffers
+    (buffers,) = pruner.attached_engine().buffers
     buffers.kernels, buffers.latent, buffers.magnitude = (
-        SimpleNamespace(SegmentedTopK=Segments),
+        SimpleNamespace(SegmentedTopK=SortedTopK),
         buffers.latent.float(),
         None,
     )
@@ -179,12 +189,12 @@ def test_what_kernels_do_for_all_layers_at_once_is_the_same(sparsity: float) -> 
     ],
 )
 @pytest.mark.parametrize("method", [pm.DPF, pm.Incremental, pm.EdgePopup])
-def test_bad_floors(method: Callable[..., pm.Pruner], allocation: object, message: str) -> None:
+def test_invalid_floors_are_refused(method: Callable[..., pm.Pruner], allocation: object, message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
         method(sparsity=0.9, allocation=allocation)
 
 
-def test_spelling() -> None:
+def test_allocations_have_one_canonical_form() -> None:
     assert parse_allocation("global(floor=0.02)") == ("global", 0.02)
     assert parse_allocation("erk") == ("erk", 0)
     for one, written in [

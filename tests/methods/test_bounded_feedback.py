@@ -1,4 +1,4 @@
-"""DPF's bound on the gradient of outputs that lost all their weights."""
+"""DPF's bound on the gradient of outputs whose weights are all pruned."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pomona.lab.recipes.recipe import Recipe
 BOUND = pm.DPF(feedback=0.5).method
 
 
-def test_by_hand():
-    gradient = torch.tensor([[3.0, 4.0], [0.0, 1.0], [6.0, 8.0], [0.3, 0.4]])  # of lengths 5, 1, 10 and 0.5
+def test_the_bound_by_hand():
+    gradient = torch.tensor([[3.0, 4.0], [0.0, 1.0], [6.0, 8.0], [0.3, 0.4]])  # of norms 5, 1, 10 and 0.5
     mask = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 0]]).bool()
-    # The first two keep a weight: 3 on average, so 1.5 is the bound; the third is cut to it, the last is shorter.
+    # The first two keep a weight: their norms are 3 on average, so 1.5 is the bound; it scales the third, not the last.
     expected = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.9, 1.2], [0.3, 0.4]])
     torch.testing.assert_close(BOUND.transform_gradient(gradient, mask, 0), expected)
     torch.testing.assert_close(BOUND.transform_gradient(gradient.T.contiguous(), mask.T, 1), expected.T)
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_where_there_is_nothing_to_compare_with_there_is_no_bound(kept: bool):
+def test_there_is_no_bound_without_kept_or_removed_outputs(kept: bool):
     gradient = torch.randn(4, 3, 2, 2)
     assert torch.equal(BOUND.transform_gradient(gradient, torch.full((4, 3, 2, 2), kept), 0), gradient)
     assert torch.equal(BOUND.transform_gradient(torch.zeros(4, 3), torch.eye(4, 3).bool(), 0), torch.zeros(4, 3))
@@ -33,7 +33,9 @@ def test_where_there_is_nothing_to_compare_with_there_is_no_bound(kept: bool):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.floats(0, 3), st.integers(0, 2**31))
-def test_directions_stay_and_lengths_are_bounded(rows: int, inner: int, side: int, bound: float, seed: int):
+def test_gradients_keep_their_direction_and_their_norms_are_bounded(
+    rows: int, inner: int, side: int, bound: float, seed: int
+):
     generator = torch.Generator().manual_seed(seed)
     shape = rows, inner, side, side
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * 10
@@ -47,8 +49,8 @@ def test_directions_stay_and_lengths_are_bounded(rows: int, inner: int, side: in
         torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
 
 
-class Block(nn.Module):
-    """A convolution with no ReLU between its norm and what follows, as the second of a residual block."""
+class ResidualEnd(nn.Module):
+    """A convolution and a norm without ReLU, like the end of a residual block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +60,10 @@ class Block(nn.Module):
         return self.head(self.norm(self.conv(x)).flatten(1))
 
 
-def lengths(feedback: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How far a step moves each dense filter, how long its gradient was, and which filters are there."""
+def measure_step(feedback: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how far a step moves each dense filter, the norm of its gradient, and which filters are kept."""
     torch.manual_seed(0)
-    model = Block()
+    model = ResidualEnd()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.DPF(
         sparsity=0.5, pattern=pm.Filter(of="filters"), schedule="constant", every=5, settle=0, feedback=feedback
@@ -72,15 +74,15 @@ def lengths(feedback: float | None) -> tuple[Tensor, Tensor, Tensor]:
     model(torch.randn(8, 3, 6, 6)).logsumexp(1).sum().backward()
     gradient = model.conv.weight.grad.clone()
     optimizer.step()
-    assert torch.equal(model.conv.weight.grad, gradient)  # the user's is as backward left it
+    assert torch.equal(model.conv.weight.grad, gradient)  # the user's gradient is not changed
     return (slot.latent - before).flatten(1).norm(dim=1), gradient.flatten(1).norm(dim=1), kept
 
 
 def test_a_removed_filter_moves_no_further_than_others_on_average():
-    moved, gradient, kept = lengths(None)
+    moved, gradient, kept = measure_step(None)
     torch.testing.assert_close(moved, gradient)
-    assert moved[~kept].mean() > 50 * moved[kept].mean()  # what the norm's 1/√ε makes of it
-    moved, gradient, kept = lengths(1.0)
+    assert moved[~kept].mean() > 50 * moved[kept].mean()  # caused by the 1/√ε of the batch norm
+    moved, gradient, kept = measure_step(1.0)
     torch.testing.assert_close(moved[kept], gradient[kept])
     torch.testing.assert_close(moved[~kept], gradient[kept].mean().expand(3))
 
@@ -90,7 +92,7 @@ def test_a_bound_below_zero_is_refused():
         pm.DPF(feedback=-1)
 
 
-def test_runs_from_before_keep_their_names():
+def test_the_default_does_not_change_the_fingerprint_of_a_run():
     plain, bound = (
         Recipe.load({"data": "digits", "model": "mlp", "method": f"dpf(feedback={value})"}) for value in (None, 1.0)
     )

@@ -1,4 +1,4 @@
-"""DPF against a straight-through reference that shares no code with it, to the last bit."""
+"""DPF against an independent straight-through reference, to the last bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit import TARGETS, Net, adam, batch, sgd
+from engine_helpers import TARGETS, Net, make_adam, make_batch, make_sgd
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -18,8 +18,8 @@ from pomona.patterns import Pattern
 STEPS, EVERY = 200, 16
 
 
-# What goes with a filter when the mask comes to rest: its bias, and the batch norm behind it.
-COMPANIONS = {
+# Coupled parameters, removed with a filter at the last mask update: its bias, and the batch norm behind it.
+COUPLED = {
     "conv1.bias": "conv1.weight",
     "norm.weight": "conv1.weight",
     "norm.bias": "conv1.weight",
@@ -28,8 +28,11 @@ COMPANIONS = {
 }
 
 
-def ranked(weights: dict[str, Tensor], sparsity: float, filters: bool) -> dict[str, Tensor]:
-    """Keep the largest weights, or filters by L2 norm: a full sort, a prefix nearest to the count asked for."""
+def keep_largest_units(weights: dict[str, Tensor], sparsity: float, filters: bool) -> dict[str, Tensor]:
+    """Return masks of the largest weights, or of the filters of largest L2 norm.
+
+    They are a prefix of the full order, with the count nearest to the one asked for.
+    """
     units = [
         (row.square().sum().sqrt().item(), row.numel(), name, i)
         for name, w in weights.items()
@@ -51,26 +54,26 @@ def ranked(weights: dict[str, Tensor], sparsity: float, filters: bool) -> dict[s
     return masks
 
 
-def reference(
+def train_straight_through(
     make: Callable[[nn.Module], Optimizer], sparsity: float, filters: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Net]:
-    """The dense weights, the sparse ones and the model after training by straight-through autograd."""
+    """Train by straight-through autograd and return the dense weights, the sparse ones and the model."""
     model = Net().double()
     optimizer = make(model)
     weights = dict(model.named_parameters())
-    pruned = {name: weights[name] for name in (*TARGETS, *(COMPANIONS if filters else ()))}
+    pruned = {name: weights[name] for name in (*TARGETS, *(COUPLED if filters else ()))}
     masks = {name: torch.ones_like(w) for name, w in pruned.items()}
     for step in range(STEPS + 1):
         if step % EVERY == 0 and step <= 0.9 * STEPS:
             x = min(step / (0.75 * STEPS), 1.0)
             latents = {k: pruned[k].detach() for k in TARGETS}
-            masks |= ranked(latents, sparsity * (1 - (1 - x) ** 3), filters)
+            masks |= keep_largest_units(latents, sparsity * (1 - (1 - x) ** 3), filters)
             if filters and step + EVERY > 0.9 * STEPS:
-                masks |= {one: masks[leader].flatten(1)[:, 0] for one, leader in COMPANIONS.items()}
+                masks |= {one: masks[leader].flatten(1)[:, 0] for one, leader in COUPLED.items()}
         sparse = {name: w + (masks[name] * w - w).detach() for name, w in pruned.items()}
         if step == STEPS:
             break
-        images, labels = batch(step)
+        images, labels = make_batch(step)
         optimizer.zero_grad()
         F.cross_entropy(functional_call(model, {**weights, **sparse}, (images,)), labels).backward()
         optimizer.step()
@@ -79,36 +82,36 @@ def reference(
 
 every_optimizer = pytest.mark.parametrize(
     "make",
-    [lambda m: sgd(m, lr=0.1), adam, lambda m: AdamW(m.parameters(), lr=0.003, weight_decay=0.1)],
+    [lambda m: make_sgd(m, lr=0.1), make_adam, lambda m: AdamW(m.parameters(), lr=0.003, weight_decay=0.1)],
     ids=["sgd", "adam", "adamw"],
 )
 
 
 @every_optimizer
 @pytest.mark.parametrize(("pattern", "sparsity"), [(pm.Unstructured(), 0.9), (pm.Filter(), 0.5)])
-def test_dpf_is_straight_through_training(
+def test_dpf_matches_straight_through_training(
     make: Callable[[nn.Module], Optimizer], pattern: Pattern, sparsity: float
 ) -> None:
-    dense, sparse, theirs = reference(make, sparsity, filters=pattern == pm.Filter())
+    dense, sparse, reference = train_straight_through(make, sparsity, filters=pattern == pm.Filter())
 
-    ours = Net().double()
-    optimizer = make(ours)
-    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY).attach(ours, optimizer, total_steps=STEPS)
+    model = Net().double()
+    optimizer = make(model)
+    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY).attach(model, optimizer, total_steps=STEPS)
     returned = 0
     for step in range(STEPS):
-        images, labels = batch(step)
+        images, labels = make_batch(step)
         optimizer.zero_grad()
-        F.cross_entropy(ours(images), labels).backward()
+        F.cross_entropy(model(images), labels).backward()
         before = {k: m.clone() for k, m in pruner.masks().items()}
         optimizer.step()
         returned += sum(int((m & ~before[k]).sum()) for k, m in pruner.masks().items())
 
-    assert returned > 0, "no weight ever came back: the feedback was not tried"
-    latents, weights = pruner.state_dict()["latents"], ours.state_dict()
+    assert returned > 0, "no pruned weight was kept again: the feedback is not tested"
+    latents, weights = pruner.state_dict()["latents"], model.state_dict()
     assert latents.keys() == dense.keys()
     for name in dense:
         assert torch.equal(latents[name], dense[name])
         assert torch.equal(weights[name], sparse[name])
     pruner.finish()
-    expected = theirs.state_dict() | sparse
-    assert all(torch.equal(ours.state_dict()[name], value) for name, value in expected.items())
+    expected = reference.state_dict() | sparse
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())

@@ -1,4 +1,4 @@
-"""What the growing methods share: dropping, growing and dividing, to the count."""
+"""Dropping weights, growing them and dividing growth between layers, with exact counts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_helpers import Net, make_sgd, train
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kit import Net, sgd, train
-from reference_methods import largest
+from reference_methods import keep_largest
 from torch import Tensor
 
 import pomona as pm
@@ -28,7 +28,7 @@ shapes = st.one_of(
 
 @st.composite
 def layers(draw: Any) -> tuple[Tensor, Tensor]:
-    """A score, often with ties, and a mask with any number of entries on."""
+    """Draw a score, often with ties, and a mask with any number of kept entries."""
     shape = draw(shapes)
     size = math.prod(shape)
     kind = draw(st.sampled_from(["distinct", "ties", "zero"]))
@@ -38,36 +38,36 @@ def layers(draw: Any) -> tuple[Tensor, Tensor]:
         "ties": generator.integers(0, 3, size).astype(float),
         "zero": np.zeros(size),
     }[kind]
-    mask = largest(generator.random(size), draw(st.integers(0, size)))
+    mask = keep_largest(generator.random(size), draw(st.integers(0, size)))
     return torch.from_numpy(score).reshape(shape), torch.from_numpy(mask).reshape(shape)
 
 
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.data())
-def test_drop_takes_the_lowest_to_the_count(layer: tuple[Tensor, Tensor], data: st.DataObject) -> None:
+def test_drop_removes_the_lowest_to_the_exact_count(layer: tuple[Tensor, Tensor], data: st.DataObject) -> None:
     score, mask = layer
     active = int(mask.sum())
     count = data.draw(st.integers(0, active))
     kept = _drop_grow.drop_lowest(pm.Unstructured(), score, mask, count)
     assert int(kept.sum()) == active - count
     assert not (kept & ~mask).any()
-    expected = largest(np.where(mask.numpy(), score.numpy(), -np.inf), active - count)
+    expected = keep_largest(np.where(mask.numpy(), score.numpy(), -np.inf), active - count)
     assert np.array_equal(kept.numpy(), expected)
 
 
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.data())
-def test_grow_adds_the_highest_to_the_count(layer: tuple[Tensor, Tensor], data: st.DataObject) -> None:
+def test_grow_adds_the_highest_to_the_exact_count(layer: tuple[Tensor, Tensor], data: st.DataObject) -> None:
     score, mask = layer
     active = data.draw(st.integers(int(mask.sum()), mask.numel()))
     new = _drop_grow.grow_highest(pm.Unstructured(), score, mask, active)
     assert int(new.sum()) == active
-    assert not (mask & ~new).any(), "what is on stays on"
-    expected = largest(np.where(mask.numpy(), np.inf, score.numpy()), active)
+    assert not (mask & ~new).any(), "a kept entry was dropped"
+    expected = keep_largest(np.where(mask.numpy(), np.inf, score.numpy()), active)
     assert np.array_equal(new.numpy(), expected)
 
 
-def test_a_large_layer_is_counted_to_the_last_weight() -> None:
+def test_counts_of_a_large_layer_are_exact() -> None:
     size = 3_000_001
     mask = torch.zeros(size, dtype=torch.bool)
     mask[:1_234_567] = True
@@ -78,8 +78,8 @@ def test_a_large_layer_is_counted_to_the_last_weight() -> None:
 
 
 @pytest.mark.parametrize(("share", "count", "part"), [(0.3, 10, 3), (0.29, 100, 29), (0.3, 9, 2), (0.57, 100, 57)])
-def test_parts_by_hand(share: float, count: int, part: int) -> None:
-    assert _drop_grow.floor_share(share, count) == part  # 0.29 · 100 is 28.999999999999996 to a computer
+def test_floor_share_by_hand(share: float, count: int, part: int) -> None:
+    assert _drop_grow.floor_share(share, count) == part  # 0.29 · 100 is 28.999999999999996 in floating point
 
 
 # ---- dividing
@@ -89,13 +89,13 @@ def test_parts_by_hand(share: float, count: int, part: int) -> None:
     ("total", "weights", "room", "shares"),
     [
         (10, [1, 1], [9, 9], [5, 5]),
-        (10, [3, 1], [9, 9], [8, 2]),  # 7.5 and 2.5: one left, the remainders are alike, the earlier takes it
+        (10, [3, 1], [9, 9], [8, 2]),  # 7.5 and 2.5: one is left over, remainders are equal, the earlier layer gets it
         (10, [1, 3], [9, 9], [3, 7]),  # 2.5 and 7.5, likewise
         (7, [1, 1, 1], [9, 9, 9], [3, 2, 2]),
-        (10, [8, 1, 1], [2, 9, 9], [2, 4, 4]),  # what the first cannot take the others share
+        (10, [8, 1, 1], [2, 9, 9], [2, 4, 4]),  # the others share what the first has no room for
         (10, [6, 3, 1], [2, 9, 9], [2, 6, 2]),  # in proportion: 8 as 3 : 1
         (10, [6, 3, 1], [2, 5, 9], [2, 5, 3]),
-        (5, [0, 0], [9, 9], [3, 2]),  # nobody asks, so all alike
+        (5, [0, 0], [9, 9], [3, 2]),  # all weights are zero: equal shares
         (5, [1, 0], [3, 9], [3, 2]),
         (9, [1, 1], [0, 9], [0, 9]),
         (0, [1, 1], [3, 3], [0, 0]),
@@ -104,10 +104,10 @@ def test_parts_by_hand(share: float, count: int, part: int) -> None:
 )
 def test_shares_by_hand(total: int, weights: list[float], room: list[int], shares: list[int]) -> None:
     names = "abc"[: len(weights)]
-    given_ = _drop_grow.divide_growth(
+    actual = _drop_grow.divide_growth(
         total, dict(zip(names, weights, strict=True)), dict(zip(names, room, strict=True))
     )
-    assert [given_[name] for name in names] == shares
+    assert [actual[name] for name in names] == shares
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_shares_by_hand(total: int, weights: list[float], room: list[int], share
 def test_even_shares_by_hand(total: int, weights: list[float], room: list[int], shares: list[int]) -> None:
     names = "abcd"[: len(weights)]
     rooms = dict(zip(names, room, strict=True))
-    given_ = _drop_grow.divide_growth(total, dict(zip(names, weights, strict=True)), rooms, evenly=True)
-    assert [given_[name] for name in names] == shares
+    actual = _drop_grow.divide_growth(total, dict(zip(names, weights, strict=True)), rooms, evenly=True)
+    assert [actual[name] for name in names] == shares
 
 
-def test_more_than_there_is_room_for_is_refused() -> None:
+def test_more_growth_than_room_is_refused() -> None:
     with pytest.raises(pm.PomonaError, match="7 weights must grow and there is room for 6"):
         _drop_grow.divide_growth(7, {"a": 1.0, "b": 1.0}, {"a": 3, "b": 3})
 
@@ -137,7 +137,7 @@ weights = st.one_of(
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(weights, st.integers(0, 10**7)), min_size=1, max_size=60), st.floats(0, 1), st.booleans())
-def test_shares_are_exact_fair_and_fit(layers: list[tuple[float, int]], part: float, evenly: bool) -> None:
+def test_shares_are_exact_proportional_and_fit(layers: list[tuple[float, int]], part: float, evenly: bool) -> None:
     room = {f"layer{i}": r for i, (_, r) in enumerate(layers)}
     asked = {f"layer{i}": w for i, (w, _) in enumerate(layers)}
     total = int(part * sum(room.values()))
@@ -150,22 +150,22 @@ def test_shares_are_exact_fair_and_fit(layers: list[tuple[float, int]], part: fl
         return
     fair = {n: total * Fraction(w) / whole for n, w in asked.items()}
     if all(fair[n] <= room[n] for n in room):
-        assert all(abs(shares[n] - fair[n]) <= 1 for n in room), "largest remainder is never further off than one"
-    open_ = [n for n in room if shares[n] < room[n]]
-    for n in open_:
-        # Nobody who has room is given less than was theirs, whatever the others could not take.
+        assert all(abs(shares[n] - fair[n]) <= 1 for n in room), "a share is further off than one"
+    unfilled = [n for n in room if shares[n] < room[n]]
+    for n in unfilled:
+        # A layer with room left gets at least its proportional share.
         assert shares[n] >= math.floor(fair[n]) - 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(weights, st.integers(0, 50)), min_size=1, max_size=6), st.integers(1, 9), st.floats(0, 1))
-def test_shares_by_quanta(layers: list[tuple[float, int]], quantum: int, part: float) -> None:
+def test_shares_are_multiples_of_the_unit_size(layers: list[tuple[float, int]], quantum: int, part: float) -> None:
     room = {f"layer{i}": r * quantum for i, (_, r) in enumerate(layers)}
     asked = {f"layer{i}": w for i, (w, _) in enumerate(layers)}
     total = int(part * sum(room.values()))
     shares = _drop_grow.divide_growth(total, asked, room, dict.fromkeys(room, quantum))
     assert all(value % quantum == 0 and 0 <= value <= room[n] for n, value in shares.items())
-    assert 2 * abs(total - sum(shares.values())) <= quantum, "the sum is the nearest that whole quanta can give"
+    assert 2 * abs(total - sum(shares.values())) <= quantum, "the sum is not the nearest that whole units give"
 
 
 @settings(max_examples=200, deadline=None)
@@ -173,17 +173,17 @@ def test_shares_by_quanta(layers: list[tuple[float, int]], quantum: int, part: f
     st.lists(st.tuples(weights, st.integers(0, 30), st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=6),
     st.floats(0, 1),
 )
-def test_shares_upon_what_is_there(layers: list[tuple[float, int, int, float]], part: float) -> None:
-    """Layers of units of several sizes, cut to any count: all end at whole units, near the sum asked for."""
+def test_shares_complete_units_that_are_partly_kept(layers: list[tuple[float, int, int, float]], part: float) -> None:
+    """Layers with units of several sizes and any number of kept weights end at whole units, near the sum asked for."""
     sizes = {f"layer{i}": units * quantum for i, (_, units, quantum, _) in enumerate(layers)}
     quanta = {f"layer{i}": quantum for i, (_, _, quantum, _) in enumerate(layers)}
-    base = {f"layer{i}": int(cut * sizes[f"layer{i}"]) for i, (*_, cut) in enumerate(layers)}
+    base = {f"layer{i}": int(share * sizes[f"layer{i}"]) for i, (*_, share) in enumerate(layers)}
     asked = {f"layer{i}": weight for i, (weight, *_) in enumerate(layers)}
     room = {name: sizes[name] - base[name] for name in sizes}
     total = int(part * sum(room.values()))
     shares = _drop_grow.divide_growth(total, asked, room, quanta, base)
     assert all((base[n] + shares[n]) % quanta[n] == 0 and 0 <= shares[n] <= room[n] for n in sizes)
-    least = sum(-base[n] % quanta[n] for n in sizes)  # what it takes to fill the units that were begun
+    least = sum(-base[n] % quanta[n] for n in sizes)  # what completes the units that are partly kept
     assert abs(sum(shares.values()) - max(total, least)) <= max(quanta.values()) / 2
 
 
@@ -212,27 +212,27 @@ def test_any_sparsity_and_share_keeps_the_count(
         "dsr": {"churn": share, "threshold": share},
     }[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ours = make_pruner({"name": name, **options})
+    pruner = make_pruner({"name": name, **options})
     try:
-        ours.attach(model, optimizer, total_steps=6)
+        pruner.attach(model, optimizer, total_steps=6)
     except pm.PomonaError as error:
         assume("would start with none" not in str(error))
         raise
-    total = sum(int(mask.sum()) for mask in ours.masks().values())
+    total = sum(int(mask.sum()) for mask in pruner.masks().values())
     x = torch.randn(4, 5, dtype=torch.float64)
     for _ in range(6):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
-        assert sum(int(mask.sum()) for mask in ours.masks().values()) == total
-        assert not any(model.get_parameter(n)[~mask].any() for n, mask in ours.masks().items())
+        assert sum(int(mask.sum()) for mask in pruner.masks().values()) == total
+        assert not any(model.get_parameter(n)[~mask].any() for n, mask in pruner.masks().items())
 
 
 PATTERNS = [
     (pm.Unstructured(), 0.5),
     (pm.NM(2, 4), None),
     (pm.Balanced(block=4), 0.5),
-    (pm.Balanced(block=4), 0.75),  # one is left in each block
+    (pm.Balanced(block=4), 0.75),  # one is kept in each block
     (pm.Block((2, 2)), 0.5),
     (pm.Kernel(), 0.5),
     (pm.Filter(), 0.5),
@@ -241,7 +241,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=lambda value: str(value))
 @pytest.mark.parametrize("name", ["set", "rigl", "sparse_momentum", "dsr"])
-def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsity: float | None) -> None:
+def test_every_pattern_changes_its_mask_and_keeps_its_count(name: str, pattern: Any, sparsity: float | None) -> None:
     options: dict[str, Any] = {"pattern": pattern, "every": 4, "allocation": "uniform", "sparsity": sparsity}
     if name == "rigl":
         options |= {"until": 1.0, "share": 0.5}
@@ -256,27 +256,27 @@ def test_every_pattern_moves_and_keeps_its_count(name: str, pattern: Any, sparsi
             make_pruner({"name": name, **options})
         return
     model = Net().double()
-    optimizer = sgd(model)
-    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
-    kept = {n: int(mask.sum()) for n, mask in ours.masks().items()}
-    quanta = {pattern.unit_size(mask.shape) for mask in ours.masks().values()}
+    optimizer = make_sgd(model)
+    pruner = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=40)
+    kept = {n: int(mask.sum()) for n, mask in pruner.masks().items()}
+    quanta = {pattern.unit_size(mask.shape) for mask in pruner.masks().values()}
     # Where layers have units of several sizes, some counts cannot be reached when weights move between layers.
     slack = max(quanta) / 2 if len(quanta) > 1 else 0
     for t in range(40):
         train(model, optimizer, [t])
-        now = {n: int(mask.sum()) for n, mask in ours.masks().items()}
+        now = {n: int(mask.sum()) for n, mask in pruner.masks().items()}
         if name in ("set", "rigl"):
             assert now == kept
         assert abs(sum(now.values()) - sum(kept.values())) <= slack
-        for n, mask in ours.masks().items():
-            assert fits(pattern, mask), f"{n} lost its pattern"
+        for n, mask in pruner.masks().items():
+            assert has_pattern(pattern, mask), f"the mask of {n} does not have the pattern"
             assert not model.get_parameter(n)[~mask].any()
-    moves = [record["flips"] for record in ours.history[1:]]
-    assert sum(map(bool, moves)) >= len(moves) // 2, f"the masks stand still: {moves}"
+    flips = [entry["flips"] for entry in pruner.history[1:]]
+    assert sum(map(bool, flips)) >= len(flips) // 2, f"the masks hardly change: {flips}"
 
 
-def fits(pattern: Any, mask: Tensor) -> bool:
-    """Whether a mask has the pattern's structure."""
+def has_pattern(pattern: Any, mask: Tensor) -> bool:
+    """Return whether a mask has the structure of a pattern."""
     rows = mask.reshape(len(mask), -1)
     if isinstance(pattern, pm.NM):
         return bool((rows.reshape(-1, 4).sum(1) == 2).all())

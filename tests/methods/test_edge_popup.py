@@ -1,4 +1,4 @@
-"""Edge-popup by hand."""
+"""Edge-popup: steps by hand, the layers that it draws, and its options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_methods import Tiny, bits, largest, pull, values
+from reference_methods import LinearStack, get_mask_rows, get_weight_rows, keep_largest, make_linear_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,15 +17,16 @@ import pomona as pm
 from pomona.core.fused.random_stream import RandomStream
 
 
-def scores(pruner: pm.Pruner) -> dict[str, Tensor]:
+def copy_scores(pruner: pm.Pruner) -> dict[str, Tensor]:
+    """Return copies of the scores."""
     return {name: latent.clone() for name, latent in pruner.state_dict()["latents"].items()}
 
 
 # ---- by hand: two layers of three weights, p = 2/3 keeps one of each
 
 
-class Given(RandomStream):
-    """A stream whose weights and scores are written on paper."""
+class GivenStream(RandomStream):
+    """A stream with given weights and scores."""
 
     def weights(self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None) -> Tensor:
         return torch.tensor([[1.0, -2.0, 4.0]]).to(like)
@@ -36,62 +37,67 @@ class Given(RandomStream):
 
 @pytest.fixture
 def given_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = pm.EdgePopup().method
-    monkeypatch.setattr(type(record), "stream", property(lambda self: Given(0, "sc")))
+    """Replace the random stream of edge-popup by given values."""
+    spec = pm.EdgePopup().method
+    monkeypatch.setattr(type(spec), "stream", property(lambda self: GivenStream(0, "sc")))
 
 
 @pytest.mark.usefixtures("given_stream")
-def test_a_step_by_hand() -> None:
-    """ŵ = m(s) ⊙ w; s ← s − η (g ⊙ w) with g at ŵ, for pruned weights too; then the mask moves."""
-    model = Tiny(a=[[9.0, 9.0, 9.0]])
+def test_edge_popup_step_by_hand() -> None:
+    """ŵ = m(s) ⊙ w; s ← s − η (g ⊙ w) with g at ŵ, for pruned weights too; then the mask is updated."""
+    model = LinearStack(a=[[9.0, 9.0, 9.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruner = pm.EdgePopup(sparsity=2 / 3, include="a").attach(model, optimizer, total_steps=9)
     assert model.a.weight.tolist() == [[1.0, 0.0, 0.0]]
 
-    pull(model, a=[[1.0, 1.0, -1.0]]).backward()  # g ⊙ w = 1, −2, −4
+    make_linear_loss(model, a=[[1.0, 1.0, -1.0]]).backward()  # g ⊙ w = 1, −2, −4
     gradient = model.a.weight.grad
     optimizer.step()
-    assert scores(pruner)["a.weight"].tolist() == [pytest.approx([0.4, 0.4, 0.5])]
+    assert copy_scores(pruner)["a.weight"].tolist() == [pytest.approx([0.4, 0.4, 0.5])]
     assert model.a.weight.tolist() == [[0.0, 0.0, 4.0]]
     assert model.a.weight.grad is gradient
     assert gradient.tolist() == [[1.0, 1.0, -1.0]]
 
 
 @pytest.mark.usefixtures("given_stream")
-def test_scores_have_a_sign_and_decay() -> None:
-    """A score of −3 is lower than one of 0.1; weight decay pulls scores, with momentum, and no weight."""
-    model = Tiny(a=[[9.0, 9.0, 9.0]])
+def test_scores_are_ranked_with_their_sign_and_decay() -> None:
+    """A score of −3 is lower than one of 0.1; weight decay and momentum act on scores, not on weights."""
+    model = LinearStack(a=[[9.0, 9.0, 9.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=1.0)
     pruner = pm.EdgePopup(sparsity=2 / 3, include="a").attach(model, optimizer, total_steps=9)
-    pull(model, a=[[35.5, 0.0, 0.0]]).backward()
+    make_linear_loss(model, a=[[35.5, 0.0, 0.0]]).backward()
     optimizer.step()  # buffer 36, 0.2, 0.1
-    assert scores(pruner)["a.weight"].tolist() == [pytest.approx([-3.1, 0.18, 0.09])]
+    assert copy_scores(pruner)["a.weight"].tolist() == [pytest.approx([-3.1, 0.18, 0.09])]
     assert model.a.weight.tolist() == [[0.0, -2.0, 0.0]]
     optimizer.zero_grad()
-    pull(model, a=[[0.0, 0.0, 0.0]]).backward()
+    make_linear_loss(model, a=[[0.0, 0.0, 0.0]]).backward()
     optimizer.step()  # buffer 18 − 3.1, 0.1 + 0.18, 0.05 + 0.09
-    assert scores(pruner)["a.weight"].tolist() == [pytest.approx([-4.59, 0.152, 0.076])]
+    assert copy_scores(pruner)["a.weight"].tolist() == [pytest.approx([-4.59, 0.152, 0.076])]
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
-def test_selection_keeps_the_highest_signed_scores_and_of_equals_the_first(given: list[int], sparsity: float) -> None:
-    model = Tiny(a=[[1.0] * len(given)])
+def test_selection_keeps_the_highest_signed_scores_and_the_first_of_equal_ones(
+    given: list[int], sparsity: float
+) -> None:
+    model = LinearStack(a=[[1.0] * len(given)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.EdgePopup(sparsity=sparsity, include="a").attach(model, optimizer, total_steps=2)
     slot = pruner.slots[0]
     slot.latent.copy_(torch.tensor([given]))  # type: ignore[union-attr]
-    pull(model, a=[[0.0] * len(given)]).backward()
+    make_linear_loss(model, a=[[0.0] * len(given)]).backward()
     optimizer.step()
-    expected = largest(np.array([given], dtype=float), len(given) - round(sparsity * len(given)))
-    assert bits(pruner) == expected.astype(int).tolist()
-    assert values(model)[0] == [float(w) if m else 0.0 for w, m in zip(slot.weight[0], expected[0], strict=True)]  # type: ignore[index]
+    expected = keep_largest(np.array([given], dtype=float), len(given) - round(sparsity * len(given)))
+    assert get_mask_rows(pruner) == expected.astype(int).tolist()
+    assert get_weight_rows(model)[0] == [
+        float(w) if m else 0.0 for w, m in zip(slot.weight[0], expected[0], strict=True)
+    ]  # type: ignore[index]
 
 
 # ---- which layers, which weights
 
 
-def test_every_layer_is_drawn_the_first_and_the_last_and_shortcuts() -> None:
+def test_all_layers_are_drawn_including_first_last_and_shortcuts() -> None:
     model = pm.models.build("resnet18", rho=0.0625, affine=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruner = pm.EdgePopup(sparsity=0.6).attach(model, optimizer, total_steps=5)
@@ -106,8 +112,8 @@ def test_every_layer_is_drawn_the_first_and_the_last_and_shortcuts() -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("distribution", ["sc", "ku"])
-def test_an_lstm_learns_by_its_scores_alone(bidirectional: bool, distribution: str) -> None:
-    """Whether a 1 stands before the middle: random weights do not know it, a subnetwork of them does."""
+def test_an_lstm_learns_by_training_only_scores(bidirectional: bool, distribution: str) -> None:
+    """The task is whether a 1 stands before the middle; a subnetwork of the random weights solves it."""
     name = "bilstm" if bidirectional else "lstm"
     torch.manual_seed(0)
     model = pm.models.build(name, vocabulary=5, embedding=8, hidden=24, dropout=0.0, frozen=True)
@@ -138,7 +144,7 @@ def test_an_lstm_learns_by_its_scores_alone(bidirectional: bool, distribution: s
         assert float(weight.abs().max()) <= (bound / weight.shape[1]) ** 0.5 * (1 + 1e-6)
 
 
-def test_a_model_with_nothing_trained_still_learns() -> None:
+def test_a_model_with_random_weights_learns_by_scores() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
@@ -171,16 +177,16 @@ def test_a_model_with_nothing_trained_still_learns() -> None:
         ({"rate": 0.1}, "unknown option of method 'edge_popup' 'rate'"),
     ],
 )
-def test_bad_options_of_edge_popup(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_edge_popup_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
         pm.EdgePopup(**options)
 
 
-def test_seeds_draw_other_networks() -> None:
+def test_the_seed_determines_the_weights() -> None:
     def weight(seed: int) -> Tensor:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
         pm.EdgePopup(seed=seed).attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=3)
         return model[0].weight.detach().clone()
 
-    assert torch.equal(weight(3), weight(3)), "the model's own initial weights decided something"
+    assert torch.equal(weight(3), weight(3)), "the weights depend on the model's initialization"
     assert not torch.equal(weight(3), weight(4))

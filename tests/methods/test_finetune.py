@@ -1,4 +1,4 @@
-"""What is cut and stays cut: one-shot, incremental and random pruning, and fine-tuning behind any method."""
+"""One-shot, incremental and random pruning against references, and fine-tuning after every method."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import TARGETS, Net, adam, batch, loss_at, sgd, train
-from reference_methods import Reference, Tiny, bits, draws, follow, largest, largest_of_all, step, still, values
+from engine_helpers import TARGETS, Net, compute_loss, make_adam, make_batch, make_sgd, train
+from reference_methods import (
+    LinearStack,
+    ReferenceTraining,
+    draw_random_scores,
+    get_mask_rows,
+    get_weight_rows,
+    keep_largest,
+    keep_largest_globally,
+    make_zero_lr_sgd,
+    step_with_gradients,
+    train_beside_reference,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,54 +36,54 @@ ZERO = [[0.0] * 4] * 2
 
 
 def test_oneshot_by_hand() -> None:
-    # ⌊0.6·8⌉ = 5 go: 0.5, 1, 2, −3, 4.
-    model = Tiny(a=WEIGHTS)
-    pruner = pm.OneShot(sparsity=0.6, include=["a"]).attach(model, still(model))
-    assert bits(pruner) == [[0, 0, 0, 0], [1, 0, 1, 1]]
-    assert values(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
+    # ⌊0.6·8⌉ = 5 are pruned: 0.5, 1, 2, −3, 4.
+    model = LinearStack(a=WEIGHTS)
+    pruner = pm.OneShot(sparsity=0.6, include=["a"]).attach(model, make_zero_lr_sgd(model))
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [1, 0, 1, 1]]
+    assert get_weight_rows(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
 
 
-def test_oneshot_in_mid_training_by_hand() -> None:
+def test_oneshot_during_training_by_hand() -> None:
     # Dense until step 2 of 4; the gradient takes 1 from each weight at each step.
     #   after 2:  2 −5  0 −1      the five smallest: 0, −1, −1.5, 2, 4
     #           −10 −1.5  5  4
-    model = Tiny(a=WEIGHTS)
+    model = LinearStack(a=WEIGHTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.OneShot(sparsity=0.6, at=0.5, include=["a"]).attach(model, optimizer, total_steps=4)
     one = [[1.0] * 4] * 2
-    step(model, optimizer, a=one)
-    assert bits(pruner) == [[1] * 4] * 2
-    step(model, optimizer, a=one)
-    assert bits(pruner) == [[0, 1, 0, 0], [1, 0, 1, 0]]
+    step_with_gradients(model, optimizer, a=one)
+    assert get_mask_rows(pruner) == [[1] * 4] * 2
+    step_with_gradients(model, optimizer, a=one)
+    assert get_mask_rows(pruner) == [[0, 1, 0, 0], [1, 0, 1, 0]]
     for _ in range(2):
-        step(model, optimizer, a=one)
-    assert values(model) == [[0.0, -7.0, 0.0, 0.0], [-12.0, 0.0, 3.0, 0.0]]
+        step_with_gradients(model, optimizer, a=one)
+    assert get_weight_rows(model) == [[0.0, -7.0, 0.0, 0.0], [-12.0, 0.0, 3.0, 0.0]]
     assert len(pruner.history) == 1
 
 
 def test_oneshot_at_the_end_by_hand() -> None:
-    model = Tiny(a=WEIGHTS)
-    optimizer = still(model)
+    model = LinearStack(a=WEIGHTS)
+    optimizer = make_zero_lr_sgd(model)
     pruner = pm.OneShot(sparsity=0.6, at=1.0, include=["a"]).attach(model, optimizer, total_steps=2)
-    step(model, optimizer, a=ZERO)
-    assert values(model) == WEIGHTS
-    step(model, optimizer, a=ZERO)
+    step_with_gradients(model, optimizer, a=ZERO)
+    assert get_weight_rows(model) == WEIGHTS
+    step_with_gradients(model, optimizer, a=ZERO)
     pruner.finish()
-    assert values(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
+    assert get_weight_rows(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_oneshot_on_fifty_networks(allocation: str) -> None:
+def test_oneshot_matches_numpy_on_fifty_networks(allocation: str) -> None:
     for seed in range(50):
         sparsity, model = (0.0, 0.3, 0.5, 0.9, 0.99)[seed % 5], Net(seed).double()
         size = {name: model.get_parameter(name).detach().abs().numpy() for name in TARGETS}
         if allocation == "global":
             count = sum(s.size for s in size.values())
-            expected = largest_of_all(size, count - round(sparsity * count))
+            expected = keep_largest_globally(size, count - round(sparsity * count))
         else:
-            expected = {name: largest(s, s.size - round(sparsity * s.size)) for name, s in size.items()}
-        ours = pm.OneShot(sparsity=sparsity, allocation=allocation).attach(model, sgd(model)).masks()
-        assert all(np.array_equal(ours[name].numpy(), mask) for name, mask in expected.items())
+            expected = {name: keep_largest(s, s.size - round(sparsity * s.size)) for name, s in size.items()}
+        masks = pm.OneShot(sparsity=sparsity, allocation=allocation).attach(model, make_sgd(model)).masks()
+        assert all(np.array_equal(masks[name].numpy(), mask) for name, mask in expected.items())
 
 
 # ---- incremental
@@ -80,101 +91,104 @@ def test_oneshot_on_fifty_networks(allocation: str) -> None:
 
 def test_incremental_by_hand() -> None:
     # s_t = 0.875 · (1 − (1 − t/4)³), of eight weights:
-    #   t = 0: 0;  1: 0.5059, 4.05 → 4 go;  2: 0.7656, 6.1 → 6;  3: 0.8613, 6.9 → 7;  4: 0.875, 7
-    model = Tiny(a=WEIGHTS)
+    #   t = 0: 0;  1: 0.5059, 4.05 → 4 are pruned;  2: 0.7656, 6.1 → 6;  3: 0.8613, 6.9 → 7;  4: 0.875, 7
+    model = LinearStack(a=WEIGHTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Incremental(sparsity=0.875, every=1, schedule=pm.Cubic(until=1.0), include=["a"])
     pruner.attach(model, optimizer, total_steps=4)
-    assert bits(pruner) == [[1] * 4] * 2
-    step(model, optimizer, a=ZERO)  # 0.5, 1, 2, −3
-    assert bits(pruner) == [[1, 0, 0, 0], [1, 0, 1, 1]]
-    # −8 shrinks to −1, and a gradient on what is pruned brings nothing back: 4, 6 would be next, but −1 and 4 are.
-    step(model, optimizer, a=[[0.0, 50.0, 50.0, 50.0], [-7.0, 50.0, 0.0, 0.0]])
-    assert bits(pruner) == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    step(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 2.0, 0.0]])  # 7 − 2 is below 6
-    assert bits(pruner) == [[0, 0, 0, 0], [0, 0, 0, 1]]
-    step(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 50.0, 0.0]])
-    assert values(model) == [[0.0] * 4, [0.0, 0.0, 0.0, 6.0]]
+    assert get_mask_rows(pruner) == [[1] * 4] * 2
+    step_with_gradients(model, optimizer, a=ZERO)  # 0.5, 1, 2, −3
+    assert get_mask_rows(pruner) == [[1, 0, 0, 0], [1, 0, 1, 1]]
+    # −8 shrinks to −1, and gradients of pruned weights have no effect: 4, 6 would be next, but −1 and 4 are.
+    step_with_gradients(model, optimizer, a=[[0.0, 50.0, 50.0, 50.0], [-7.0, 50.0, 0.0, 0.0]])
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    step_with_gradients(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 2.0, 0.0]])  # 7 − 2 is below 6
+    assert get_mask_rows(pruner) == [[0, 0, 0, 0], [0, 0, 0, 1]]
+    step_with_gradients(model, optimizer, a=[[50.0] * 4, [50.0, 50.0, 50.0, 0.0]])
+    assert get_weight_rows(model) == [[0.0] * 4, [0.0, 0.0, 0.0, 6.0]]
 
 
 def test_incremental_counts_weights_that_trained_to_zero() -> None:
-    # One more goes at each step: 1 at (0,0). Then 2 and 8 train to zero; of these two the later goes, and (0,0)
-    # counts among the pruned though it is zero like them.
-    model = Tiny(a=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    # One more is pruned at each step: 1 at (0,0). Then 2 and 8 train to zero; the later of these two is pruned, and
+    # (0,0) counts as pruned though it is zero like them.
+    model = LinearStack(a=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Incremental(sparsity=0.5, every=1, schedule=pm.Linear(until=1.0), include=["a"])
     pruner.attach(model, optimizer, total_steps=4)
-    step(model, optimizer, a=ZERO)
-    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 1]]
-    step(model, optimizer, a=[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]])
-    assert bits(pruner) == [[0, 1, 1, 1], [1, 1, 1, 0]]
+    step_with_gradients(model, optimizer, a=ZERO)
+    assert get_mask_rows(pruner) == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    step_with_gradients(model, optimizer, a=[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]])
+    assert get_mask_rows(pruner) == [[0, 1, 1, 1], [1, 1, 1, 0]]
 
 
 TOTAL, EVERY = 196, 3
 
 
-def increment(reference: Reference, t: int) -> None:
-    """Zhu & Gupta: s_f (1 − (1 − t/t_end)³) of all weights by magnitude, what is gone stays gone."""
+def prune_incrementally(reference: ReferenceTraining, t: int) -> None:
+    """Prune s_f (1 − (1 − t/t_end)³) of all weights by magnitude (Zhu & Gupta, 2017); pruned weights stay pruned."""
     x = min(t / (0.75 * TOTAL), 1.0)
     count = sum(mask.size for mask in reference.masks.values())
     size = {name: np.where(mask, np.abs(reference.weight(name)), -1) for name, mask in reference.masks.items()}
-    reference.masks = largest_of_all(size, count - round(0.9 * (1 - (1 - x) ** 3) * count))
+    reference.masks = keep_largest_globally(size, count - round(0.9 * (1 - (1 - x) ** 3) * count))
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_incremental_is_a_reference_over_fifty_updates(make: Any) -> None:
-    reference = Reference(make)
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
+def test_incremental_matches_a_reference_over_fifty_updates(make: Any) -> None:
+    reference = ReferenceTraining(make)
     reference.masks = {name: np.ones(reference.weight(name).shape, dtype=bool) for name in TARGETS}
-    steps = reference.run(TOTAL, increment, due=lambda t: t % EVERY == 0 and t <= 0.75 * TOTAL)
+    steps = reference.run(TOTAL, prune_incrementally, due=lambda t: t % EVERY == 0 and t <= 0.75 * TOTAL)
 
     model = Net().double()
-    ours = pm.Incremental(sparsity=0.9, every=EVERY).attach(model, make(model), total_steps=TOTAL)
-    follow(ours, reference, steps)
-    assert len(ours.history) == 50
+    pruner = pm.Incremental(sparsity=0.9, every=EVERY).attach(model, make(model), total_steps=TOTAL)
+    train_beside_reference(pruner, reference, steps)
+    assert len(pruner.history) == 50
 
 
 # ---- random
 
 
 def test_random_by_hand() -> None:
-    # The draws of seed 0:  .50 .77 .09 .13    three of eight go: .09, .13, .31
+    # The draws of seed 0:  .50 .77 .09 .13    three of eight are pruned: .09, .13, .31
     #                       .31 .63 .49 .90
     # and those of seed 3:  .00 .11 .29 .03    .00, .03, .06
     #                       .47 .06 .77 .74
     for seed, mask in ((0, [[1, 1, 0, 0], [0, 1, 1, 1]]), (3, [[0, 1, 1, 0], [1, 0, 1, 1]])):
-        model = Tiny(a=WEIGHTS)
-        assert bits(pm.Random(sparsity=0.375, seed=seed, include=["a"]).attach(model, still(model))) == mask
+        model = LinearStack(a=WEIGHTS)
+        assert (
+            get_mask_rows(pm.Random(sparsity=0.375, seed=seed, include=["a"]).attach(model, make_zero_lr_sgd(model)))
+            == mask
+        )
 
 
-def test_random_on_fifty_seeds() -> None:
+def test_random_matches_numpy_on_fifty_seeds() -> None:
     for seed in range(50):
         sparsity, model = (0.1, 0.5, 0.7, 0.9, 0.99)[seed % 5], Net().double()
-        drawn = draws({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
+        drawn = draw_random_scores({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
         count = sum(s.size for s in drawn.values())
-        expected = largest_of_all(drawn, count - round(sparsity * count))
-        ours = pm.Random(sparsity=sparsity, seed=seed).attach(model, sgd(model)).masks()
-        assert all(np.array_equal(ours[name].numpy(), mask) for name, mask in expected.items())
+        expected = keep_largest_globally(drawn, count - round(sparsity * count))
+        masks = pm.Random(sparsity=sparsity, seed=seed).attach(model, make_sgd(model)).masks()
+        assert all(np.array_equal(masks[name].numpy(), mask) for name, mask in expected.items())
 
 
 # ---- fine-tuning
 
 
 def test_finetune_by_hand() -> None:
-    model = Tiny(a=[[4.0, 0.0, 2.0, 0.0], [0.0, 0.5, -0.0, 6.0]])
+    model = LinearStack(a=[[4.0, 0.0, 2.0, 0.0], [0.0, 0.5, -0.0, 6.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     pruner = pm.Finetune(include=["a"]).attach(model, optimizer)
     for _ in range(2):
-        step(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
-    # 0.5 − 1 − 1 is −1.5; and a weight that passes through zero on its way (2 − 1 − 1) is not held there.
-    assert values(model) == [[2.0, 0.0, 0.0, 0.0], [0.0, -1.5, 0.0, 4.0]]
-    step(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
-    assert values(model) == [[1.0, 0.0, -1.0, 0.0], [0.0, -2.5, 0.0, 3.0]]
-    assert bits(pruner) == [[1, 0, 1, 0], [0, 1, 0, 1]]
+        step_with_gradients(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
+    # 0.5 − 1 − 1 is −1.5; a weight that passes through zero (2 − 1 − 1) is not pruned.
+    assert get_weight_rows(model) == [[2.0, 0.0, 0.0, 0.0], [0.0, -1.5, 0.0, 4.0]]
+    step_with_gradients(model, optimizer, a=[[1.0] * 4, [1.0] * 4])
+    assert get_weight_rows(model) == [[1.0, 0.0, -1.0, 0.0], [0.0, -2.5, 0.0, 3.0]]
+    assert get_mask_rows(pruner) == [[1, 0, 1, 0], [0, 1, 0, 1]]
     pruner.finish()
 
 
-def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[str, Tensor]]:
-    """A network after a method, and the masks it was left with."""
+def prune_network(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[str, Tensor]]:
+    """Return a network after training with a method, and its last masks."""
     options: dict[str, Any] = {"sparsity": 0.6}
     if pattern is not None:
         options["pattern"] = pattern
@@ -188,174 +202,181 @@ def prune(name: str, pattern: Any = None, steps: int = 12) -> tuple[Net, dict[st
     if name == "lottery":
         masks = {}
 
-        def training(model: nn.Module, holder: pm.Pruner, index: int) -> None:
-            optimizer = sgd(model)
-            holder.attach(model, optimizer, total_steps=2)
+        def training(model: nn.Module, finetune: pm.Pruner, index: int) -> None:
+            optimizer = make_sgd(model)
+            finetune.attach(model, optimizer, total_steps=2)
             train(model, optimizer, range(2))
-            masks.update({n: mask.clone() for n, mask in holder.masks().items()})
-            holder.finish()
+            masks.update({n: mask.clone() for n, mask in finetune.masks().items()})
+            finetune.finish()
 
         pm.Lottery(**options, retrainings=2).rounds(model, training)
         return model, masks
-    optimizer = sgd(model)
-    model.norm.requires_grad_(METHODS[name].weights != "score")  # scores leave no norm to train
-    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
+    optimizer = make_sgd(model)
+    model.norm.requires_grad_(METHODS[name].weights != "score")  # score methods refuse a norm that is trained
+    pruner = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=steps)
     train(model, optimizer, range(steps))
-    ours.finish()
+    pruner.finish()
     model.norm.requires_grad_(True)
-    return model, {n: mask.clone() for n, mask in ours.masks().items()}
+    return model, {n: mask.clone() for n, mask in pruner.masks().items()}
 
 
 every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "finetune"])
 
 
 @every_method
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_holds_the_zeros_of_every_method(name: str, make: Any) -> None:
-    model, masks = prune(name)
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
+def test_finetune_keeps_the_zeros_of_every_method(name: str, make: Any) -> None:
+    model, masks = prune_network(name)
     zeros = {n: p == 0 for n, p in model.named_parameters()}
     optimizer = make(model)
-    holder = pm.Finetune().attach(model, optimizer)
+    finetune = pm.Finetune().attach(model, optimizer)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for t in range(6):
         train(model, optimizer, [t])
         for n, mask in masks.items():
-            assert not model.get_parameter(n)[~mask].any(), f"a pruned weight of {n} grew again"
+            assert not model.get_parameter(n)[~mask].any(), f"a pruned weight of {n} is not zero"
             for state in optimizer.state[model.get_parameter(n)].values():
                 assert state.shape != mask.shape or not state[~mask].any()
     for n, parameter in model.named_parameters():
         assert not before[n].any() or not torch.equal(parameter, before[n]), f"{n} was not trained"
-        if n in holder.masks():
-            assert torch.equal(~holder.masks()[n], zeros[n])
-    holder.finish()
+        if n in finetune.masks():
+            assert torch.equal(~finetune.masks()[n], zeros[n])
+    finetune.finish()
 
 
-REMOVES = ["dpf", "incremental", "lottery", "oneshot", "random", "sfp", "snip"]  # growing methods refuse filters
+# Methods that regrow weights refuse filters.
+FILTER_METHODS = ["dpf", "incremental", "lottery", "oneshot", "random", "sfp", "snip"]
 
 
-def silent(model: Net, kept: Tensor) -> bool:
-    """Whether the channels behind removed filters are exactly zero, whatever comes in, in training or not."""
+def outputs_are_zero(model: Net, kept: Tensor) -> bool:
+    """Return whether the channels of removed filters are exactly zero for any input, in training and evaluation."""
     x = torch.randn(8, 4, 5, 5, dtype=torch.float64) * 100
-    twin = copy.deepcopy(model)
-    outs = [twin.train(mode).norm(twin.conv1(x)) for mode in (True, False)]
+    copied = copy.deepcopy(model)
+    outs = [copied.train(mode).norm(copied.conv1(x)) for mode in (True, False)]
     return all(not out[:, ~kept].any() and bool(out[:, kept].any()) for out in outs)
 
 
-@pytest.mark.parametrize("name", REMOVES)
+@pytest.mark.parametrize("name", FILTER_METHODS)
 def test_filters_are_removed_with_their_bias_and_norm(name: str) -> None:
-    model, masks = prune(name, pm.Filter())
+    model, masks = prune_network(name, pm.Filter())
     kept = masks["conv1.weight"].flatten(1).any(1)
     assert 0 < kept.sum() < len(kept)
-    assert silent(model, kept)
-    optimizer = sgd(model)
-    holder = pm.Finetune(pattern=pm.Filter()).attach(model, optimizer)
+    assert outputs_are_zero(model, kept)
+    optimizer = make_sgd(model)
+    finetune = pm.Finetune(pattern=pm.Filter()).attach(model, optimizer)
     for t in range(4):
         train(model, optimizer, [t])
-        assert silent(model, kept), "fine-tuning brought a bias back"
-    holder.finish()
-    assert silent(model, kept)
+        assert outputs_are_zero(model, kept), "fine-tuning changed the bias of a removed filter"
+    finetune.finish()
+    assert outputs_are_zero(model, kept)
     assert not model.conv2(torch.randn(2, 8, 5, 5, dtype=torch.float64))[
         :, ~masks["conv2.weight"].flatten(1).any(1)
     ].any()
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
 @pytest.mark.parametrize("name", ["oneshot", "incremental", "random", "snip"])
-def test_hard_methods_leak_no_bias_at_any_step(name: str, make: Any) -> None:
+def test_hard_methods_keep_removed_outputs_at_zero_at_every_step(name: str, make: Any) -> None:
     options: dict[str, Any] = {"sparsity": 0.5, "pattern": pm.Filter()}
     if name == "incremental":
         options["every"] = 2
     model = Net().double()
     nn.init.normal_(model.norm.bias)
     optimizer = make(model)
-    ours = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=24)
-    gone = 0
+    pruner = make_pruner({"name": name, **options}).attach(model, optimizer, total_steps=24)
+    removed = 0
     for t in range(24):
         train(model, optimizer, [t])
-        kept = ours.masks()["conv1.weight"].flatten(1).any(1)
-        gone += int((~kept).sum())
+        kept = pruner.masks()["conv1.weight"].flatten(1).any(1)
+        removed += int((~kept).sum())
         if not kept.all():
             x = torch.randn(4, 4, 5, 5, dtype=torch.float64)
-            twin = copy.deepcopy(model)
+            copied = copy.deepcopy(model)
             for mode in (True, False):
-                assert not twin.train(mode).norm(twin.conv1(x))[:, ~kept].any(), f"a leak after step {t + 1}"
+                assert not copied.train(mode).norm(copied.conv1(x))[:, ~kept].any(), (
+                    f"a removed output is not zero after step {t + 1}"
+                )
         for vector in (model.conv1.bias, model.norm.weight, model.norm.bias):
             assert not vector[~kept].any()
             for state in optimizer.state[vector].values():
-                assert state.shape != vector.shape or not state[~kept].any(), "a trace of a removed filter"
-    assert gone > 0
+                assert state.shape != vector.shape or not state[~kept].any(), (
+                    "optimizer state of a removed filter is not zero"
+                )
+    assert removed > 0
 
 
-class Order(nn.Module):
-    """A convolution, a batch norm behind it, and something between or around them."""
+class ConvolutionAndNorm(nn.Module):
+    """A convolution and a batch norm, with other layers between them."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.how = how
-        self.conv = nn.Conv2d(3, 8, 3, bias=how != "no bias")
-        self.norm = nn.BatchNorm2d(8, affine=how != "no gain")
+        self.variant = variant
+        self.conv = nn.Conv2d(3, 8, 3, bias=variant != "no bias")
+        self.norm = nn.BatchNorm2d(8, affine=variant != "no gain")
         self.between = {
             "relu first": nn.ReLU(),
             "pool first": nn.MaxPool2d(2),
             "chain": nn.Sequential(nn.ReLU(), nn.Dropout()),
-        }.get(how, nn.Identity())
+        }.get(variant, nn.Identity())
         self.head = nn.Linear(8, 2)
 
     def features(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        if self.how == "function first":
+        if self.variant == "function first":
             x = F.relu(x)
         return self.norm(self.between(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "untraceable" and x.sum() == 0:
+        if self.variant == "untraceable" and x.sum() == 0:
             return x
         return self.head(F.relu(self.features(x)).mean((2, 3)))
 
 
-@pytest.mark.parametrize("how", ["plain", "no bias", "no gain", "relu first", "pool first", "function first", "chain"])
-def test_no_order_of_layers_leaks(how: str) -> None:
-    model = Order(how).double()
-    optimizer = sgd(model)
+@pytest.mark.parametrize(
+    "variant", ["plain", "no bias", "no gain", "relu first", "pool first", "function first", "chain"]
+)
+def test_removed_outputs_are_zero_for_every_order_of_layers(variant: str) -> None:
+    model = ConvolutionAndNorm(variant).double()
+    optimizer = make_sgd(model)
     x = torch.randn(6, 3, 8, 8, dtype=torch.float64)
-    for _ in range(3):  # so that there are statistics, gains and biases to leak
+    for _ in range(3):  # so that statistics, gains and biases are not zero
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
-    ours = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, optimizer)
-    gone = ~ours.masks()["conv.weight"].flatten(1).any(1)
+    pruner = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, optimizer)
+    removed = ~pruner.masks()["conv.weight"].flatten(1).any(1)
     for mode in (False, True, False):
-        assert not copy.deepcopy(model).train(mode).features(x)[:, gone].any()
+        assert not copy.deepcopy(model).train(mode).features(x)[:, removed].any()
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
-    ours.finish()
-    assert not model.eval().features(x)[:, gone].any()
+    pruner.finish()
+    assert not model.eval().features(x)[:, removed].any()
 
 
-def test_a_norm_that_cannot_be_found_is_no_silent_leak() -> None:
-    """A forward that branches on its data cannot be traced: the norm is found all the same, or there is a warning."""
-    model = Order("untraceable").double()
+def test_a_norm_in_an_untraceable_model_is_removed_or_reported() -> None:
+    """A forward that branches on its data cannot be traced: the norm is found nevertheless, or there is a warning."""
+    model = ConvolutionAndNorm("untraceable").double()
     nn.init.normal_(model.norm.bias)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, sgd(model))
-    gone = ~ours.masks()["conv.weight"].flatten(1).any(1)
-    leak = bool(model.eval().features(torch.randn(2, 3, 8, 8, dtype=torch.float64))[:, gone].any())
+        pruner = pm.OneShot(sparsity=0.5, pattern=pm.Filter()).attach(model, make_sgd(model))
+    removed = ~pruner.masks()["conv.weight"].flatten(1).any(1)
+    leak = bool(model.eval().features(torch.randn(2, 3, 8, 8, dtype=torch.float64))[:, removed].any())
     assert not leak or any("norm" in str(w.message) for w in caught)
 
 
 def test_the_finetuned_loss_is_lower() -> None:
-    model, _ = prune("oneshot")
-    images, labels = batch(0)
+    model, _ = prune_network("oneshot")
+    images, labels = make_batch(0)
     before = F.cross_entropy(model.eval()(images), labels).item()
-    optimizer = sgd(model.train())
-    holder = pm.Finetune().attach(model, optimizer)
+    optimizer = make_sgd(model.train())
+    finetune = pm.Finetune().attach(model, optimizer)
     train(model, optimizer, [0] * 30)
-    holder.finish()
+    finetune.finish()
     assert F.cross_entropy(model.eval()(images), labels).item() < before
-    assert holder.sparsity() > 0.5
+    assert finetune.sparsity() > 0.5
 
 
 def test_finetune_takes_no_sparsity() -> None:
@@ -363,12 +384,12 @@ def test_finetune_takes_no_sparsity() -> None:
         pm.Finetune(sparsity=0.5)
 
 
-def test_a_dense_model_is_trained_as_ever() -> None:
-    ours, plain = Net().double(), Net().double()
-    optimizer = sgd(ours)
-    holder = pm.Finetune(include=TARGETS).attach(ours, optimizer)
-    train(ours, optimizer, range(5))
-    holder.finish()
-    train(plain, sgd(plain), range(5))
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert loss_at(ours, 0).isfinite()
+def test_finetune_trains_a_dense_model_unchanged() -> None:
+    model, plain = Net().double(), Net().double()
+    optimizer = make_sgd(model)
+    finetune = pm.Finetune(include=TARGETS).attach(model, optimizer)
+    train(model, optimizer, range(5))
+    finetune.finish()
+    train(plain, make_sgd(plain), range(5))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert compute_loss(model, 0).isfinite()

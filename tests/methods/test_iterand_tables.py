@@ -1,4 +1,4 @@
-"""The recipes and tables of the IteRand paper: its settings, its numbers, and runs that are shared."""
+"""The recipes and tables of the IteRand paper: settings, published figures and shared runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLES = [f"iterand-table{n}" for n in range(3, 11)] + ["iterand-figure1", "iter
 
 
 @pytest.mark.parametrize("name", ["conv6", "resnet18", "resnet50", "imdb", "openlth", "digits"])
-def test_recipes_train_nothing_but_scores(name: str) -> None:
+def test_recipes_train_only_scores(name: str) -> None:
     recipe = Recipe.load(RECIPES / f"iterand-{name}.toml")
     assert recipe.method["name"] == "iterand"
     assert recipe.model.get("affine", False) is False
@@ -31,7 +31,7 @@ def test_tables_are_well_formed(name: str) -> None:
             assert model.get("affine", False) == (method in ("dense", "lottery") and "affine" in model)
 
 
-def test_table_3_is_as_the_paper_has_it() -> None:
+def test_table_3_has_the_settings_and_figures_of_the_paper() -> None:
     table = load_table(RECIPES / "iterand-table3.toml")
     assert len(table.cells) == 3 * 4 * 5
     cells = {(e.label, e.column, e.runs[0].recipe.model["rho"]): e for e in table.cells}

@@ -1,4 +1,4 @@
-"""What each method does, and what its options refuse."""
+"""One-shot, incremental and random pruning, DPF, and the options and constructors of all methods."""
 
 from __future__ import annotations
 
@@ -7,46 +7,48 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import TARGETS, Net, attach_to_network, is_identical, make_sgd, obeys_masks, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import TARGETS, Net, attached, obeys, same, sgd, train
 from torch import Tensor, nn
 
 import pomona as pm
 from pomona.methods import METHODS, make_pruner
 
 
-def updates(pruner: pm.Pruner) -> list[int]:
-    return [record["step"] for record in pruner.history]
+def list_update_steps(pruner: pm.Pruner) -> list[int]:
+    """Return the steps of the mask updates."""
+    return [entry["step"] for entry in pruner.history]
 
 
-def copied(pruner: pm.Pruner) -> dict[str, Tensor]:
+def copy_masks(pruner: pm.Pruner) -> dict[str, Tensor]:
+    """Return copies of the masks."""
     return {name: mask.clone() for name, mask in pruner.masks().items()}
 
 
 # ---- one-shot
 
 
-@pytest.mark.parametrize(("at", "cut"), [(0.0, 0), (0.5, 10), (1.0, 20)])
-def test_oneshot_cuts_once(at: float, cut: int) -> None:
-    model, optimizer, pruner = attached(pm.OneShot(sparsity=0.75, at=at), total=20)
+@pytest.mark.parametrize(("at", "prune_step"), [(0.0, 0), (0.5, 10), (1.0, 20)])
+def test_oneshot_prunes_once(at: float, prune_step: int) -> None:
+    model, optimizer, pruner = attach_to_network(pm.OneShot(sparsity=0.75, at=at), total=20)
     dense = Net().double()
-    plain = sgd(dense)
+    plain = make_sgd(dense)
     for step in range(20):
-        assert pruner.sparsity() == (0.75 if step >= cut and cut < 20 else 0.0)
+        assert pruner.sparsity() == (0.75 if step >= prune_step and prune_step < 20 else 0.0)
         train(model, optimizer, [step])
-        if step < cut - 1:  # until then it is the dense training
+        if step < prune_step - 1:  # until then the training is dense
             train(dense, plain, [step])
-            assert same(model.state_dict(), dense.state_dict())
+            assert is_identical(model.state_dict(), dense.state_dict())
     pruner.finish()
-    assert updates(pruner) == [cut]
-    assert obeys(model, pruner)
+    assert list_update_steps(pruner) == [prune_step]
+    assert obeys_masks(model, pruner)
 
 
-def test_oneshot_keeps_the_largest_of_the_moment() -> None:
+def test_oneshot_keeps_the_largest_weights() -> None:
     model = Net().double()
     weights = torch.cat([model.get_parameter(name).detach().abs().flatten() for name in TARGETS])
-    pruner = pm.OneShot(sparsity=0.9).attach(model, sgd(model))  # at = 0 needs no total_steps
+    pruner = pm.OneShot(sparsity=0.9).attach(model, make_sgd(model))  # at = 0 needs no total_steps
     threshold = weights.sort(descending=True).values[len(weights) - round(0.9 * len(weights))]
     kept = torch.cat([m.flatten() for m in pruner.masks().values()])
     assert torch.equal(kept, weights > threshold)
@@ -55,15 +57,17 @@ def test_oneshot_keeps_the_largest_of_the_moment() -> None:
 # ---- incremental
 
 
-def test_incremental_rises_along_its_schedule() -> None:
-    model, optimizer, pruner = attached(pm.Incremental(sparsity=0.75, every=5, schedule=pm.Linear(until=1.0)), total=20)
+def test_incremental_follows_its_schedule() -> None:
+    model, optimizer, pruner = attach_to_network(
+        pm.Incremental(sparsity=0.75, every=5, schedule=pm.Linear(until=1.0)), total=20
+    )
     reached = []
     for step in range(20):
         reached.append(pruner.sparsity())
         train(model, optimizer, [step])
     assert reached[::5] == pytest.approx([0, 0.1875, 0.375, 0.5625], abs=1e-3)
     assert pruner.sparsity() == 0.75
-    assert updates(pruner) == [0, 5, 10, 15, 20]
+    assert list_update_steps(pruner) == [0, 5, 10, 15, 20]
 
 
 @settings(deadline=None, max_examples=60)
@@ -72,8 +76,8 @@ def test_incremental_rises_along_its_schedule() -> None:
     st.sampled_from(["global", "uniform", "erk"]),
     st.integers(0, 999),
 )
-def test_incremental_never_brings_a_weight_back(pattern: Any, allocation: str, seed: int) -> None:
-    """Whatever happens to the weights in between, exact zeros among the kept ones included."""
+def test_incremental_never_keeps_a_pruned_weight_again(pattern: Any, allocation: str, seed: int) -> None:
+    """Weights change arbitrarily between updates, and some kept weights are exactly zero."""
     if isinstance(pattern, pm.NM) and allocation == "erk":
         allocation = "uniform"
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +85,7 @@ def test_incremental_never_brings_a_weight_back(pattern: Any, allocation: str, s
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruner = pm.Incremental(sparsity=None if pattern.sparsity else 0.8, every=1, pattern=pattern, allocation=allocation)
     pruner.attach(model, optimizer, total_steps=12)
-    before = copied(pruner)
+    before = copy_masks(pruner)
     for _ in range(12):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 5
@@ -90,14 +94,14 @@ def test_incremental_never_brings_a_weight_back(pattern: Any, allocation: str, s
                 weight = model.get_parameter(name)
                 weight *= torch.rand(weight.shape, generator=generator) > 0.3
         optimizer.step()
-        now = copied(pruner)
+        now = copy_masks(pruner)
         assert not any((now[name] & ~before[name]).any() for name in now)
         before = now
     pruner.finish()
 
 
-def test_incremental_brings_no_filter_back_to_come_nearer_to_the_count() -> None:
-    """Three filters of one weight, one of five: at last two and a pruned one would be the three asked for."""
+def test_incremental_keeps_no_pruned_filter_again_to_reach_the_count() -> None:
+    """There are three filters of one weight and one of five; two kept and one pruned would make the count of three."""
     model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(5, 1, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[9.0], [8.0], [1.0]]))
@@ -118,23 +122,22 @@ def test_incremental_brings_no_filter_back_to_come_nearer_to_the_count() -> None
 # ---- random
 
 
-def test_random_is_reproducible_and_blind_to_the_weights() -> None:
-    one, two = attached(pm.Random(sparsity=0.75)), attached(pm.Random(sparsity=0.75), seed=9)
-    other = attached(pm.Random(sparsity=0.75, seed=1))
-    assert same(one[2].masks(), two[2].masks())
-    assert not same(one[2].masks(), other[2].masks())
-    before = copied(one[2])
+def test_random_is_reproducible_and_does_not_depend_on_the_weights() -> None:
+    one, two = attach_to_network(pm.Random(sparsity=0.75)), attach_to_network(pm.Random(sparsity=0.75), seed=9)
+    other = attach_to_network(pm.Random(sparsity=0.75, seed=1))
+    assert is_identical(one[2].masks(), two[2].masks())
+    assert not is_identical(one[2].masks(), other[2].masks())
+    before = copy_masks(one[2])
     state = torch.get_rng_state()
-    pm.Random(sparsity=0.5).attach(Net(), sgd(Net()), total_steps=2) if False else None
     train(*one[:2], range(20))
-    assert same(one[2].masks(), before)
+    assert is_identical(one[2].masks(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert one[2].sparsity() == 0.75
 
 
-def test_random_leaves_the_global_generator_alone() -> None:
+def test_random_does_not_use_the_global_generator() -> None:
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     state = torch.get_rng_state()
     pm.Random(sparsity=0.5).attach(model, optimizer)
     assert torch.equal(torch.get_rng_state(), state)
@@ -143,37 +146,39 @@ def test_random_leaves_the_global_generator_alone() -> None:
 # ---- DPF
 
 
-def test_dpf_updates_every_p_steps_until_it_rests() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=16, settle=0.1), total=100)
+def test_dpf_updates_every_p_steps_until_its_mask_is_fixed() -> None:
+    model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.75, every=16, settle=0.1), total=100)
     for step in range(100):
-        before = copied(pruner)
+        before = copy_masks(pruner)
         train(model, optimizer, [step])
-        moved = not same(before, pruner.masks())
-        assert not moved or ((step + 1) % 16 == 0 and step + 1 <= 90)
-    assert updates(pruner) == [0, 16, 32, 48, 64, 80]
+        changed = not is_identical(before, pruner.masks())
+        assert not changed or ((step + 1) % 16 == 0 and step + 1 <= 90)
+    assert list_update_steps(pruner) == [0, 16, 32, 48, 64, 80]
     pruner.finish()
-    assert updates(pruner) == [0, 16, 32, 48, 64, 80]
+    assert list_update_steps(pruner) == [0, 16, 32, 48, 64, 80]
 
 
-def test_dpf_as_printed_moves_until_the_last_step() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=10, settle=0.0), total=40)
+def test_dpf_without_settling_updates_until_the_last_step() -> None:
+    model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.75, every=10, settle=0.0), total=40)
     train(model, optimizer, range(40))
-    assert updates(pruner) == [0, 10, 20, 30, 40]
+    assert list_update_steps(pruner) == [0, 10, 20, 30, 40]
 
 
-def test_dpf_with_epochs_asks_for_more_at_their_start() -> None:
+def test_dpf_with_epochs_raises_the_sparsity_at_their_start() -> None:
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = pm.DPF(sparsity=0.75, every=4).attach(model, optimizer, total_steps=40, steps_per_epoch=10)
     train(model, optimizer, range(40))
-    asked = {record["step"]: record["sparsity"] for record in pruner.history}
+    asked = {entry["step"]: entry["sparsity"] for entry in pruner.history}
     shares = [1 - (1 - min(epoch / 3, 1)) ** 3 for epoch in range(4)]
     assert asked == pytest.approx({step: 0.75 * shares[step // 10] for step in range(0, 37, 4)})
 
 
-def test_dpf_brings_weights_back() -> None:
-    model, optimizer, pruner = attached(pm.DPF(sparsity=0.75, every=2, settle=0.0, schedule="constant"), total=40)
-    before = copied(pruner)
+def test_dpf_keeps_pruned_weights_again() -> None:
+    model, optimizer, pruner = attach_to_network(
+        pm.DPF(sparsity=0.75, every=2, settle=0.0, schedule="constant"), total=40
+    )
+    before = copy_masks(pruner)
     train(model, optimizer, range(40))
     assert any((mask & ~before[name]).any() for name, mask in pruner.masks().items())
     assert pruner.sparsity() == 0.75
@@ -183,16 +188,16 @@ def test_dpf_brings_weights_back() -> None:
 @pytest.mark.parametrize("total", [1, 3, 7, 16, 17, 30, 100])
 @pytest.mark.parametrize("steps_per_epoch", [None, 6])
 def test_the_final_sparsity_is_reached_by_training(make: Any, total: int, steps_per_epoch: int | None) -> None:
-    """finish() warns where it has to cut the rest, and a warning fails the test."""
+    """finish() warns where it has to prune the rest, and a warning fails the test."""
     model = Net().double()
-    optimizer = sgd(model)
+    optimizer = make_sgd(model)
     pruner = make(sparsity=0.75).attach(model, optimizer, total_steps=total, steps_per_epoch=steps_per_epoch)
     train(model, optimizer, range(total))
     assert pruner.sparsity() == 0.75
     pruner.finish()
 
 
-def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
+def test_a_schedule_that_rises_after_the_mask_is_fixed_is_refused() -> None:
     with pytest.raises(pm.PomonaError, match=r"still rise \(until=0\.95\) when the mask is fixed at 0\.9"):
         pm.DPF(schedule=pm.Cubic(until=0.95))
     pm.DPF(schedule=pm.Cubic(until=0.95), settle=0.05)
@@ -222,12 +227,12 @@ def test_a_schedule_that_outlasts_the_moving_mask_is_refused() -> None:
         ({"exclude": [3]}, "exclude"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_dpf_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pm.PomonaError, match=message):
         pm.DPF(**options)
 
 
-def test_unknown_methods() -> None:
+def test_unknown_methods_are_refused() -> None:
     with pytest.raises(pm.PomonaError, match="unknown method 'dfp': did you mean 'dpf'"):
         make_pruner("dfp(sparsity=0.9)")
 
@@ -238,7 +243,7 @@ def test_a_pattern_that_fixes_the_sparsity_sets_it() -> None:
     assert pm.DPF().method.final_sparsity == 0.9
 
 
-def test_methods_have_three_spellings() -> None:
+def test_a_method_may_be_given_as_a_dictionary_a_string_or_a_spec() -> None:
     method = pm.DPF(sparsity=0.8, pattern=pm.Balanced(block=4), include=["conv*"]).method
     spelt = {"name": "dpf", "sparsity": 0.8, "pattern": {"name": "balanced", "block": 4}, "include": "conv*"}
     assert make_pruner(spelt).method == method
@@ -247,19 +252,20 @@ def test_methods_have_three_spellings() -> None:
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_every_method_has_a_face(name: str) -> None:
-    """`pm.DPF` and the like say what they take and where it is from."""
-    record = METHODS[name]
-    face = getattr(pm, record.__name__)
-    signature = inspect.signature(face)
-    assert face.__doc__ == record.__doc__
-    assert record.__doc__
-    assert record.paper
+def test_every_method_has_a_constructor(name: str) -> None:
+    """`pm.DPF` and the other constructors have the method's docstring and options."""
+    spec = METHODS[name]
+    constructor = getattr(pm, spec.__name__)
+    signature = inspect.signature(constructor)
+    assert constructor.__doc__ == spec.__doc__
+    assert spec.__doc__
+    assert spec.paper
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in signature.parameters.values())
-    assert isinstance(face(), pm.Pruner)
-    assert {"pattern", "include", "exclude"} <= set(signature.parameters)
+    assert isinstance(constructor(), pm.Pruner)
+    assert {"include", "exclude"} <= set(signature.parameters)
+    assert ("pattern" in signature.parameters) == (name != "srigl")  # its pattern is fixed
     with pytest.raises(pm.PomonaError, match="unknown option"):
-        face(nonsense=1)
+        constructor(nonsense=1)
 
 
 def test_the_signature_shows_the_defaults() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import attached, train
+from engine_helpers import attach_to_network, train
 from straight_through import train_reference
 from torch import Tensor
 
@@ -22,8 +22,8 @@ def soft_threshold(weight: Tensor, mask: Tensor, threshold: float) -> Tensor:
     return torch.where(mask, scale * weight.sign() * (weight.abs() - threshold).clamp(min=0), 0.0)
 
 
-def test_training_matches_the_reference() -> None:
-    model, optimizer, pruner = attached(pm.ST3(sparsity=0.8), total=TOTAL)
+def test_st3_matches_the_reference() -> None:
+    model, optimizer, pruner = attach_to_network(pm.ST3(sparsity=0.8), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     expected = train_reference(soft_threshold, final=0.8, until=0.75, total=TOTAL)
     for name, parameter in model.named_parameters():
@@ -33,7 +33,7 @@ def test_training_matches_the_reference() -> None:
 
 
 def test_the_masks_are_selected_at_every_step() -> None:
-    model, optimizer, pruner = attached(pm.ST3(sparsity=0.8), total=TOTAL)
+    model, optimizer, pruner = attach_to_network(pm.ST3(sparsity=0.8), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     assert [entry["step"] for entry in pruner.history] == list(range(TOTAL + 1))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from score_cases import SCORE_KINDS, make_scores
+from triton_interpreter import DEVICE, HAS_TRITON, INTERPRETED, needs_interpreter, run_in_interpreter
 
 from pomona.patterns.selection import select_largest, select_largest_per_row
 
 kernel = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
     pytest.mark.skipif(
-        not TRITON or (DEVICE == "cpu" and not INTERPRETED),
+        not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED),
         reason="needs Triton, and a CUDA device or its interpreter",
     ),
 ]
@@ -76,9 +76,9 @@ class TestKernel:
             assert torch.equal(mask.cpu(), select_per_segment(scores, sizes, keep)), f"at time {time}"
 
 
-@needed
+@needs_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    interpret(__file__, "TestKernel")
+    run_in_interpreter(__file__, "TestKernel")
 
 
 class TestSegmentsOnCuda:

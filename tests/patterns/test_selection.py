@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import DEVICE
 from score_cases import INF, NAN, SCORE_KINDS, make_scores
 from torch import Tensor
+from triton_interpreter import DEVICE
 
 from pomona.errors import PomonaError
 from pomona.patterns import selection

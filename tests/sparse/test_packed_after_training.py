@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import attached, train
+from engine_helpers import attach_to_network, train
 
 import pomona as pm
 from pomona.masking import matrix_shape
@@ -33,7 +33,7 @@ def pruner(name: str, allocation: str) -> pm.Pruner:
 @pytest.mark.parametrize("allocation", ["uniform", "global"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_keeps_the_same_count_in_every_block(name: str, allocation: str) -> None:
-    model, optimizer, working = attached(pruner(name, allocation), total=TOTAL)
+    model, optimizer, working = attach_to_network(pruner(name, allocation), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     masks = {key: mask.clone() for key, mask in working.masks().items()}
     working.finish()

@@ -6,9 +6,9 @@ import copy
 import json
 import sys
 
-import kit
 import pytest
 import torch
+from engine_helpers import count_hooks, is_identical, save_and_load
 from shrink_networks import Residual, randomize_norms, two_convolutions, zero_filters
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -125,10 +125,11 @@ def test_original_model_is_not_changed() -> None:
     model.train()
     model.stem[1].eval()
     model.stem[0].weight.requires_grad_(False)
-    state, hooks = copy.deepcopy(model.state_dict()), kit.hooks(model, torch.optim.SGD(model.parameters(), 0.1))
+    state = copy.deepcopy(model.state_dict())
+    hooks = count_hooks(model, torch.optim.SGD(model.parameters(), 0.1))
     small = shrink(model, torch.zeros(2, 3, 8, 8)).model
-    assert kit.same(dict(model.state_dict()), dict(state))
-    assert kit.hooks(model, torch.optim.SGD(model.parameters(), 0.1)) == hooks
+    assert is_identical(dict(model.state_dict()), dict(state))
+    assert count_hooks(model, torch.optim.SGD(model.parameters(), 0.1)) == hooks
     for one, other in zip(model.modules(), small.modules(), strict=True):
         assert one.training == other.training
     for one, other in zip(model.parameters(), small.parameters(), strict=True):
@@ -154,7 +155,7 @@ def test_shrunk_model_trains_saves_and_loads() -> None:
     reloaded = copy.deepcopy(small)
     for parameter in reloaded.parameters():
         nn.init.ones_(parameter)
-    reloaded.load_state_dict(kit.saved(small.state_dict()))
+    reloaded.load_state_dict(save_and_load(small.state_dict()))
     with torch.no_grad():
         assert torch.equal(reloaded.eval()(x), small.eval()(x))
 

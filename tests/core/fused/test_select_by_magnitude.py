@@ -1,4 +1,4 @@
-"""Masks that kernels pick for all layers at once are those that the method takes layer by layer."""
+"""Masks that kernels select by magnitude for all layers at once equal those that the method selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pomona.methods.dpf import DPF
 pytestmark = pytest.mark.gpu
 
 
-def train(allocation: str, layout: torch.memory_format, sparsity: float) -> tuple[pm.Pruner, dict[str, torch.Tensor]]:
+def train_dpf(
+    allocation: str, layout: torch.memory_format, sparsity: float
+) -> tuple[pm.Pruner, dict[str, torch.Tensor]]:
+    """Train with DPF and return the pruner and copies of its masks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(256, 5))
     model = model.cuda().to(memory_format=layout)
@@ -31,21 +34,21 @@ def train(allocation: str, layout: torch.memory_format, sparsity: float) -> tupl
 @pytest.mark.parametrize("allocation", ["global", "global(floor=0.04)", "uniform", "erk"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.95])
-def test_picked_is_selected(monkeypatch, allocation, layout, sparsity):
-    picked, ours = train(allocation, layout, sparsity)
-    assert picked._engine.buffers[0].magnitude is not None  # it went that way
+def test_kernels_select_the_masks_of_the_method(monkeypatch, allocation, layout, sparsity):
+    by_kernels, masks = train_dpf(allocation, layout, sparsity)
+    assert by_kernels.attached_engine().buffers[0].magnitude is not None  # kernels selected
     monkeypatch.setattr(DPF, "ranks_by_magnitude", False)
-    selected, theirs = train(allocation, layout, sparsity)
-    assert selected._engine.buffers[0].magnitude is None
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [r["flips"] for r in picked.history] == [r["flips"] for r in selected.history]
-    assert picked.sparsity() == selected.sparsity()
+    by_method, expected = train_dpf(allocation, layout, sparsity)
+    assert by_method.attached_engine().buffers[0].magnitude is None
+    assert all(torch.equal(masks[name], expected[name]) for name in expected)
+    assert [entry["flips"] for entry in by_kernels.history] == [entry["flips"] for entry in by_method.history]
+    assert by_kernels.sparsity() == by_method.sparsity()
 
 
-def test_float64_and_other_patterns_go_the_usual_way():
+def test_float64_weights_are_selected_by_the_method():
     model = nn.Linear(8, 8).cuda().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pruner = pm.DPF(sparsity=0.5, every=1, include=["weight"]).attach(model, optimizer, total_steps=4)
     model(torch.ones(1, 8, device="cuda", dtype=torch.float64)).sum().backward()
     optimizer.step()
-    assert pruner._engine.buffers[0].magnitude is None
+    assert pruner.attached_engine().buffers[0].magnitude is None

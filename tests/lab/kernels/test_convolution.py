@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from torch import nn
+from triton_interpreter import DEVICE, HAS_TRITON, INTERPRETED, needs_interpreter, run_in_interpreter
 
 import pomona as pm
 from pomona.lab.kernels import convolution as lab
@@ -66,7 +66,7 @@ def far(found, exact):
     return float((found.detach().double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.skipif(not TRITON, reason="needs Triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
 class TestKernel:
     pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -126,9 +126,9 @@ class TestKernel:
         torch.testing.assert_close(scale, (x.var((0, 2, 3), unbiased=False) + 1e-5).rsqrt())
 
 
-@needed
+@needs_interpreter
 def test_the_kernels_in_the_interpreter():
-    interpret(__file__, "TestKernel")
+    run_in_interpreter(__file__, "TestKernel")
 
 
 @pytest.mark.gpu

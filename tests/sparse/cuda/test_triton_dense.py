@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, TRITON, interpret, needed
 from packing import balanced_weight, is_close
+from triton_interpreter import DEVICE, HAS_TRITON, INTERPRETED, needs_interpreter, run_in_interpreter
 
 from pomona.sparse import BalancedTensor
 from pomona.sparse.format import DTYPES
@@ -15,7 +15,7 @@ from pomona.sparse.format import DTYPES
 needs_triton = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
     pytest.mark.skipif(
-        not TRITON or (DEVICE == "cpu" and not INTERPRETED),
+        not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED),
         reason="needs Triton, and a CUDA device or its interpreter",
     ),
 ]
@@ -58,6 +58,6 @@ class TestTriton:
         assert is_close(y.cpu(), x.double() @ weight.double().T)
 
 
-@needed
+@needs_interpreter
 def test_triton_in_its_interpreter() -> None:
-    interpret(__file__, "TestTriton")
+    run_in_interpreter(__file__, "TestTriton")

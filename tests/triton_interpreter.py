@@ -1,4 +1,4 @@
-"""Triton's kernels where there is no GPU: in its interpreter."""
+"""Run the tests of Triton kernels in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def needed(test: Callable[[], Any]) -> Callable[[], Any]:
-    """Marks a test that has others run in the interpreter, unless they run by themselves."""
+def needs_interpreter(test: Callable[[], Any]) -> Callable[[], Any]:
+    """Skip a test that runs other tests in the interpreter where those run directly or cannot run at all."""
     marks = (
         pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels are tested directly"),
-        pytest.mark.skipif(not TRITON, reason="needs Triton"),
+        pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
         pytest.mark.skipif(
             np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4"
         ),
@@ -32,8 +32,11 @@ def needed(test: Callable[[], Any]) -> Callable[[], Any]:
     return test
 
 
-def interpret(file: str, name: str) -> None:
-    """Those of a file's tests, in a process of their own: Triton reads the variable once, when it is first imported."""
+def run_in_interpreter(file: str, name: str) -> None:
+    """Run the tests of a file whose names match, in the interpreter; assert that all pass and none is skipped.
+
+    They run in a new process because Triton reads TRITON_INTERPRET only when it is first imported.
+    """
     command = [sys.executable, "-m", "pytest", file, "-k", name]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

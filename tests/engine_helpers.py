@@ -1,4 +1,4 @@
-"""A small network and its training loop, shared by the tests of the engine."""
+"""A small network, its training loop, and comparisons of states, shared by the tests of the engine and the methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class Net(nn.Module):
-    """Convolutions, batch norm, a hidden and a last linear layer; every row divides by four."""
+    """Two convolutions, batch norm, a hidden and a last linear layer; the size of every row is a multiple of four."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -35,65 +35,71 @@ class Net(nn.Module):
 TARGETS = ("conv1.weight", "conv2.weight", "hidden.weight")
 
 
-def batch(step: int, size: int = 6) -> tuple[Tensor, Tensor]:
-    """The batch of a step, the same in every run."""
+def make_batch(step: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    """Return the batch of a step, which is the same in every run."""
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(size, 4, 5, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(6, (size,), generator=generator)
 
 
-def loss_at(model: nn.Module, step: int) -> Tensor:
-    x, y = batch(step)
+def compute_loss(model: nn.Module, step: int) -> Tensor:
+    """Return the loss on the batch of a step."""
+    x, y = make_batch(step)
     return F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
-    """The user's loop."""
+    """Train with the loop of a user who knows nothing of the pruner."""
     for step in steps:
         optimizer.zero_grad()
-        loss_at(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
 
 
-def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+def make_sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    """Return SGD with Nesterov momentum and weight decay."""
     return torch.optim.SGD(
         model.parameters(), **{"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-3, **options}
     )
 
 
-def adam(model: nn.Module, **options: Any) -> torch.optim.Adam:
+def make_adam(model: nn.Module, **options: Any) -> torch.optim.Adam:
+    """Return Adam with weight decay."""
     return torch.optim.Adam(model.parameters(), **{"lr": 0.01, "weight_decay": 5e-3, **options})
 
 
-def attached(pruner: Any, total: int = 40, make: Any = sgd, seed: int = 0) -> tuple[Net, Optimizer, Any]:
-    """A network in float64, its optimizer, and the pruner at work on both."""
+def attach_to_network(pruner: Any, total: int = 40, make: Any = make_sgd, seed: int = 0) -> tuple[Net, Optimizer, Any]:
+    """Return a network in float64, its optimizer, and the pruner attached to both."""
     model = Net(seed).double()
     optimizer = make(model)
     pruner.attach(model, optimizer, total_steps=total)
     return model, optimizer, pruner
 
 
-def saved(state: Any) -> Any:
-    """A state as it comes back from a file, nothing unpickled."""
+def save_and_load(state: Any) -> Any:
+    """Return a state after it was saved and loaded with weights_only=True."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the last bit."""
+def is_identical(one: Any, other: Any) -> bool:
+    """Return whether two nested states are equal to the last bit."""
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+        return one.keys() == other.keys() and all(is_identical(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_identical, one, other))
     return one == other
 
 
-def obeys(model: nn.Module, pruner: Any, grown: bool = False) -> bool:
-    """Whether the weights are zero off the masks, with no −0.0 among them, and nowhere else (but where just grown)."""
+def obeys_masks(model: nn.Module, pruner: Any, grown: bool = False) -> bool:
+    """Return whether pruned weights are zero, without −0.0, and kept weights are not zero.
+
+    Kept weights may be zero with `grown=True`: a weight that has just grown starts at zero.
+    """
     weights = dict(model.named_parameters())
     return all(
         not weights[name][~mask].any()
@@ -103,8 +109,8 @@ def obeys(model: nn.Module, pruner: Any, grown: bool = False) -> bool:
     )
 
 
-def hooks(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """How many hooks hang on every module, parameter and the optimizer."""
+def count_hooks(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Return the number of hooks on each module, on each parameter and on the optimizer."""
     holders = {
         "optimizer": optimizer,
         **{f"module {name}": module for name, module in model.named_modules()},
@@ -119,8 +125,8 @@ def hooks(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     }
 
 
-def hooks_on_all() -> int:
-    """How many hooks hang on the steps of all optimizers, when those of dropped pruners are gone."""
+def count_global_hooks() -> int:
+    """Return the number of global optimizer step hooks, after the hooks of deleted pruners are collected."""
     gc.collect()
     module = sys.modules[Optimizer.__module__]  # torch.optim.optimizer, a name that torch deletes
     return len(module._global_optimizer_pre_hooks) + len(module._global_optimizer_post_hooks)
