@@ -23,6 +23,7 @@ from engine_helpers import (
     save_and_load,
     train,
 )
+from slow_cases import slow_unless
 from torch import Tensor, nn
 
 import pomona as pm
@@ -40,7 +41,11 @@ PATTERNS = {
     "filter": pm.Filter(norm=1),
 }
 # Lottery runs several trainings, each with a separate pruner.
-every_method = pytest.mark.parametrize("name", [name for name in METHODS if name != "lottery"])
+ATTACHED = [name for name in METHODS if name != "lottery"]
+every_method = pytest.mark.parametrize("name", ATTACHED)
+# One of each kind of weights and of each time of update; `make test-all` runs the others.
+FAST = ("dpf", "incremental", "iterand", "rigl", "sfp", "snip", "st3")
+every_method_slowly = pytest.mark.parametrize("name", slow_unless(FAST, ATTACHED))
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
 every_optimizer = pytest.mark.parametrize("make", [make_sgd, make_adam])
 
@@ -209,7 +214,7 @@ MORE_RESUME_CASES = [
 ]
 
 
-@every_method
+@every_method_slowly
 @pytest.mark.parametrize(("make", "order", "way", "stop"), RESUME_CASES + MORE_RESUME_CASES)
 def test_a_resumed_run_is_bit_identical_for_every_method(name: str, make: Any, order: str, way: str, stop: int) -> None:
     model, optimizer, pruner = attach_frequent(name, make=make)
@@ -257,7 +262,7 @@ def test_a_copied_model_is_plain(name: str) -> None:
         assert copied.conv2.weight[~pruner.masks()["conv2.weight"]].any()
 
 
-@every_method
+@every_method_slowly
 @every_optimizer
 @pytest.mark.parametrize("stop", [0, 18])
 def test_model_optimizer_and_pruner_copied_together_train_alike(name: str, make: Any, stop: int) -> None:
@@ -279,7 +284,7 @@ def test_model_optimizer_and_pruner_copied_together_train_alike(name: str, make:
 # ---- finish
 
 
-@every_method
+@every_method_slowly
 def test_finish_leaves_exact_zeros_and_no_hooks(name: str) -> None:
     model = make_model(name)
     optimizer = make_sgd(model)
@@ -311,7 +316,7 @@ def count_live_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-@every_method
+@every_method_slowly
 def test_memory_is_one_byte_a_weight_and_one_dense_copy_for_soft_methods(name: str) -> None:
     """Score methods hold scores, weights, the mask of the last history entry and, for IteRand, draw numbers."""
     more = {"hard": 0, "free": 0, "soft": 8, "score": 17}[METHODS[name].weights]

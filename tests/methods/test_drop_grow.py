@@ -190,6 +190,7 @@ def test_shares_complete_units_that_are_partly_kept(layers: list[tuple[float, in
 # ---- methods in training
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["set", "rigl", "sparse_momentum", "dsr"]),

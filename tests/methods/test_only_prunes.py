@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import Tensor, nn
 
 import pomona as pm
@@ -115,7 +116,7 @@ def test_the_methods_that_only_prune() -> None:
 
 @every_pattern
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_after(1, range(3)))
 @pytest.mark.parametrize("name", ONLY_PRUNING)
 def test_masks_are_nested_over_training(name: str, pattern: Pattern, allocation: str, seed: int) -> None:
     model = make_network(seed)
