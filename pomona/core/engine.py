@@ -97,12 +97,10 @@ class Engine:
         self.handles.append(self.counting_optimizer.register_load_state_dict_pre_hook(on_load))
 
     def detach(self) -> None:
-        """Remove all hooks, and free the captured graphs now rather than by garbage collection."""
+        """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        for buffers in self.buffers:
-            buffers.graphs.clear()
 
     @property
     def counting_optimizer(self) -> Optimizer:
