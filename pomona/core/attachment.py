@@ -10,9 +10,24 @@ from torch.optim import Optimizer
 from ..errors import require
 from . import guards
 from .coupled import find_coupled, find_norms
-from .method import Method
+from .method import Method, TrainingProgress
 from .slot import Slot
 from .targets import unwrap
+
+
+def validate_length(method: Method, total_steps: int | None, steps_per_epoch: int | None) -> None:
+    """Raise PomonaError where the length of training is not one that the method can use."""
+    require(
+        steps_per_epoch is None or steps_per_epoch >= 1,
+        f"steps_per_epoch counts optimizer steps and must be ≥ 1, got {steps_per_epoch}.",
+    )
+    if method.needs_total_steps:
+        require(
+            isinstance(total_steps, int) and total_steps >= 1,
+            f"{method.name} needs total_steps, the length of training in optimizer steps, got {total_steps}.",
+        )
+    # Refuse now what the method would refuse one step later.
+    method.is_update_due(TrainingProgress(1, total_steps or 1, steps_per_epoch))
 
 
 def unwrap_optimizers(optimizer: Optimizer | Sequence[Optimizer], method: Method) -> list[Optimizer]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import PomonaError, require
 from ..masking import apply_mask
 from . import guards, history
-from .attachment import create_slots, unwrap_optimizers
+from .attachment import create_slots, unwrap_optimizers, validate_length
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -86,7 +86,9 @@ class Pruner:
                 a batch.
             track: remember when each mask entry last changed, for `settled()`, at four bytes a weight.
         """
-        self._validate_length(total_steps, steps_per_epoch)
+        require(not self.finished, "this pruner is finished: make a new one.")
+        require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
+        validate_length(self.method, total_steps, steps_per_epoch)
         optimizers = unwrap_optimizers(optimizer, self.method)
         slots, coupled = create_slots(model, self.method, optimizers, track)
         self.model, self.optimizers = model, optimizers
@@ -327,22 +329,6 @@ class Pruner:
                 engine.set_next_sparsity(sparsity)
 
     # ---- attachment
-
-    def _validate_length(self, total_steps: int | None, steps_per_epoch: int | None) -> None:
-        """Raise PomonaError where the pruner or the length of training does not allow to attach."""
-        require(not self.finished, "this pruner is finished: make a new one.")
-        require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
-        require(
-            steps_per_epoch is None or steps_per_epoch >= 1,
-            f"steps_per_epoch counts optimizer steps and must be ≥ 1, got {steps_per_epoch}.",
-        )
-        if self.method.needs_total_steps:
-            require(
-                isinstance(total_steps, int) and total_steps >= 1,
-                f"{self.method.name} needs total_steps, the length of training in optimizer steps, got {total_steps}.",
-            )
-        # Refuse now what the method would refuse one step later.
-        self.method.is_update_due(TrainingProgress(1, total_steps or 1, steps_per_epoch))
 
     def attached_engine(self) -> Engine:
         """Return the engine, or raise PomonaError where the pruner is not attached."""
