@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class TrainingProgress:
     @property
     def next(self) -> TrainingProgress:
         """The progress one step later."""
-        return replace(self, step=self.step + 1)
+        return TrainingProgress(self.step + 1, self.total, self.steps_per_epoch)
 
     def is_multiple_of(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every` steps; None stands for an epoch."""
