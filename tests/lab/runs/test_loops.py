@@ -154,7 +154,7 @@ def test_the_loops_share_their_checkpoints(tmp_path):
 @gpu
 @pytest.mark.parametrize("model", ["digits_cnn", "lenet300"])
 def test_concurrent_runs_train_as_alone_and_fail_alone(tmp_path, model):
-    """Bit for bit without convolutions, for which each thread has cuDNN choose anew."""
+    """Bit for bit without convolutions, where cuDNN chooses its algorithm again in each thread."""
     exact = model == "lenet300"
     methods = [method for method in METHODS if not (exact and method.startswith("sfp"))]  # it has no filters
     recipes = [dataclasses.replace(recipe(method, model=model), seed=k) for k, method in enumerate(methods)]
