@@ -128,15 +128,33 @@ class Pruner:
         for slot in (*self.slots, *self.coupled):
             slot.latent = slot.weight = slot.observed_mask = None
 
-    def tick(self) -> None:
-        """Count a step that a CUDA graph replayed, and update the masks when due, without a host sync."""
+    def tick(self, steps: int = 1) -> None:
+        """Count steps that a CUDA graph replayed, and update the masks when due, without a host sync.
+
+        Several steps may be counted at once where `steps_to_update` allows so many.
+        """
         self.attached_engine()
-        require(
-            not self.wants_gradient(),
-            f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
-            "pruner.wants_gradient().",
-        )
-        self.complete_step()
+        for _ in range(steps):
+            require(
+                not self.wants_gradient(),
+                f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
+                "pruner.wants_gradient().",
+            )
+            self.complete_step()
+
+    def steps_to_update(self, limit: int) -> int:
+        """Return how many steps can be replayed, at most `limit`, before `tick` must be called for them.
+
+        The masks may be updated after the last of these steps, or need the gradient of the one that follows.
+        """
+        if isinstance(self.method, ScoreMethod):
+            return 1  # the sparsity of the masks is set before every step
+        progress = self.progress
+        for count in range(1, limit):
+            progress = progress.next
+            if self.method.is_update_due(progress):
+                return count
+        return limit
 
     def refresh(self) -> None:
         """Project the model at once: after weights were loaded or edited, or a step was broken off."""

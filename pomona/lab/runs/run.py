@@ -208,15 +208,15 @@ class Run:
         interval = self.loop.loss_interval
         while self.step < self.stage_end:
             epoch, start = divmod(self.step, self.steps_per_epoch)
-            for _ in self.loop.run_epoch(epoch, start):
-                self.step += 1
-                self.timed_steps += 1
+            for taken in self.loop.run_epoch(epoch, start):
+                self.step += taken
+                self.timed_steps += taken
                 last = self.step % self.steps_per_epoch == 0
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
                 if last:
                     self.measure_speed()
                     self.update_average()
-                self.recorder.report_step(loss)
+                self.recorder.report_steps(taken, loss)
                 if last and self.step < self.stage_end:
                     self.end_epoch()
                 stopped = self.step < self.total_steps and self.any_process_stops(stop())
@@ -233,6 +233,12 @@ class Run:
             or (every > 0 and self.step % every == 0)
             or (steps > 0 and self.step % steps == 0)
         )
+
+    @property
+    def steps_to_checkpoint(self) -> int:
+        """Return the number of steps to the next checkpoint or to the end of the stage."""
+        intervals = self.options.checkpoint_every * self.steps_per_epoch, self.options.checkpoint_steps
+        return min([self.stage_end - self.step, *(steps - self.step % steps for steps in intervals if steps)])
 
     def read_losses(self) -> float | None:
         """Read the losses since the last call from the device and return the last; raise if one is not finite."""

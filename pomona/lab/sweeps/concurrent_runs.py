@@ -1,7 +1,7 @@
 """Concurrent runs on one GPU, each in a thread with its own CUDA stream and CUDA graph.
 
 One small network leaves most of a large GPU idle. Replays of several graphs fill it, and since a replay takes Python
-only some microseconds, one process can launch them all. Runs share nothing but the device: each has its own seeds,
+only some microseconds, one thread can launch them all. Runs share nothing but the device: each has its own seeds,
 folder and checkpoints, and an error in one run becomes the result of that run while the others continue.
 """
 
@@ -21,6 +21,7 @@ from pomona.errors import require
 
 from ..runs.concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK, isolated_random_state
 from ..runs.distributed import select_device
+from ..runs.graph_launcher import GRAPH_LAUNCHER, GraphLauncher
 from ..runs.interruption import Interrupted, catch_stop_signals
 from ..runs.recorder import NoteCallback
 from .job import Job
@@ -51,14 +52,17 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
         waiting.put(index)
     messages: Messages = queue.SimpleQueue()
     stop = threading.Event()
+    launcher = GraphLauncher()
+    arguments = jobs, waiting, messages, stop, launcher
     threads = [
-        threading.Thread(target=serve_jobs, args=(jobs, waiting, messages, stop), name=f"run {k}", daemon=True)
+        threading.Thread(target=serve_jobs, args=arguments, name=f"run {k}", daemon=True)
         for k in range(min(count, len(jobs)))
     ]
     with (
         isolated_random_state(torch.device("cuda")),
         frequent_thread_switches(),
         catch_stop_signals() as stop_requested,
+        launcher,
     ):
         try:
             for thread in threads:
@@ -71,9 +75,16 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
                 thread.join()
 
 
-def serve_jobs(jobs: Sequence[Job], waiting: queue.SimpleQueue[int], messages: Messages, stop: threading.Event) -> None:
+def serve_jobs(
+    jobs: Sequence[Job],
+    waiting: queue.SimpleQueue[int],
+    messages: Messages,
+    stop: threading.Event,
+    launcher: GraphLauncher | None = None,
+) -> None:
     """Run one waiting job after another on one CUDA stream per device; the main function of a thread."""
     CONCURRENT_RUN.set(True)
+    GRAPH_LAUNCHER.set(launcher)
     streams: dict[torch.device, torch.cuda.Stream] = {}
     while not stop.is_set():
         try:
