@@ -104,8 +104,8 @@ def replace_gradients(
         for slot, gradient in zip(scored, products, strict=True):
             slot.parameter.grad = gradient
     for slot in transformed:
-        gradient = saved[slot.parameter]
-        slot.parameter.grad = slot.method.transform_gradient(gradient, slot.mask, slot.target.output_dim)
+        gradient, projected = saved[slot.parameter], slot.parameter.detach()  # latents are loaded after this
+        slot.parameter.grad = slot.method.transform_gradient(gradient, projected, slot.mask, slot.target.output_dim)
     return saved
 
 

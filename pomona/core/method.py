@@ -213,8 +213,8 @@ class Method:
         """Whether the optimizer sees another gradient than the one at the sparse weights."""
         return False
 
-    def transform_gradient(self, gradient: Tensor, mask: Tensor, output_dim: int) -> Tensor:
-        """Return the gradient that the optimizer sees, in a new tensor."""
+    def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
+        """Return the gradient that the optimizer sees; `projected` is what the model ran on. Nothing is changed."""
         raise NotImplementedError
 
 

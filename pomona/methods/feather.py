@@ -31,7 +31,9 @@ class Feather(ST3):
 
     @property
     def transforms_gradient(self) -> bool:
-        return self.theta != 1
+        return self.theta != 1 or super().transforms_gradient
 
-    def transform_gradient(self, gradient: Tensor, mask: Tensor, output_dim: int) -> Tensor:
-        return torch.where(mask, gradient, gradient * self.theta)  # type: ignore[operator]
+    def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
+        if self.feedback is not None:
+            gradient = super().transform_gradient(gradient, projected, mask, output_dim)
+        return gradient if self.theta == 1 else torch.where(mask, gradient, gradient * self.theta)  # type: ignore[operator]

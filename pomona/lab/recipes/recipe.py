@@ -24,6 +24,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,7 @@ from typing import Any
 
 from pomona.errors import require
 from pomona.methods import METHODS
-from pomona.registry import spec_to_dict
+from pomona.registry import resolve_type_hints, spec_options, spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
@@ -58,6 +60,9 @@ SETTINGS_WITHOUT_EFFECT = {"name", "origin.run"} | {
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
 NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None)]
+
+# How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
+OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,22 @@ class Recipe:
         second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)
 
+    @classmethod
+    def load_stored(cls, source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+        """Return the resolved recipe of a run, from its folder or its record, with overrides as in `load`.
+
+        A resolved recipe has a value for every option that had one. An option of the method that is not there was None,
+        or did not exist: it is off, whatever its default is now.
+        """
+        given = read_recipe(source, overrides)
+        method = given.get("method")
+        if isinstance(method, Mapping) and str(method.get("name")) in METHODS:
+            spec = METHODS[str(method["name"])]
+            hints = resolve_type_hints(spec)
+            optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]
+            given["method"] = {**dict.fromkeys(optional), **method}
+        return cls.load(given)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, every default included."""
         return {
@@ -118,8 +139,9 @@ class Recipe:
         }
 
     def to_toml(self) -> str:
-        """Return the recipe as TOML; an option that is not set is written as a comment."""
-        return format_toml(self.to_dict())
+        """Return the recipe as TOML; an option without a value is written as a comment, or by how it is turned off."""
+        off = {key: OFF_VALUES.get(f"method.{key}") for key, value in self.method.items() if value is None}
+        return format_toml(self.to_dict() | {"method": self.method | off})
 
     def fingerprint(self) -> str:
         """Return a short hash of the settings that decide the result of the run."""

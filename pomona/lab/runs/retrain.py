@@ -110,7 +110,7 @@ def load_finished_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
     require((run / RECIPE_FILE).is_file(), f"'{run}' is not a run: it has no recipe.toml.")
     summary = run / SUMMARY_FILE
     require(summary.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
-    recipe = Recipe.load(run / RECIPE_FILE)
+    recipe = Recipe.load_stored(run / RECIPE_FILE)
     require(recipe.method["name"] != DENSE, f"the run in '{run}' is dense: there is no mask to retrain.")
     return recipe, json.loads(summary.read_bytes())
 

@@ -155,7 +155,7 @@ def find_run_folders(place: Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> StoredRun | None:
     """Return the run in a folder; None where its recipe cannot be read."""
     try:
-        recipe = Recipe.load(folder / RECIPE_FILE)
+        recipe = Recipe.load_stored(folder / RECIPE_FILE)
     except PomonaError:
         return None
     found = read_summary(folder)
@@ -172,7 +172,7 @@ def read_record(file: Path) -> StoredRun | None:
         record = json.loads(file.read_bytes())
         if "recipe" not in record:
             return None
-        recipe = Recipe.load(dict(record.pop("recipe")))
+        recipe = Recipe.load_stored(dict(record.pop("recipe")))
     except PomonaError:
         raise
     except (OSError, ValueError, TypeError, AttributeError) as error:

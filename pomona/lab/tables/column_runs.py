@@ -11,7 +11,7 @@ from typing import Any
 
 from pomona.errors import require, unknown_name_error
 
-from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
+from ..recipes.recipe import OFF_VALUES, SETTINGS_WITHOUT_EFFECT, Recipe
 from ..runs.retrain import BUDGETS, STARTS
 from ..sweeps.axes import make_run, run_label
 from .table_run import TableRun
@@ -78,10 +78,17 @@ def named_recipe(base: str, values: str) -> Recipe:
     given = json.loads(values)
     ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
     run = make_run(json.loads(base), ordered, Path())
-    unnamed = {*SETTINGS_WITHOUT_EFFECT, *run.dropped, "model.name"}
-    named = {key: value for key, value in ordered.items() if key not in unnamed}
+    off = {key for key, value in OFF_VALUES.items() if given.get(key) == value}
+    unnamed = {*SETTINGS_WITHOUT_EFFECT, *off, "model.name"}
+    named = {key: value for key, value in ordered.items() if key not in unnamed and applies_to(key, run.recipe)}
     label = run_label({**named, "method": run.recipe.method["name"]})
     return replace(run.recipe, name=f"{run.recipe.model['name']}-{label}")
+
+
+def applies_to(key: str, recipe: Recipe) -> bool:
+    """Return whether a recipe has a setting; one of a method may belong to the method of another column."""
+    section, _, option = key.partition(".")
+    return section != "method" or not option or option.partition(".")[0] in recipe.method
 
 
 def look_up(kind: str, name: Any, known: Mapping[str, Any]) -> Any:

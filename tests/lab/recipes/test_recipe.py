@@ -40,7 +40,35 @@ def test_the_shortest_recipe_shows_every_default():
 
 
 def test_an_option_that_is_not_set_is_a_comment():
-    assert "# compressor is not set" in Recipe.load({**BASE, "method": "dpf"}).to_toml()
+    assert "# theta is not set" in toml_writer.format_toml({"method": {"theta": None}})
+
+
+@pytest.mark.parametrize("method", ["dpf", "dpf(printed=true)", "dpf(pattern='filter')", "st3(compressor='none')"])
+def test_a_resolved_recipe_says_which_options_are_off(method: str):
+    recipe = Recipe.load({**BASE, "method": method})
+    written = recipe.to_toml()
+    assert ('compressor = "none"' in written) == (recipe.method["compressor"] is None)
+    assert ("feedback = inf" in written) == (recipe.method["feedback"] is None)
+    assert Recipe.load(tomllib.loads(written)) == recipe
+
+
+OLD_DPF = {"name": "dpf", "sparsity": 0.9, "every": 16, "settle": 0.1}  # as the first version wrote it
+
+
+@pytest.mark.parametrize("extra", [{}, {"compressor": None}, {"compressor": None, "feedback": None}])
+def test_a_stored_recipe_is_read_by_the_options_of_its_time(extra: dict[str, None]):
+    stored = Recipe.load_stored({**BASE, "method": OLD_DPF | extra})
+    assert (stored.method["compressor"], stored.method["feedback"]) == (None, None)
+    assert stored == Recipe.load({**BASE, "method": "dpf(compressor='none', feedback=inf)"})
+    assert stored.fingerprint() == "334637708af4"  # of the first version
+    assert stored.fingerprint() != Recipe.load({**BASE, "method": OLD_DPF}).fingerprint()
+
+
+def test_the_printed_algorithm_is_part_of_the_fingerprint_by_its_options_only():
+    printed = Recipe.load({**BASE, "method": "dpf(printed=true)"})
+    assert "printed" not in printed.to_dict()["method"]
+    spelled = Recipe.load({**BASE, "method": "dpf(settle=0, compressor='none', feedback=inf)"})
+    assert printed.fingerprint() == spelled.fingerprint()
 
 
 @pytest.mark.parametrize("name", [*METHODS, "dense"])
