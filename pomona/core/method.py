@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -55,6 +55,13 @@ class TrainingProgress:
 def validate_every(every: int | None) -> None:
     """Raise PomonaError unless `every` is None or a positive number of steps."""
     require(every is None or every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {every}.")
+
+
+class GradientBound(NamedTuple):
+    """A bound on the gradients of weak outputs, as `methods._latent.BoundedFeedback` defines it."""
+
+    feedback: float  # the longest gradient of a weak output, in medians of the others
+    weak: float  # the share of the layer's typical norm at which an output is weak
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,11 @@ class Method:
     def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         """Return the gradient that the optimizer sees; `projected` is what the model ran on. Nothing is changed."""
         raise NotImplementedError
+
+    @property
+    def fused_gradient_bound(self) -> GradientBound | None:
+        """What the fused kernels compute in place of `transform_gradient`; None where only that itself will do."""
+        return None
 
 
 METHODS: Registry[Method] = Registry("method")

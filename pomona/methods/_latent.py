@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection, SoftThreshold
-from ..core.method import Method
+from ..core.method import GradientBound, Method
 from ..errors import require
 
 WEAK = 0.1  # the share of its layer's typical norm at which an output is weak: see BoundedFeedback
@@ -78,6 +78,10 @@ class BoundedFeedback(Method):
     @property
     def transforms_gradient(self) -> bool:
         return self.feedback is not None
+
+    @property
+    def fused_gradient_bound(self) -> GradientBound | None:
+        return None if self.feedback is None else GradientBound(self.feedback, WEAK)
 
     def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         assert self.feedback is not None
