@@ -91,11 +91,11 @@ def find_teacher_file(recipe: Recipe) -> Path:
         f"the run in '{folder}' has the fingerprint {trained.fingerprint()}, and the teacher of this run has "
         f"{teacher.fingerprint}.",
     )
-    for key in ("source", "validation"):
-        own, other = getattr(recipe.data, key), getattr(trained.data, key)
-        name = "the data set" if key == "source" else f"data.{key}"
+    for key, own in recipe.data.to_dict().items():
+        other = trained.data.to_dict().get(key)
         require(
-            own == other,
-            f"the teacher in '{folder}' was trained with {name} {other}, and this run has {own}: give both the same.",
+            own == other or key == "augment",
+            f"the teacher in '{folder}' was trained with data.{key} = {other!r}, and this run has {own!r}: "
+            "train both on the same data.",
         )
     return folder / MODEL_FILE

@@ -26,7 +26,7 @@ from torch import nn
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.runs import checkpoint, retrain
-from pomona.lab.runs.distillation import distillation_loss
+from pomona.lab.runs.distillation import distillation_loss, load_teacher
 from pomona.lab.runs.run import prepared_run
 from pomona.lab.runs.strategy import TrainingStrategy
 from pomona.lab.sweeps import concurrent_runs
@@ -190,14 +190,18 @@ def test_two_processes_train_with_one_teacher(tmp_path, dense_run):
     ("change", "message"),
     [
         ({"teacher": {"weight": 0.5}}, r"\[teacher\] names no teacher: give the folder of a finished run"),
-        ({"data": "digits(validation=100)"}, "was trained with data.validation 0, and this run has 100"),
+        ({"data": "digits(validation=100)"}, "was trained with data.validation = 0, and this run has 100"),
+        ({"data": "imdb"}, "was trained with data.name = 'digits', and this run has 'imdb'"),
         ({"model": "digits_cnn(num_classes=12)"}, "has num_classes = 10, and this run has num_classes = 12"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path, dense_run, change, message):
     made = Recipe.load(student_recipe({"run": str(dense_run)}).to_dict() | change)
     with pytest.raises(PomonaError, match=message):
-        train(made, tmp_path / "run")
+        load_teacher(made, {"num_classes": 10} | made.model, torch.device("cpu"))
+    if made.data.name == "digits":
+        with pytest.raises(PomonaError, match=message):
+            train(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
