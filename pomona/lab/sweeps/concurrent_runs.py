@@ -92,8 +92,8 @@ def serve_jobs(
             return
         except Exception as error:  # of the device; without a message the main thread would wait forever
             result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-        waiting.mark_ended(index)
         messages.put(("done", (index, result)))
+        waiting.mark_ended(index)
         free_gpu_memory()
 
 
