@@ -23,6 +23,7 @@ from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
 from .concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK
+from .distillation import distillation_loss
 from .evaluate import autocast, cross_entropy
 from .graph_launcher import GRAPH_LAUNCHER
 
@@ -85,7 +86,7 @@ def capture_obstacle(run: Run) -> str | None:
         return f"is for a single process, and {run.processes.world_size} train here together"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in run.model.modules()):
         return "would replay one and the same dropout"
-    if any(isinstance(m, nn.RNNBase) for m in run.model.modules()):
+    if any(isinstance(m, nn.RNNBase) for network in run.networks for m in network.modules()):
         return "has recurrent layers, which cuDNN does not let be captured"
     return None
 
@@ -223,7 +224,7 @@ class CapturedLoop:
         with (
             GRAPH_CAPTURE_LOCK,
             pause_garbage_collection(),
-            fast_convolutions(run.model, run.options.precision == "bf16"),
+            fast_convolutions(nn.ModuleList(run.networks), run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
             with preserved_state(run):
@@ -271,6 +272,12 @@ def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> T
     """Take one training step on a batch and return its loss."""
     logits = forward(run.parallel_model, inputs, run.device, run.options.precision)
     loss = cross_entropy(logits, targets, label_smoothing=run.options.label_smoothing)
+    if run.teacher is not None:
+        with torch.no_grad():
+            teacher_logits = forward(run.teacher, inputs, run.device, run.options.precision)
+        options = run.recipe.teacher
+        distilled = distillation_loss(logits, teacher_logits, options.temperature)
+        loss = (1 - options.weight) * loss + options.weight * distilled
     run.optimizer.zero_grad()
     loss.backward()
     if run.options.clip:
