@@ -93,11 +93,12 @@ def require_room(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern
     # A sparsity is reached as nearly as units allow, and half a unit is as near as the next one.
     smallest = min((pattern.unit_weight(shape) for shape, count in zip(shapes, least, strict=True) if count), default=0)
     limit = math.floor(1e4 * largest_sparsity(shapes, pattern)) / 1e4
+    noun = "weights" if all(pattern.unit_weight(s) == pattern.unit_size(s) for s in shapes) else "units"
     require(
         2 * (total - kept) < max(smallest, 1),
-        f"a sparsity of {sparsity:g} keeps {kept:,} of what {pattern} prunes, but one unit of each of the "
-        f"{sum(map(bool, least))} layers is {total:,}, and without it the network is cut in two: ask for a sparsity "
-        f"of at most {limit:g}, or leave layers out with exclude=[…].",
+        f"a sparsity of {sparsity:g} keeps {kept:,} {noun}, and one unit of {pattern} in each of the "
+        f"{sum(map(bool, least))} layers is {total:,}: ask for a sparsity of at most {limit:g}, so that no layer is "
+        "empty, or leave layers out with exclude=[…].",
     )
 
 

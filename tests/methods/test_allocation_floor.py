@@ -66,7 +66,7 @@ def test_floors_are_rounded_up_where_that_fits() -> None:
 def test_filters_are_counted_where_the_sparsity_is_a_share_of_them() -> None:
     # Two of ten filters are kept: one of each layer would be four, though they hold few weights.
     shapes = [torch.Size([1, 1])] * 3 + [torch.Size([7, 1000])]
-    with pytest.raises(pm.PomonaError, match=r"of 0\.8 keeps 2 .* each of the 4 layers is 4.* at most 0\.6"):
+    with pytest.raises(pm.PomonaError, match=r"of 0\.8 keeps 2 units.* each of the 4 layers is 4: .* at most 0\.6"):
         floor_counts(shapes, 0.8, pm.Filter(of="filters"), 0.1)
     assert floor_counts(shapes, 0.6, pm.Filter(of="filters"), 0.1) == [1, 1, 1, 1000]
     scores = {str(k): torch.full(shape, 1.0 + k) for k, shape in enumerate(shapes)}
