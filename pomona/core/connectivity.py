@@ -20,7 +20,8 @@ from .tracing import callee, trace
 LAYERS = (_ConvNd, nn.Linear)
 CHANNELWISE_MODULES = (*ZERO_PRESERVING, *NORMS, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardsigmoid, nn.Flatten)
 CHANNELWISE_FUNCTIONS = ZERO_FUNCTIONS | {"add", "iadd", "add_", "sub", "mul", "imul", "mul_", "sigmoid", "hardswish"}
-CHANNELWISE_FUNCTIONS |= {"contiguous", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "flatten"}
+CHANNELWISE_FUNCTIONS |= {"max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d"}
+CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
 
 LOW_DENSITY = 0.02  # a layer is reported below this density
 LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
@@ -96,6 +97,8 @@ def follow_call(
     if isinstance(call, LAYERS) and len(sources) == 1:
         return follow_layer(call, sources[0], masks.get(call.weight))
     name = getattr(call, "__name__", call)
+    if name in ("size", "dim") or (call is getattr and arguments[1] == "shape"):
+        return torch.tensor([False])  # a shape does not depend on values
     # Other forms of these do not keep the order of channels.
     flattens = name in ("view", "reshape") and len(arguments) == 3 and arguments[2] == -1
     averages_images = name == "mean" and len(arguments) > 1 and tuple(to_list(arguments[1])) in ((2, 3), (-2, -1))
