@@ -93,14 +93,15 @@ class Method:
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the default
     pattern: Pattern = Unstructured()
-    allocation: str = "global"
+    allocation: str | None = None  # how layers share the sparsity; None is the pattern's default
     schedule: Schedule = Cubic()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
-        self._set(allocation=allocations.normalize_allocation(self.allocation))
+        chosen = self.pattern.default_allocation if self.allocation is None else self.allocation
+        self._set(allocation=allocations.normalize_allocation(chosen))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.default_sparsity if self.pattern.sparsity is None else self.pattern.sparsity)
@@ -117,7 +118,7 @@ class Method:
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.validate_allocation(self.allocation, self.final_sparsity)
+        allocations.validate_allocation(self.allocation, self.final_sparsity)  # type: ignore[arg-type]
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
@@ -145,6 +146,13 @@ class Method:
         # Removing a whole output of the last layer would remove a class.
         left_dense = self.left_dense | {"classifier"} if self.pattern.removes_outputs else self.left_dense
         return prunable(model, self.include, self.exclude, left_dense).targets
+
+    def validate_targets(self, targets: Sequence[Target]) -> None:
+        """Raise PomonaError where the pattern does not fit a target, or the sparsity would leave some of them empty."""
+        for target in targets:
+            self.pattern.validate_shape(target.name, target.outputs_first)
+        shapes = [target.outputs_first for target in targets]
+        allocations.validate_room(shapes, self.final_sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
 
     # ---- when and how masks change
 
@@ -177,7 +185,7 @@ class Method:
         """
         if self.only_prunes:
             scores = exclude_pruned(scores, targets.masks)
-        return allocations.select(scores, sparsity, self.pattern, self.allocation)
+        return allocations.select(scores, sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
 
     @property
     def only_prunes(self) -> bool:

@@ -15,6 +15,7 @@ from ..errors import PomonaError, require
 from ..masking import apply_mask
 from . import guards, history
 from .attachment import create_slots, unwrap_optimizers, validate_length
+from .connectivity import warn_about_layers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -53,6 +54,7 @@ class Pruner:
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
+        self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
 
@@ -101,6 +103,7 @@ class Pruner:
             self._unhook()
             self.slots, self.coupled, self.optimizers, self.model = [], [], [], None
             raise
+        warn_about_layers(self.model, self.slots, self.reported)
         return self
 
     def finish(self) -> None:
@@ -123,6 +126,7 @@ class Pruner:
             )
             self._update(self.method.final_sparsity)
         engine.apply_masks(last=True)
+        warn_about_layers(self.model, self.slots, self.reported)
         self._unhook()
         self.finished = True
         for slot in (*self.slots, *self.coupled):

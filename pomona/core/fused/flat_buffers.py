@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
+from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ...masking import count_pruned
 from ..slot import dense_strides
 from .captured_graphs import CapturedGraphs
@@ -302,17 +302,18 @@ class FlatBuffers:
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = parse_allocation(self.method.allocation)
-        layerwise = LAYERWISE_ALLOCATIONS.get(name)
-        sizes = [self.count] if layerwise is None else self.sizes
+        name, floor = parse_allocation(self.method.allocation)  # type: ignore[arg-type]
+        is_global, pattern = name == "global", self.method.pattern
+        sizes = [self.count] if is_global else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
-        shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
+        shares = [sparsity] if is_global else layer_sparsities(name, shapes, sparsity, pattern)
+        has_floor = is_global and floor != 0 and len(shapes) > 1
         if self.top_k is None:
             self.top_k = self.kernels.SegmentedTopK(sizes, self.mask.device)
-            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if floor else None
+            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if has_floor else None
         self.top_k.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
-        if floor:
-            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, self.method.pattern, floor))
+        if has_floor:
+            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, pattern, floor))
         return True
 
     # ---- random weights
