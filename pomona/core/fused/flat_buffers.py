@@ -181,12 +181,12 @@ class FlatBuffers:
         if self.method.fused_gradient_bound is None or not self.kernels_ready():
             return False
         slots = [slot for slot in self.targets if slot.mask.ndim > 1]
-        if self.bounded_gradients is None and self.kernels.can_bound([*map(output_count, slots)]):  # type: ignore[union-attr]
-            counts, sizes = [*map(output_count, slots)], [slot.mask.numel() for slot in slots]
+        counts, sizes = [*map(output_count, slots)], [slot.mask.numel() for slot in slots]
+        if self.bounded_gradients is None and self.kernels.can_bound(counts):  # type: ignore[union-attr]
+            gradient = self.latent.new_empty(sum(sizes))
             places = [self.slots.index(slot) for slot in slots]
-            like = self.slots[0].parameter
-            self.bounded_gradients = self.kernels.BoundedGradients(places, counts, sizes, like.dtype, like.device)  # type: ignore[union-attr]
-            for slot, part in zip(slots, self.bounded_gradients.gradient.split(sizes), strict=True):
+            self.bounded_gradients = self.kernels.BoundedGradients(gradient, places, counts, sizes)  # type: ignore[union-attr]
+            for slot, part in zip(slots, gradient.split(sizes), strict=True):
                 self.bounded_views[slot] = part.as_strided(slot.mask.shape, slot.mask.stride(), part.storage_offset())
         return self.bounded_gradients is not None
 

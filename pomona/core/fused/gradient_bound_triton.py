@@ -25,18 +25,17 @@ class BoundedGradients:
 
     def __init__(
         self,
+        gradient: Tensor,
         slots: Sequence[int],  # of each target: its place among the addresses of `bound`
         counts: Sequence[int],
         sizes: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        self.gradient, device = gradient, gradient.device
         starts, outputs_before = ([0, *accumulate(numbers)][:-1] for numbers in (sizes, counts))
         lengths = [size // count for size, count in zip(sizes, counts, strict=True)]
         columns = torch.tensor([slots, starts, outputs_before, counts, lengths], dtype=torch.int64).to(device)
         self.slots, self.starts, self.outputs_before, self.counts, self.lengths = columns  # of each target
         self.targets = torch.arange(len(sizes)).repeat_interleave(torch.tensor(counts)).to(device)  # of each output
-        self.gradient = torch.empty(sum(sizes), dtype=dtype, device=device)
         self.norms = torch.empty(2, sum(counts), dtype=torch.float32, device=device)  # of weights, of gradients
         self.factors = torch.empty(sum(counts), dtype=torch.float32, device=device)
         self.ranked = triton.next_power_of_2(max(counts))
