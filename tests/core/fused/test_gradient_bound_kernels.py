@@ -47,7 +47,14 @@ class TestKernels:
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("feedback", [0.0, 0.5, 1.0])
     def test_training_matches_that_without_kernels(self, layout, feedback) -> None:
-        options = {"sparsity": 0.9, "every": 1, "feedback": feedback, "schedule": "constant", "settle": 0.5}
+        options = {
+            "sparsity": 0.9,
+            "allocation": "uniform",
+            "every": 1,
+            "feedback": feedback,
+            "schedule": "constant",
+            "settle": 0.5,
+        }
         ends, bounded = [], []
         for fused in (False, True):
             model = build_model(layout)
