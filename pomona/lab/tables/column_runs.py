@@ -93,7 +93,7 @@ def named_recipe(base: str, values: str) -> Recipe:
     ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
     run = make_run(json.loads(base), ordered, Path())
     off = {key for key, value in OFF_VALUES.items() if given.get(key) == value}
-    unnamed = {*SETTINGS_WITHOUT_EFFECT, *off, "model.name"}
+    unnamed = {*SETTINGS_WITHOUT_EFFECT, *off, "model", "model.name"}
     named = {
         key: value
         for key, value in ordered.items()

@@ -66,7 +66,7 @@ TABLE_KEYS = (
 PART_KEYS = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 MEASURES = ("accuracy", "valid_accuracy")
 # Keys that are not repeated in the setting of a cell: it has entries for the first ones, and the others have no effect.
-KEYS_NOT_IN_SETTING = {"model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT}
+KEYS_NOT_IN_SETTING = {"model", "model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT}
 
 
 def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:

@@ -50,7 +50,7 @@ def test_runs_of_table_1_differ_in_method_and_model_only():
     assert (resnet.method["every"], resnet.method["settle"], resnet.method["schedule"]["until"]) == (16, 0, 0.75)
     assert (wide.method["every"], wide.method["settle"], wide.method["schedule"]["until"]) == (16, 0, 0.6)
     assert found["ResNet-20", "DPF settled"].method == {**resnet.method, "settle": 0.1}
-    assert found["ResNet-56", "DPF"].model == {**resnet.model, "name": "resnet56"}
+    assert found["ResNet-56", "DPF"].model == {**resnet.model, "name": "resnet56", "block": "bottleneck"}
     assert resnet.model["shortcut"] == "B"
     assert found["ResNet-20", "SM"].method["every"] is None  # an epoch
     assert found["ResNet-20", "DSR"].method["every"] == 100
@@ -59,6 +59,19 @@ def test_runs_of_table_1_differ_in_method_and_model_only():
         keys = {text.partition(":")[0].partition(".")[0] for text in recipe.differences(same)}
         assert keys <= {"method", "model"}, (label, column)
         assert recipe.seed == 2
+
+
+def test_table_7_of_iterand_has_the_networks_of_openlth():
+    models = {cell.column: {} for cell in find_table("iterand-table7").cells}
+    for cell in find_table("iterand-table7").cells:
+        models[cell.column][cell.label] = cell.runs[0].recipe.model
+        assert cell.runs[0].name.startswith(("vgg11-", "resnet20-"))
+        assert "model" not in cell.setting
+    affine = {column: {label: model["affine"] for label, model in found.items()} for column, found in models.items()}
+    assert affine["IteRand SC"] == affine["edge-popup SC"] == {"VGG11": False, "ResNet-20": False}
+    assert affine["IMP, 3 retrainings"] == {"VGG11": True, "ResNet-20": True}
+    assert {found["ResNet-20"]["shortcut"] for found in models.values()} == {"B"}  # 1×1 convolutions
+    assert {found["VGG11"]["name"] for found in models.values()} == {"vgg11"}
 
 
 def test_batches_of_table_3_divide_among_the_processes_of_torchrun():
