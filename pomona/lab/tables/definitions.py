@@ -44,7 +44,7 @@ from pomona.errors import PomonaError, require
 
 from ..recipes import bundled
 from ..recipes.overrides import parse_value, read_recipe
-from ..recipes.recipe import OFF_VALUES, SETTINGS_WITHOUT_EFFECT
+from ..recipes.recipe import OBSERVING_SETTINGS, OFF_VALUES, SETTINGS_WITHOUT_EFFECT
 from .column_runs import RowRuns, applies_to, look_up, require_known
 from .paper_table import PaperTable, TableCell, parse_paper_number
 from .rendering import MEASURE_COLUMNS
@@ -66,7 +66,7 @@ TABLE_KEYS = (
 PART_KEYS = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 MEASURES = ("accuracy", "valid_accuracy")
 # Keys that are not repeated in the setting of a cell: it has entries for the first ones, and the others have no effect.
-KEYS_NOT_IN_SETTING = {"model", "model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT}
+KEYS_NOT_IN_SETTING = {"model", "model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT, *OBSERVING_SETTINGS}
 
 
 def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
