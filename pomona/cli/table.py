@@ -29,6 +29,15 @@ def table(
         list[Path] | None,
         typer.Option("--runs", metavar="FOLDER", help="Another folder to search for finished runs; may be repeated."),
     ] = None,
+    measure: Annotated[
+        str,
+        typer.Option(
+            "--measure",
+            metavar="last|fresh|best",
+            help="Compare runs by the last epoch, by the last epoch with fresh batch-norm statistics, or by the best "
+            "epoch of runs that were evaluated after each.",
+        ),
+    ] = "last",
     record: Record = False,
     keep: RecordAlias = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -36,8 +45,9 @@ def table(
 ) -> None:
     """Show a paper's table with our results beside the paper's.
 
-    Runs are compared by the accuracy of the last epoch. Finished runs are searched under runs/ and among the records in
-    results/runs. `pomona sweep NAME --only-missing` trains the missing runs. Without a name, all tables are listed.
+    Runs are compared by the accuracy of the last epoch, or as --measure says. Finished runs are searched under runs/ and
+    among the records in results/runs. `pomona sweep NAME --only-missing` trains the missing runs. Without a name, all
+    tables are listed.
     """
     from pomona.lab.sweeps.run_store import RUNS, RunStore
     from pomona.lab.tables import catalog, rendering
@@ -46,7 +56,8 @@ def table(
 
     record = record or keep
     if name is None:
-        given = {"--only": only, "--set": settings, "--runs": runs, "--record": record, "--markdown": markdown}
+        given = {"--only": only, "--set": settings, "--runs": runs, "--measure": measure != "last", "--record": record}
+        given |= {"--markdown": markdown}
         for option in (option for option, value in given.items() if value):
             raise PomonaError(f"{option} applies to one table: name it, as in pomona table dpf-table1.")
         tables = catalog.list_tables()
@@ -60,10 +71,11 @@ def table(
         found, store = found.select(only or []), RunStore((RUNS, *(runs or ())))
         if record:
             print_status(f"{len(write_table_records(found, store))} records written to results/runs.")
-        result = found.compare(store)
+        result = found.compare(store, measure)
     else:
         require(
-            not (only or record or runs), f"{name} is computed, not trained: leave out --only, --runs and --record."
+            not (only or record or runs or measure != "last"),
+            f"{name} is computed, not trained: leave out --only, --runs, --measure and --record.",
         )
         show_progress = not as_json and sys.stderr.isatty()
         progress = (lambda done, total: print_status(f"{done} of {total}")) if show_progress else None

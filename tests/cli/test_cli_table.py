@@ -25,8 +25,10 @@ def test_a_table_is_filled_printed_and_recorded(run_command):
     shown = json.loads(out)
     assert [c["mean"] for c in shown["cells"]] == [None, cell["mean"]]
     assert shown["missing"] == 1
+    assert json.loads(run_command("table", "mine.toml", "--measure", "best", "--json")[1])["cells"][1]["runs"] == 1
     code, out, err = run_command("table", "mine.toml", "--markdown")
-    assert f"{cell['mean']:.2f} ×1<br>*" in out
+    assert f"{cell['mean']:.2f} ×1<br>fresh {cell['fresh']:.2f}, best {cell['best']:.2f}<br>*" in out
+    assert "–<br>95.01 ± 0.04" in out
     code, out, err = run_command("sweep", "mine.toml", "--dry-run", "--json")
     assert [run["state"] for run in json.loads(out)] == ["missing", "complete"]
 
@@ -64,6 +66,10 @@ def test_without_a_name_all_tables_are_listed(run_command, work_folder):
         (["table", "dpf-table1", "--runs", "nowhere"], "'nowhere' is not a folder"),
         (["table", "dpf-table1", "--markdown", "--json"], "give --markdown or --json"),
         (["table", "--only", "seed=0"], "--only applies to one table"),
+        (["table", "--measure", "best"], "--measure applies to one table"),
+        (["table", "dpf-table1", "--measure", "frehs"], "did you mean 'fresh'?"),
+        (["table", "dpf-rate", "--measure", "fresh"], "on held-out images"),
+        (["table", "gip", "--measure", "fresh"], "gip is computed, not trained"),
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
     ],
