@@ -13,8 +13,10 @@ all stages), `loss`, `lr`, `sparsity` (of the pruned weights), `seconds` and `im
 also has `test_loss` and `accuracy` in per cent (`perplexity` for text), these again with the prefix `valid_` for the
 validation part, and with the suffix `_reestimated` where the batch-norm statistics were stale. Where weights are
 averaged, the summary has the results of the last weights with the suffix `_last`. Where every epoch was evaluated, it
-has the best result at the final sparsity with the suffix `_best`, and its epoch as `epoch_best`. The line of an update is
-an entry of `pruner.history`; its `layers` are in the order of the summary's. Stages with fixed masks have no updates.
+has the best result at the final sparsity with the suffix `_best`, and its epoch as `epoch_best`.
+
+The line of an update is an entry of `pruner.history`; its `layers` are in the order of the summary's. Stages with fixed
+masks have no updates.
 
 The order of the data, the learning rate and the initial weights are pure functions of the recipe, so a resumed run is
 the uninterrupted one, bit for bit on a CPU. Under torchrun a run is data parallel.

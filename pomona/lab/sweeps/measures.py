@@ -1,9 +1,10 @@
 """What runs are compared by: the last epoch, the last epoch with fresh batch-norm statistics, or the best epoch.
 
-A mask update changes what every layer computes, but not the running statistics of its batch norm. After an update in the
-last steps of a run they are stale, and the summary of the run has a second accuracy, with statistics that were estimated
-anew: `accuracy_reestimated`. Where they are not stale, both are the same. The best epoch is known of runs that were
-evaluated after every epoch: `accuracy_best`. Of a language model the perplexity takes the place of the accuracy.
+A mask update changes what every layer computes, but not the running statistics of its batch norm. After an update in
+the last steps of a run they are stale, and the summary of the run has a second accuracy, with statistics that were
+estimated anew: `accuracy_reestimated`. Where they are not stale, both are the same. The best epoch is known of runs
+that were evaluated after every epoch: `accuracy_best`. Of a language model the perplexity takes the place of the
+accuracy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def measured_key(base: str, measure: str) -> str:
         raise unknown_name_error("measure", measure, SUFFIXES)
     require(
         measure == "last" or not base.startswith("valid_"),
-        f"this table compares runs on held-out images, and '{measure}' is recorded on test images: leave out --measure.",
+        f"runs are compared on held-out images here, and '{measure}' is recorded on test images: leave out --measure.",
     )
     return base + SUFFIXES[measure]
 

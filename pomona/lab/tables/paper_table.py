@@ -18,6 +18,7 @@ from ..sweeps.axes import parse_axis
 from ..sweeps.measures import describe_details, measured_key, measured_value
 from ..sweeps.result_table import make_cell
 from ..sweeps.run_store import RunStore
+from .mask_figures import describe_masks
 from .table_run import TableRun
 
 PAPER_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?\s*%?")
@@ -48,8 +49,8 @@ class TableCell:
             **self.setting,
         }
 
-    def compare(self, store: RunStore, measure: str = "accuracy", costs: bool = False) -> dict[str, Any]:
-        """Return our result by a measure (a key of summaries) beside the paper's; with `costs` the cost in dense epochs.
+    def compare(self, store: RunStore, measure: str = "accuracy", show: Sequence[str] = ()) -> dict[str, Any]:
+        """Return our result by a measure (a key of summaries) beside the paper's, with further measures to `show`.
 
         Runs in which the measure was not recorded are left out.
         """
@@ -65,7 +66,9 @@ class TableCell:
         if finished:
             cell |= make_cell([(recipe, self.setting, run.summary or {}) for recipe, run in finished], measure)
             cell |= describe_details(measure, [run.summary or {} for _, run in finished])
-        if costs:
+        masks = describe_masks([run.summary or {} for _, run in finished])
+        cell |= {key: masks[key] for key in show if key in masks}
+        if "cost" in show:
             known = [cost for _, run in finished if (cost := run.cost()) is not None]
             cell["cost"] = statistics.mean(known) if known else None
         return cell | {
@@ -95,6 +98,7 @@ class PaperTable:
     measure: str = "accuracy"  # the key of summaries by which runs are compared
     show: tuple[str, ...] = ()  # further measures to print
     across: bool = False  # whether columns are printed as rows
+    charts: tuple[str, ...] = ()  # kinds of charts to draw
 
     def select(self, filters: Sequence[str]) -> PaperTable:
         """Return the table with the cells that match filters "key=value,value"; the key "seed" selects runs of cells.
@@ -172,7 +176,7 @@ class PaperTable:
             "columns": list(self.columns),
             "show": list(self.show),
             "across": self.across,
-            "cells": [cell.compare(store, key, "cost" in self.show) for cell in self.unique_cells],
+            "cells": [cell.compare(store, key, self.show) for cell in self.unique_cells],
         }
 
 

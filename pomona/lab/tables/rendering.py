@@ -28,6 +28,10 @@ MEASURE_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "last": ("last weights", "{:.2f}".format),
     "fresh": ("fresh statistics", "{:.2f}".format),
     "best": ("best epoch", "{:.2f}".format),
+    "settled_epoch": ("epoch after which ≤ 5 % of the mask changes", "{:.0f}".format),
+    "delta": ("δ at the end", "{:.4f}".format),
+    "iou": ("IoU at the end", "{:.4f}".format),
+    "empty_layers": ("empty layers", "{:.1f}".format),
 }
 LEGEND = "ours with the number of runs, below it the paper's and the difference; * did not converge there"
 DETAILS_LEGEND = "fresh: with batch-norm statistics re-estimated after the last mask update; best: of the best epoch"

@@ -25,7 +25,9 @@ def test_an_unknown_measure_and_one_that_held_out_images_do_not_have_are_refused
     assert measured_key("valid_accuracy", "last") == "valid_accuracy"
     with pytest.raises(PomonaError, match="unknown measure 'frehs': did you mean 'fresh'"):
         measured_key("accuracy", "frehs")
-    with pytest.raises(PomonaError, match="compares runs on held-out images, and 'best' is recorded on test images"):
+    with pytest.raises(
+        PomonaError, match="runs are compared on held-out images here, and 'best' is recorded on test images"
+    ):
         measured_key("valid_accuracy", "best")
 
 
