@@ -125,6 +125,14 @@ def test_every_method_of_the_cosine_table_has_the_same_training():
     assert methods["Feather"]["compressor"]["name"] == "power"
     assert methods["ST-3"]["compressor"]["name"] == methods["DPF"]["compressor"]["name"] == "soft"
     assert (methods["DPF"]["settle"], methods["DPF"]["feedback"], methods["one-shot"]["at"]) == (0.1, 1.0, 0.8)
+    shared, one_pass = (
+        {run.key for run in find_table(name).select([f"column={columns}", "label=ResNet-20"]).runs()}
+        for name, columns in (
+            ("dpf-cosine", "DPF,incremental,dense"),
+            ("dpf-onepass", "'DPF default, cosine','incremental, cosine','dense, cosine'"),
+        )
+    )
+    assert shared == one_pass  # what is written out here is DPF's default
 
 
 def test_learning_rates_are_tuned_on_held_out_images_in_short_runs():
