@@ -48,6 +48,8 @@ How to read the tables:
 - The options of *settled*, *soft* and *cosine* were chosen on held-out images. The tables `dpf-options` and `dpf-rate`
   below show the comparison.
 - *DPF bounded* is DPF settled with a bound on the gradient of removed filters.
+- *ResNet-56* has bottleneck blocks in the tables of DPF, and all ResNets have shortcuts of 1×1 convolutions, as in the
+  public code of the paper's first author. The paper states neither.
 - A cell with – was not trained.
 
 `python benchmarks/pages/results_page.py` writes this page from the records in `results/runs/`. There is one record for
