@@ -29,6 +29,18 @@ def table(
         list[Path] | None,
         typer.Option("--runs", metavar="FOLDER", help="Another folder to search for finished runs; may be repeated."),
     ] = None,
+    measure: Annotated[
+        str,
+        typer.Option(
+            "--measure",
+            metavar="last|fresh|best",
+            help="Compare runs by the last epoch, by the last epoch with fresh batch-norm statistics, or by the best "
+            "epoch of runs that were evaluated after each.",
+        ),
+    ] = "last",
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FOLDER", help="Draw the charts of the table as SVG in a folder.")
+    ] = None,
     record: Record = False,
     keep: RecordAlias = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -36,17 +48,19 @@ def table(
 ) -> None:
     """Show a paper's table with our results beside the paper's.
 
-    Runs are compared by the accuracy of the last epoch. Finished runs are searched under runs/ and among the records in
-    results/runs. `pomona sweep NAME --only-missing` trains the missing runs. Without a name, all tables are listed.
+    Runs are compared by the accuracy of the last epoch, or as --measure says. Finished runs are searched under runs/
+    and among the records in results/runs. `pomona sweep NAME --only-missing` trains the missing runs. Without a name,
+    all tables are listed.
     """
     from pomona.lab.sweeps.run_store import RUNS, RunStore
-    from pomona.lab.tables import catalog, rendering
+    from pomona.lab.tables import catalog, drawings, rendering
     from pomona.lab.tables.filling import write_table_records
     from pomona.lab.tables.paper_table import PaperTable
 
     record = record or keep
     if name is None:
-        given = {"--only": only, "--set": settings, "--runs": runs, "--record": record, "--markdown": markdown}
+        given = {"--only": only, "--set": settings, "--runs": runs, "--measure": measure != "last", "--plot": plot}
+        given |= {"--record": record, "--markdown": markdown}
         for option in (option for option, value in given.items() if value):
             raise PomonaError(f"{option} applies to one table: name it, as in pomona table dpf-table1.")
         tables = catalog.list_tables()
@@ -60,10 +74,13 @@ def table(
         found, store = found.select(only or []), RunStore((RUNS, *(runs or ())))
         if record:
             print_status(f"{len(write_table_records(found, store))} records written to results/runs.")
-        result = found.compare(store)
+        if plot is not None:
+            write_charts(drawings.draw_charts(found, store), plot, name)
+        result = found.compare(store, measure)
     else:
         require(
-            not (only or record or runs), f"{name} is computed, not trained: leave out --only, --runs and --record."
+            not (only or record or runs or plot or measure != "last"),
+            f"{name} is computed, not trained: leave out --only, --runs, --measure, --plot and --record.",
         )
         show_progress = not as_json and sys.stderr.isatty()
         progress = (lambda done, total: print_status(f"{done} of {total}")) if show_progress else None
@@ -75,6 +92,18 @@ def table(
         print(f"### {rendering.table_heading(result)}\n\n{rendering.render_markdown(result)}\n{status}")
     else:
         print_table(rendering.render_table(result))
+
+
+def write_charts(charts: Mapping[str, str], folder: Path, name: str) -> None:
+    """Write the charts of a table to a folder; raise PomonaError where there are none or a file cannot be written."""
+    require(bool(charts), f"{name} has no chart that can be drawn from the runs that are there.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, chart in charts.items():
+            (folder / file).write_text(chart, encoding="utf-8")
+    except OSError as error:
+        raise PomonaError(f"'{folder}' cannot be written: {error.strerror}.") from error
+    print_status(f"written to {folder}: {', '.join(charts)}")
 
 
 def overview(tables: Sequence[Mapping[str, Any]]) -> Table:

@@ -24,30 +24,71 @@ class PadShortcut(nn.Module):
         return F.pad(x, (0, 0, 0, 0, self.channels // 2, self.channels - self.channels // 2))
 
 
+def make_shortcut(inputs: int, outputs: int, stride: int, kind: str, affine: bool) -> nn.Module:
+    """Return the shortcut of a block: an identity, or where the number of channels changes one of kind "A" or "B"."""
+    if inputs == outputs:
+        return nn.Identity()
+    if kind == "A":
+        return PadShortcut(stride, outputs - inputs)
+    return nn.Sequential(make_conv(inputs, outputs, 1, stride), make_norm(outputs, affine=affine))
+
+
 class ResidualBlock(nn.Module):
+    """Base of residual blocks. Subclasses set `expansion`, the factor between their width and their channels."""
+
+    expansion: int
+    conv1: nn.Conv2d
+    shortcut: nn.Module
+
+
+class BasicBlock(ResidualBlock):
     """Residual block of two 3×3 convolutions and a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, shortcut: str, affine: bool) -> None:
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: str, affine: bool) -> None:
         super().__init__()
-        self.conv1, self.norm1 = make_conv(inputs, outputs, 3, stride), make_norm(outputs, affine=affine)
-        self.conv2, self.norm2 = make_conv(outputs, outputs), make_norm(outputs, affine=affine)
+        self.conv1, self.norm1 = make_conv(inputs, width, 3, stride), make_norm(width, affine=affine)
+        self.conv2, self.norm2 = make_conv(width, width), make_norm(width, affine=affine)
         self.relu = nn.ReLU()
-        self.shortcut: nn.Module = nn.Identity()
-        if inputs != outputs and shortcut == "A":
-            self.shortcut = PadShortcut(stride, outputs - inputs)
-        elif inputs != outputs:
-            self.shortcut = nn.Sequential(make_conv(inputs, outputs, 1, stride), make_norm(outputs, affine=affine))
+        self.shortcut = make_shortcut(inputs, width, stride, shortcut, affine)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.norm1(self.conv1(x)))
         return self.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
-class ResNetCifar(nn.Module):
-    """6n+2 layers in three stages of 16, 32 and 64 channels, initialized He-normal.
+class BottleneckBlock(ResidualBlock):
+    """Residual block of 1×1, 3×3 and 1×1 convolutions, the last with four times the channels, and a shortcut."""
 
-    `shortcut="A"`, which He et al. use for CIFAR, has no parameters; "B" is a 1×1 convolution with batch norm. Lin et
-    al. (2020) do not state which they used, and give no parameter count from which it would follow.
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: str, affine: bool) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.norm1 = make_conv(inputs, width, 1), make_norm(width, affine=affine)
+        self.conv2, self.norm2 = make_conv(width, width, 3, stride), make_norm(width, affine=affine)
+        self.conv3, self.norm3 = make_conv(width, outputs, 1), make_norm(outputs, affine=affine)
+        self.relu = nn.ReLU()
+        self.shortcut = make_shortcut(inputs, outputs, stride, shortcut, affine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.norm1(self.conv1(x)))
+        out = self.relu(self.norm2(self.conv2(out)))
+        return self.relu(self.norm3(self.conv3(out)) + self.shortcut(x))
+
+
+BLOCKS: dict[str, type[BasicBlock] | type[BottleneckBlock]] = {"basic": BasicBlock, "bottleneck": BottleneckBlock}
+
+
+class ResNetCifar(nn.Module):
+    """(depth − 2) / 6 blocks in each of three stages of 16, 32 and 64 channels, initialized He-normal.
+
+    `shortcut="A"`, which He et al. use for CIFAR, has no parameters; "B" is a 1×1 convolution with batch norm. With
+    `block="basic"`, that of He et al., `depth` counts the layers. `block="bottleneck"` has as many blocks, of three
+    layers and four times the channels: so are the networks of depth 44 and more in the public code of the first author
+    of DPF (Lin et al., 2020), in which shortcuts are of kind "B". The paper states neither, and gives no parameter
+    count from which they would follow.
     """
 
     def __init__(
@@ -58,16 +99,17 @@ class ResNetCifar(nn.Module):
         in_channels: int = 3,
         shortcut: Literal["A", "B"] = "A",
         affine: bool = True,
+        block: Literal["basic", "bottleneck"] = "basic",
     ) -> None:
         super().__init__()
-        blocks, channels = (depth - 2) // 6, 16
+        make_block, channels = BLOCKS[block], 16
         self.stem = nn.Sequential(make_conv(in_channels, channels), make_norm(channels, affine=affine), nn.ReLU())
         layers: list[nn.Module] = []
-        for width in (16, 32, 64):
-            for _ in range(blocks):
-                stride = 1 if width == channels else 2
-                layers.append(ResidualBlock(channels, width, stride, shortcut, affine))
-                channels = width
+        for stage, width in enumerate((16, 32, 64)):
+            for i in range((depth - 2) // 6):
+                stride = 2 if stage > 0 and i == 0 else 1
+                layers.append(make_block(channels, width, stride, shortcut, affine))
+                channels = make_block.expansion * width
         self.blocks = nn.Sequential(*layers)
         self.head = make_head(channels, num_classes)
         init_he_normal(self)

@@ -25,10 +25,21 @@ def test_a_table_is_filled_printed_and_recorded(run_command):
     shown = json.loads(out)
     assert [c["mean"] for c in shown["cells"]] == [None, cell["mean"]]
     assert shown["missing"] == 1
+    assert json.loads(run_command("table", "mine.toml", "--measure", "best", "--json")[1])["cells"][1]["runs"] == 1
     code, out, err = run_command("table", "mine.toml", "--markdown")
-    assert f"{cell['mean']:.2f} ×1<br>*" in out
+    assert f"{cell['mean']:.2f} ×1<br>fresh {cell['fresh']:.2f}, best {cell['best']:.2f}<br>*" in out
+    assert "–<br>95.01 ± 0.04" in out
     code, out, err = run_command("sweep", "mine.toml", "--dry-run", "--json")
     assert [run["state"] for run in json.loads(out)] == ["missing", "complete"]
+
+
+def test_charts_of_a_table_are_drawn(run_command):
+    code, _, err = run_command("table", "dpf-figure14", "--only", "label=ResNet-20", "--plot", "charts/new")
+    assert code == 0, err
+    files = sorted(file.name for file in Path("charts/new").iterdir())
+    assert "dpf-figure14-resnet-20-dpf-settled.svg" in files
+    assert all(name in err for name in files)
+    assert all(file.read_text().startswith("<svg") for file in Path("charts/new").iterdir())
 
 
 def test_a_table_without_cells_is_printed(run_command, monkeypatch):
@@ -64,6 +75,13 @@ def test_without_a_name_all_tables_are_listed(run_command, work_folder):
         (["table", "dpf-table1", "--runs", "nowhere"], "'nowhere' is not a folder"),
         (["table", "dpf-table1", "--markdown", "--json"], "give --markdown or --json"),
         (["table", "--only", "seed=0"], "--only applies to one table"),
+        (["table", "--measure", "best"], "--measure applies to one table"),
+        (["table", "dpf-table1", "--measure", "frehs"], "did you mean 'fresh'?"),
+        (["table", "dpf-rate", "--measure", "fresh"], "on held-out images here"),
+        (["table", "gip", "--measure", "fresh"], "gip is computed, not trained"),
+        (["table", "--plot", "charts"], "--plot applies to one table"),
+        (["table", "dpf-table1", "--plot", "charts"], "dpf-table1 has no chart that can be drawn"),
+        (["table", "dpf-figure14", "--plot", "small.toml"], "'small.toml' cannot be written"),
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
     ],

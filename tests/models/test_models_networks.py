@@ -56,6 +56,7 @@ def count_conv_weights(model: nn.Module) -> int:
         ("resnet32", {}, 0.46),
         ("resnet44", {}, 0.66),
         ("resnet56", {}, 0.85),
+        ("resnet56", {"block": "bottleneck", "shortcut": "B"}, 0.87),
         ("resnet110", {}, 1.73),
         ("wrn16_4", {}, 2.75),
         ("wrn28_2", {}, 1.47),
@@ -87,6 +88,11 @@ def test_exact_counts_worked_out_by_hand():
     # A new shortcut of type B at the two places where the width doubles, each with its batch norm.
     extra = count_params(build_on_meta("resnet20", shortcut="B")) - count_params(build_on_meta("resnet20"))
     assert extra == 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
+    # Stages of nine bottlenecks: the first with a shortcut, and all with their batch norms.
+    bottleneck = count_params(build_on_meta("resnet56", block="bottleneck", shortcut="B"))
+    blocks = [first * w + 13 * w**2 + 8 * 17 * w**2 + first * 4 * w for first, w in ((16, 16), (64, 32), (128, 64))]
+    norms = [9 * 2 * 6 * w + 2 * 4 * w for w in (16, 32, 64)]
+    assert bottleneck == 3 * 9 * 16 + 2 * 16 + sum(blocks) + sum(norms) + 256 * 10 + 10 == 869_530
     one_way, two_ways = count_params(build_on_meta("lstm")), count_params(build_on_meta("bilstm"))
     assert one_way == 25_002 * 100 + 4 * 256 * (100 + 256 + 2) + 256 * 2 + 2
     assert two_ways - one_way == 4 * 256 * (100 + 256 + 2) + 256 * 2
@@ -190,6 +196,22 @@ def test_shortcut_a_takes_every_second_pixel_and_pads_channels():
     assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
     assert not out[:, :8].any()
     assert not out[:, 24:].any()
+
+
+@pytest.mark.parametrize("shortcut", ["A", "B"])
+def test_bottlenecks_narrow_the_channels_and_halve_the_image_between_stages(shortcut):
+    """The networks of depth 44 and more in the first author's code of DPF: [1×1, w], [3×3, w], [1×1, 4w]."""
+    model = build("resnet44", block="bottleneck", shortcut=shortcut).eval()
+    assert len(model.blocks) == 3 * 7
+    x, sizes = model.stem(torch.randn(1, 3, 32, 32)), []
+    for block in model.blocks:
+        x = block(x)
+        layers = block.conv1, block.conv2, block.conv3
+        assert [m.kernel_size[0] for m in layers] == [1, 3, 1]
+        assert [m.out_channels for m in layers] == [x.shape[1] // 4, x.shape[1] // 4, x.shape[1]]
+        sizes.append(tuple(x.shape[1:3]))
+    assert sizes == [(64, 32)] * 7 + [(128, 16)] * 7 + [(256, 8)] * 7
+    assert [i for i, block in enumerate(model.blocks) if not isinstance(block.shortcut, nn.Identity)] == [0, 7, 14]
 
 
 def test_conv6_agrees_with_linear_layers():

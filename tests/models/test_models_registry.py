@@ -27,6 +27,7 @@ def test_info_has_the_defaults_of_the_signature():
         "in_channels": 3,
         "shortcut": "A",
         "affine": True,
+        "block": "basic",
     }
     assert resnet50.paper
     assert not resnet50.takes_tokens
@@ -60,7 +61,7 @@ def test_fit_options_adapt_a_network_to_the_data(name):
         ("resnet2", {}, "unknown model 'resnet2': did you mean 'resnet"),
         ("wrn28-2", {}, "did you mean 'wrn28_2'"),
         ("resnet20", {"num_class": 3}, "option of model 'resnet20' 'num_class': did you mean 'num_classes'"),
-        ("resnet20", {"rho": 2.0}, "choose one of affine, in_channels, num_classes, shortcut"),
+        ("resnet20", {"rho": 2.0}, "choose one of affine, block, in_channels, num_classes, shortcut"),
         ("resnet20", {"depth": 56}, "unknown option"),
         ("resnet20", {"shortcut": "C"}, "unknown shortcut 'C': choose one of A, B"),
         ("resnet18", {"stem": "imagnet"}, "did you mean 'imagenet'"),

@@ -57,9 +57,13 @@ SETTINGS_WITHOUT_EFFECT = {"name", "origin.run", "teacher.run", "teacher.file"} 
     )
 }
 
+# Settings that only add figures to the result of a run. Earlier versions had them in the fingerprint, where they count
+# with these values, their defaults. A run that was begun is only resumed with the same ones.
+OBSERVING_SETTINGS = {"train.track": False}
+
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None)]
+NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None), ("model.block", "basic")]
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
@@ -155,7 +159,7 @@ class Recipe:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        return hash_settings(self._settings())
+        return hash_settings(self._settings() | OBSERVING_SETTINGS)
 
     def differences(self, other: Recipe) -> list[str]:
         """Return the settings in which this recipe differs from another, each as "key: own value, not other value"."""

@@ -6,6 +6,7 @@ A recorder has a list of allowed outputs, or None if everything may be recorded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,6 +102,13 @@ class Recorder:
         """Append a line with the allowed keys of a row to metrics.jsonl."""
         if self.metrics is not None:
             self.metrics.write(self._select("metrics", row))
+
+    def read_epochs(self, stage: str) -> list[dict[str, Any]]:
+        """Return the lines of a stage's epochs in metrics.jsonl; none where this process writes no metrics."""
+        if self.metrics is None:
+            return []
+        rows = map(json.loads, self.metrics.path.read_bytes().splitlines())
+        return [row for row in rows if row.get("kind") == "epoch" and row.get("stage") == stage]
 
     def write_checkpoint(self, state: Mapping[str, Any], strategy_state: Mapping[str, Any]) -> None:
         """Write a checkpoint with the allowed keys of a run's state and with the state of its strategy."""

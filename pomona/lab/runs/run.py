@@ -12,8 +12,11 @@ A run has one stage or several (see `stages`). The line of an epoch has its `sta
 all stages), `loss`, `lr`, `sparsity` (of the pruned weights), `seconds` and `images_per_second`. After an evaluation it
 also has `test_loss` and `accuracy` in per cent (`perplexity` for text), these again with the prefix `valid_` for the
 validation part, and with the suffix `_reestimated` where the batch-norm statistics were stale. Where weights are
-averaged, the summary has the results of the last weights with the suffix `_last`. The line of an update is an entry of
-`pruner.history`; its `layers` are in the order of the summary's. Stages with fixed masks have no updates.
+averaged, the summary has the results of the last weights with the suffix `_last`. Where every epoch was evaluated, it
+has the best result at the final sparsity with the suffix `_best`, and its epoch as `epoch_best`.
+
+The line of an update is an entry of `pruner.history`; its `layers` are in the order of the summary's. Stages with fixed
+masks have no updates.
 
 The order of the data, the learning rate and the initial weights are pure functions of the recipe, so a resumed run is
 the uninterrupted one, bit for bit on a CPU. Under torchrun a run is data parallel.
@@ -52,6 +55,7 @@ from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
 from .run_inputs import load_data, load_origin, model_options
+from .stage_figures import TRACKED_FIGURES, best_epoch
 from .strategy import TrainingStrategy
 from .weight_average import WeightAverage
 
@@ -325,12 +329,13 @@ class Run:
                 last = {f"{key}_last": value for key, value in evaluate_run(self).items()}
                 install_average(self)
         result = self.end_epoch() | last | self.stage.result_fields(self) | self.strategy.stage_fields()
+        result |= best_epoch(self.recorder.read_epochs(self.stage.name))
         self.stage_results.append(self.recorder.select_stage_result(result))
 
     def finish(self) -> dict[str, Any]:
         """Write the model, its masks and the summary, and return the summary."""
         stages = [{key: value for key, value in row.items() if key not in ("kind", "lr")} for row in self.stage_results]
-        settled = {"settled": stages[0].pop("settled")} if "settled" in stages[0] else {}
+        tracked = {key: stages[0].pop(key) for key in TRACKED_FIGURES if key in stages[0]}
         cost = models.summary(self.model, self.data.input_shape)
         summary = {
             "name": self.recipe.name,
@@ -345,7 +350,7 @@ class Run:
             "nonzeros": cost.nonzeros,
             "macs": cost.macs,
             "macs_left": cost.macs_left,
-            **settled,
+            **tracked,
             "stages": stages,
             "device": str(self.device),
             "world": self.processes.world_size,

@@ -27,6 +27,7 @@ from ..recipes.optimizers import OptimizerSpec
 from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
 from . import masks
+from .stage_figures import mean_by_epoch
 
 if TYPE_CHECKING:
     from .run import Run
@@ -68,11 +69,16 @@ class PruningStage(Stage):
         return attach_pruner(Pruner(self.method), run, loss=loss, track=run.options.track)
 
     def result_fields(self, run: Run) -> dict[str, Any]:
-        """Return the sparsities and, if tracked, the share of mask entries that never change after epoch 0, 1, 2, …"""
+        """Return the sparsities and, if tracked, `TRACKED_FIGURES`.
+
+        They are the share of mask entries that never change after epoch 0, 1, 2, …, and for each epoch the means of δ
+        and of the IoU of consecutive masks over its updates.
+        """
         fields = super().result_fields(run)
         if run.options.track and run.pruner is not None and not isinstance(run.pruner, MaskHolder):
-            shares = run.pruner.settled()
+            shares, history = run.pruner.settled(), run.pruner.history
             fields["settled"] = shares + [1.0] * (self.epochs + 1 - len(shares))
+            fields |= {key: mean_by_epoch(history, key, run.steps_per_epoch, self.epochs) for key in ("delta", "iou")}
         return fields
 
 

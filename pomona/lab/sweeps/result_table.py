@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
+from .measures import measured_value
 
 FinishedRun = tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]  # recipe, values on the axes, summary
 MAX_COLUMNS = 6  # methods that fit a terminal as columns; more methods become rows
@@ -35,7 +36,8 @@ def make_cell(runs: Sequence[FinishedRun], measure: str = "accuracy") -> dict[st
     """
     recipe, setting, first = runs[0]
     summaries = [summary for _, _, summary in runs]
-    measure = measure if measure in first else measure.replace("accuracy", "perplexity")
+    values = [value for summary in summaries if (value := measured_value(summary, measure)) is not None]
+    measure = measure.replace("accuracy", "perplexity") if "perplexity" in first else measure
     last = f"{measure}_last"  # of the weights before they were averaged
     return {
         "model": first["model"],
@@ -48,7 +50,7 @@ def make_cell(runs: Sequence[FinishedRun], measure: str = "accuracy") -> dict[st
             **({} if measure == "accuracy" else {"measure": measure}),
             **setting,
         },
-        **mean_and_deviation([summary[measure] for summary in summaries]),
+        **mean_and_deviation(values),
         "reached": statistics.mean(summary["sparsity"] for summary in summaries),
         **costs(summaries),
         **({"last": statistics.mean(summary[last] for summary in summaries)} if last in first else {}),

@@ -11,7 +11,7 @@ from typing import Any
 
 from pomona.errors import require, unknown_name_error
 
-from ..recipes.recipe import OFF_VALUES, SETTINGS_WITHOUT_EFFECT, Recipe
+from ..recipes.recipe import OBSERVING_SETTINGS, OFF_VALUES, SETTINGS_WITHOUT_EFFECT, Recipe
 from ..runs.retrain import BUDGETS, STARTS
 from ..sweeps.axes import make_run, run_label
 from .table_run import TableRun
@@ -93,7 +93,7 @@ def named_recipe(base: str, values: str) -> Recipe:
     ordered = {key: given[key] for key in sorted(given, key=lambda key: key.count("."))}  # a method before its options
     run = make_run(json.loads(base), ordered, Path())
     off = {key for key, value in OFF_VALUES.items() if given.get(key) == value}
-    unnamed = {*SETTINGS_WITHOUT_EFFECT, *off, "model.name"}
+    unnamed = {*SETTINGS_WITHOUT_EFFECT, *OBSERVING_SETTINGS, *off, "model", "model.name"}
     named = {
         key: value
         for key, value in ordered.items()

@@ -27,6 +27,7 @@ leave out too; a column without numbers is not in the paper. `from`, `teacher` a
                                  rows of the parts select from them
     measure = "valid_accuracy"   compare runs on held-out training images, for choices that must not use test images
     show = ["cost"]              further measures to print, one line per cell (see `rendering.MEASURE_COLUMNS`)
+    charts = ["layers"]          charts that `pomona table NAME --plot FOLDER` draws (see `drawings.CHART_KINDS`)
     across = true                print columns as rows
     names = { ... }              short names of settings
     notes = "..."                remarks for the reader
@@ -44,8 +45,9 @@ from pomona.errors import PomonaError, require
 
 from ..recipes import bundled
 from ..recipes.overrides import parse_value, read_recipe
-from ..recipes.recipe import OFF_VALUES, SETTINGS_WITHOUT_EFFECT
+from ..recipes.recipe import OBSERVING_SETTINGS, OFF_VALUES, SETTINGS_WITHOUT_EFFECT
 from .column_runs import RowRuns, applies_to, look_up, require_known
+from .drawings import CHART_KINDS
 from .paper_table import PaperTable, TableCell, parse_paper_number
 from .rendering import MEASURE_COLUMNS
 
@@ -59,6 +61,7 @@ TABLE_KEYS = (
     "part",
     "measure",
     "show",
+    "charts",
     "across",
     "names",
     "like",
@@ -66,7 +69,8 @@ TABLE_KEYS = (
 PART_KEYS = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
 MEASURES = ("accuracy", "valid_accuracy")
 # Keys that are not repeated in the setting of a cell: it has entries for the first ones, and the others have no effect.
-KEYS_NOT_IN_SETTING = {"model.name", "method", "method.sparsity", *SETTINGS_WITHOUT_EFFECT}
+KEYS_NOT_IN_SETTING = {"model", "model.name", "method", "method.sparsity"}
+KEYS_NOT_IN_SETTING |= SETTINGS_WITHOUT_EFFECT | OBSERVING_SETTINGS.keys()
 
 
 def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
@@ -88,6 +92,7 @@ def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
         measure=definition.get("measure", "accuracy"),
         show=tuple(definition.get("show", ())),
         across=bool(definition.get("across", False)),
+        charts=tuple(definition.get("charts", ())),
     )
 
 
@@ -100,6 +105,7 @@ def read_definition(path: Path) -> dict[str, Any]:
     require_known("key of a table", definition, TABLE_KEYS)
     require_known("measure", [definition.get("measure", "accuracy")], MEASURES)
     require_known("measure to show", definition.get("show", ()), MEASURE_COLUMNS)
+    require_known("chart", definition.get("charts", ()), CHART_KINDS)
     definition = {"columns": {}, "part": [], **definition}
     if "like" in definition:
         definition = inherit_definition(read_definition(bundled.find_recipe(definition["like"])), definition)

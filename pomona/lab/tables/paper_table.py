@@ -15,8 +15,10 @@ from typing import Any
 from pomona.errors import require, unknown_name_error
 
 from ..sweeps.axes import parse_axis
+from ..sweeps.measures import describe_details, measured_key, measured_value
 from ..sweeps.result_table import make_cell
 from ..sweeps.run_store import RunStore
+from .mask_figures import describe_masks
 from .table_run import TableRun
 
 PAPER_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?\s*%?")
@@ -47,16 +49,26 @@ class TableCell:
             **self.setting,
         }
 
-    def compare(self, store: RunStore, measure: str = "accuracy", costs: bool = False) -> dict[str, Any]:
-        """Return our result, by the last epoch, beside the paper's; with `costs` also the cost in dense epochs."""
+    def compare(self, store: RunStore, measure: str = "accuracy", show: Sequence[str] = ()) -> dict[str, Any]:
+        """Return our result by a measure (a key of summaries) beside the paper's, with further measures to `show`.
+
+        Runs in which the measure was not recorded are left out.
+        """
         runs = [(run.recipe, run.find_result(store)) for run in self.runs]
-        finished = [(recipe, run) for recipe, run in runs if run is not None]
+        finished = [
+            (recipe, run)
+            for recipe, run in runs
+            if run is not None and measured_value(run.summary or {}, measure) is not None
+        ]
         attributes, (mean, std) = self.attributes, parse_paper_number(self.paper)
         cell = {key: attributes[key] for key in ("model", "method", "sparsity")}
         cell |= {"setting": {"data": runs[0][0].data.name, **self.setting}, "mean": None, "std": None, "runs": 0}
         if finished:
             cell |= make_cell([(recipe, self.setting, run.summary or {}) for recipe, run in finished], measure)
-        if costs:
+            cell |= describe_details(measure, [run.summary or {} for _, run in finished])
+        masks = describe_masks([run.summary or {} for _, run in finished])
+        cell |= {key: masks[key] for key in show if key in masks}
+        if "cost" in show:
             known = [cost for _, run in finished if (cost := run.cost()) is not None]
             cell["cost"] = statistics.mean(known) if known else None
         return cell | {
@@ -83,9 +95,10 @@ class PaperTable:
     columns: tuple[str, ...]
     notes: str = ""
     queue: tuple[str, ...] = ()  # labels and columns that are trained first
-    measure: str = "accuracy"  # by which runs are compared
+    measure: str = "accuracy"  # the key of summaries by which runs are compared
     show: tuple[str, ...] = ()  # further measures to print
     across: bool = False  # whether columns are printed as rows
+    charts: tuple[str, ...] = ()  # kinds of charts to draw
 
     def select(self, filters: Sequence[str]) -> PaperTable:
         """Return the table with the cells that match filters "key=value,value"; the key "seed" selects runs of cells.
@@ -148,8 +161,12 @@ class PaperTable:
         complete = sum(all(run.key in finished for run in cell.runs) for cell in self.unique_cells)
         return {"complete": complete, "runs": len(runs), "missing": len(runs) - len(finished)}
 
-    def compare(self, store: RunStore) -> dict[str, Any]:
-        """Return the table with our results and the paper's, in the form of `pomona table --json`."""
+    def compare(self, store: RunStore, measure: str = "last") -> dict[str, Any]:
+        """Return the table with our results and the paper's, in the form of `pomona table --json`.
+
+        Runs are compared by the last epoch, or as `measure` says: see `pomona.lab.sweeps.measures`.
+        """
+        key = measured_key(self.measure, measure)
         return {
             "name": self.name,
             "title": self.title,
@@ -159,7 +176,7 @@ class PaperTable:
             "columns": list(self.columns),
             "show": list(self.show),
             "across": self.across,
-            "cells": [cell.compare(store, self.measure, "cost" in self.show) for cell in self.unique_cells],
+            "cells": [cell.compare(store, key, self.show) for cell in self.unique_cells],
         }
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from ..sweeps.measures import DETAILS
 from ..sweeps.result_table import format_mean
 
 # Further measures that a table may show: the heading of the column, and the format of a value.
@@ -25,8 +26,15 @@ MEASURE_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "cost": ("cost, dense epochs", "{:.1f}".format),
     "seconds": ("seconds", "{:.0f}".format),
     "last": ("last weights", "{:.2f}".format),
+    "fresh": ("fresh statistics", "{:.2f}".format),
+    "best": ("best epoch", "{:.2f}".format),
+    "settled_epoch": ("epoch after which ≤ 5 % of the mask changes", "{:.0f}".format),
+    "delta": ("δ at the end", "{:.4f}".format),
+    "iou": ("IoU at the end", "{:.4f}".format),
+    "empty_layers": ("empty layers", "{:.1f}".format),
 }
 LEGEND = "ours with the number of runs, below it the paper's and the difference; * did not converge there"
+DETAILS_LEGEND = "fresh: with batch-norm statistics re-estimated after the last mask update; best: of the best epoch"
 UNLIMITED = 10_000  # width of a console in which every table fits
 
 Rows = tuple[list[str], list[list[str]]]  # headings of the columns, and the texts of each row
@@ -56,6 +64,7 @@ def layout_lines(cells: Sequence[Mapping[str, Any]], measures: Sequence[str]) ->
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {"ours": format_ours}
     if any(map(format_paper, cells)):
         shown |= {"paper": format_paper, "difference": format_difference}
+    measures = [*(name for name in DETAILS if any(name in cell for cell in cells)), *measures]
     shown |= {MEASURE_COLUMNS[key][0]: functools.partial(format_measure, key) for key in measures}
     texts = [[*describe_cell(cell).values(), *(text(cell) for text in shown.values())] for cell in cells]
     return [*describe_cell(cells[0]), *shown], texts
@@ -70,16 +79,20 @@ def describe_cell(cell: Mapping[str, Any]) -> dict[str, str]:
 
 
 def format_measure(measure: str, cell: Mapping[str, Any]) -> str:
-    """Return the text of a further measure of a cell."""
-    return "–" if cell.get(measure) is None else MEASURE_COLUMNS[measure][1](cell[measure])
+    """Return the text of a further measure of a cell; a detail that does not apply is left empty."""
+    if cell.get(measure) is None:
+        return "" if measure in DETAILS else "–"
+    return MEASURE_COLUMNS[measure][1](cell[measure])
 
 
 def format_comparison(cell: Mapping[str, Any] | None) -> str:
-    """Return our result above the paper's and the difference; nothing where there is no cell."""
+    """Return our result above its details and the paper's with the difference; nothing where there is no cell."""
     if cell is None:
         return ""
+    details = ", ".join(f"{name} {cell[name]:.2f}" for name in DETAILS if name in cell)
     paper = format_paper(cell)
-    return "\n".join([format_ours(cell), *([f"{paper} {format_difference(cell)}".strip()] if paper else [])])
+    lines = [format_ours(cell), details, f"{paper} {format_difference(cell)}".strip() if paper else ""]
+    return "\n".join(line for line in lines if line)
 
 
 def format_ours(cell: Mapping[str, Any]) -> str:
@@ -132,7 +145,9 @@ def render_table(result: Mapping[str, Any]) -> Group:
     notes = [escape(result["notes"])] if result.get("notes") else []
     grid: list[Table | FirstThatFits] = [bordered_table(headings, rows)] if rows else []
     if rows and "ours" not in headings:
-        grid = [FirstThatFits(Group(*grid, LEGEND), bordered_table(*layout_lines(result["cells"], ())))]
+        has_details = any(name in cell for name in DETAILS for cell in result["cells"])
+        legend = [LEGEND, *[DETAILS_LEGEND] * has_details]
+        grid = [FirstThatFits(Group(*grid, *legend), bordered_table(*layout_lines(result["cells"], ())))]
     return Group(escape(table_heading(result)), *grid, *notes, completion_status(result))
 
 

@@ -162,6 +162,15 @@ def test_an_optimizer_without_a_name_is_the_default_one():
     assert Recipe.load({**BASE, "optimizer": {"lr": 0.3}}).optimizer.name == "sgd"
 
 
+def test_the_block_of_a_network_counts_unless_it_is_the_one_of_earlier_runs():
+    plain, basic, bottleneck = (
+        Recipe.load({**BASE, "data": "cifar10", "model": {"name": "resnet56", **block}})
+        for block in ({}, {"block": "basic"}, {"block": "bottleneck"})
+    )
+    assert plain.fingerprint() == basic.fingerprint() != bottleneck.fingerprint()
+    assert plain.differences(bottleneck) == ["model.block: None, not 'bottleneck'"]
+
+
 def test_the_fingerprint_depends_on_settings_and_not_on_the_name():
     recipe = Recipe.load({**BASE, "name": "a"})
     assert recipe.fingerprint() == Recipe.load({**BASE, "name": "b"}).fingerprint()

@@ -69,6 +69,25 @@ def test_select(tmp_path):
         found.select(["label=wide", "sparsity=0.8"])
 
 
+def test_runs_are_compared_by_the_last_epoch_the_fresh_statistics_or_the_best_epoch(tmp_path):
+    records = {0: {"accuracy": 80.0, "accuracy_reestimated": 90.0}, 1: {"accuracy": 84.0, "accuracy_best": 85.0}}
+    table = load_small_table(tmp_path).select(["label=wide", "column=DPF"])
+    (tmp_path / "records").mkdir()
+    for run in table.runs():
+        facts = {"model": "mlp", "method": "dpf", "data": "digits", "seed": run.recipe.seed, "epoch": 1, "macs": 9}
+        facts |= {"fingerprint": run.recipe.fingerprint(), "stages": [{}], "sparsity": 0.5, "seconds": 1.0, "params": 9}
+        record = facts | {"nonzeros": 5, "macs_left": 5, "recipe": run.recipe.to_dict()} | records[run.recipe.seed]
+        (tmp_path / "records" / f"{run.name}.json").write_text(json.dumps(record))
+    store = RunStore((), (tmp_path / "records",))
+    found = {measure: table.compare(store, measure)["cells"][0] for measure in ("last", "fresh", "best")}
+    assert [(cell["mean"], cell["runs"]) for cell in found.values()] == [(82.0, 2), (87.0, 2), (85.0, 1)]
+    assert found["last"]["fresh"] == 87.0
+    assert "best" not in found["last"]  # one of the runs was not evaluated after each epoch
+    assert "fresh" not in found["fresh"]
+    assert found["best"]["difference"] == -3.0
+    assert found["best"]["missing"] == []
+
+
 def test_select_accepts_a_name_with_commas():
     found, name = find_table("dpf-figure8"), "first weights, same epochs"
     for text, columns in ((name, {name}), (f"'{name}'", {name}), (f'DPF,"{name}"', {"DPF", name})):

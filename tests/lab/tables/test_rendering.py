@@ -71,6 +71,19 @@ def test_a_table_that_is_too_wide_has_one_line_per_cell():
     assert "…" not in tight  # words are folded
 
 
+def test_details_stand_between_our_result_and_the_paper():
+    cell = CELLS[1] | {"fresh": 92.0, "best": 92.345}
+    _, rows = rendering.layout_table(RESULT | {"cells": [CELLS[0], cell, CELLS[3] | {"best": 80.5}]})
+    assert rows[0][3] == "91.23 ± 0.50 ×3\nfresh 92.00, best 92.34\n90.00 +1.23"
+    assert rows[1][3] == "80.00 ×1\nbest 80.50"
+    heads, rows = rendering.layout_lines([CELLS[0], cell], ())
+    assert heads[-2:] == ["fresh statistics", "best epoch"]
+    assert [row[-2:] for row in rows] == [["", ""], ["92.00", "92.34"]]
+    shown = print_text(rendering.render_table(RESULT | {"cells": [cell]}))
+    assert rendering.DETAILS_LEGEND in shown
+    assert rendering.DETAILS_LEGEND not in print_text(rendering.render_table(RESULT))
+
+
 def test_across_prints_columns_as_rows():
     heads, rows = rendering.layout_table(RESULT | {"across": True})
     assert heads == ["", "", "50 %", "80 %"]
