@@ -128,6 +128,11 @@ def verdict(row: Row, reference: float | None) -> str:
     return "harmed" if reference is not None and row["accuracy"] < reference - HARMED_BELOW else "fine"
 
 
+def shorten(row: Row) -> Row:
+    """Return a row for the record, without what the settings or the verdict say, and without empty fields."""
+    return {key: value for key, value in row.items() if key not in ("epochs", "status") and value not in (None, [])}
+
+
 def describe_row(row: Row) -> str:
     """Return one line about a cell."""
     if row["status"] != "trained":
@@ -174,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"epochs": head["epochs"], "batch": BATCH, "seeds": sorted({row["seed"] for row in rows})}
     settings["networks"] = {name: network.description for name, network in NETWORKS.items()}
     limits = {"chance_below": CHANCE_BELOW, "harmed_below_reference": HARMED_BELOW, "reference": REFERENCE}
-    write_record(options.json, settings=settings, limits=limits, cells=rows)
+    write_record(options.json, settings=settings, limits=limits, cells=[shorten(row) for row in rows])
     counts = Counter(row["verdict"] for row in rows)
     for row in rows:
         if row["verdict"] == "harmed":

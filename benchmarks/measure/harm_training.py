@@ -151,7 +151,7 @@ class Training:
         self.take_steps(optimizer, steps)
         largest = max(float(slot.moved.detach().abs().max()) for slot in pruner.slots)
         pruner.finish()
-        self.figures |= {**describe_masks(pruner), "largest_latent": largest}
+        self.figures |= {**describe_masks(pruner), "largest_latent": float(f"{largest:.4g}")}
 
     def train_lottery(self) -> None:
         """Train in rounds."""
@@ -190,20 +190,20 @@ class Training:
     def accuracy(self) -> float:
         """Return the accuracy on the test images, in per cent."""
         *_, x, y = load_digits()
-        return 100 * float((self.model.eval()(x).argmax(1) == y).float().mean())
+        return round(100 * float((self.model.eval()(x).argmax(1) == y).float().mean()), 2)
 
 
 def describe_masks(pruner: pm.Pruner) -> dict[str, Any]:
-    """Return what the masks and the weights of a finished pruner have in common with an empty network."""
+    """Return how much a pruner has left: of all weights, of the thinnest layer, and of outputs."""
     masks = pruner.masks()
     densities = {name: float(mask.float().mean()) for name, mask in masks.items()}
     thinnest = min(densities, key=lambda name: densities[name])
     count = sum(mask.numel() for mask in masks.values())
     outputs = [slot.kept_outputs() for slot in pruner.slots if slot.mask.ndim > 1]
     return {
-        "reached": 1 - sum(int(mask.sum()) for mask in masks.values()) / count,
-        "zeros": sum(int((slot.parameter == 0).sum()) for slot in pruner.slots) / count,
-        "least_density": densities[thinnest],
+        "reached": round(1 - sum(int(mask.sum()) for mask in masks.values()) / count, 5),
+        "zeros": round(sum(int((slot.parameter == 0).sum()) for slot in pruner.slots) / count, 5),
+        "least_density": round(densities[thinnest], 5),
         "thinnest_layer": thinnest,
         "empty_layers": sum(density == 0 for density in densities.values()),
         "outputs": sum(len(kept) for kept in outputs),

@@ -97,7 +97,7 @@ def format_harmed(cells: Sequence[Cell]) -> str:
         if cell["verdict"] == "crashed":
             rows.append([*what, "", "", "", "", cell["message"]])
             continue
-        reference = "" if cell["reference"] is None else f"{cell['reference']:.1f}"
+        reference = f"{cell['reference']:.1f}" if "reference" in cell else ""
         layers = f"{100 * cell['least_density']:.2g} % of {cell['thinnest_layer']}" if "least_density" in cell else ""
         latent = f"{cell['largest_latent']:.3g}" if "largest_latent" in cell else ""
         rows.append([*what, f"{cell['accuracy']:.1f}", reference, layers, latent, cell["verdict"]])

@@ -10,7 +10,7 @@ from pomona.lab.tables.chart import GRID, INK, MUTED, document, line, text
 Label = tuple[str, str]  # the group, and the row or column within it
 
 CELL_WIDTH, CELL_HEIGHT = 32, 15
-LEFT, TOP, RIGHT, BOTTOM = 196, 118, 24, 52  # margins around the cells
+LEFT, TOP, RIGHT, BOTTOM = 220, 118, 24, 52  # margins around the cells
 GROUP_GAP = 5  # pixels between two groups of rows or columns
 # From the highest value to the lowest: light to dark, so that low values stand out, also in gray.
 COLORS = ((100.0, (232, 243, 238)), (80.0, (255, 224, 150)), (50.0, (230, 126, 34)), (20.0, (150, 30, 20)))

@@ -14,7 +14,7 @@ import pytest
 def make_cell(method: str, network: str, sparsity: float, verdict: str, **fields: Any) -> dict[str, Any]:
     """Return a judged cell."""
     cell = {"method": method, "pattern": "unstructured", "network": network, "sparsity": sparsity, "seed": 0}
-    return {**cell, "verdict": verdict, "reference": None, **fields}
+    return {**cell, "verdict": verdict, **fields}
 
 
 MASKS = {"least_density": 0.0012, "thinnest_layer": "0.weight", "largest_latent": 1142.0}
@@ -22,7 +22,7 @@ CELLS = [
     make_cell("dense", "MLP", 0.0, "fine", accuracy=98.0),
     make_cell("dpf", "MLP", 0.5, "fine", accuracy=97.0),
     make_cell("dpf", "MLP", 0.5, "fine", accuracy=40.0, seed=1),
-    make_cell("dpf", "LSTM", 0.9, "chance", accuracy=9.8, **MASKS),
+    make_cell("dpf", "LSTM", 0.9, "chance", accuracy=9.8, reference=95.0, **MASKS),
     make_cell("sfp", "MLP", 0.5, "refused", message="MLP has nothing to prune."),
     make_cell("sfp", "MLP", 0.9, "refused", message="MLP has nothing to prune."),
 ]
@@ -51,7 +51,8 @@ def test_tables_of_harmed_and_refused_cells(load_script: Any, empty_results: Pat
     assert {format_part([]) for format_part in formats} == {missing}
     assert page.read_cells() == []
     harmed = page.format_harmed(CELLS).splitlines()
-    assert harmed[2:] == ["| dpf | unstructured | LSTM | 90 % | 0 | 9.8 |  | 0.12 % of 0.weight | 1.14e+03 | chance |"]
+    row = "| dpf | unstructured | LSTM | 90 % | 0 | 9.8 | 95.0 | 0.12 % of 0.weight | 1.14e+03 | chance |"
+    assert harmed[2:] == [row]
     refused = page.format_refusals(CELLS).splitlines()
     assert refused[2:] == ["| sfp | unstructured | MLP 50 %, MLP 90 % | MLP has nothing to prune. |"]
     assert page.format_harmed(CELLS[:1]) == page.format_refusals(CELLS[:1]) == "None."
