@@ -106,7 +106,7 @@ NETWORKS = {
     "FCN": Network(
         "two convolutions of 48 filters and three 1×1 convolutions, the last of which is the classifier",
         functools.partial(pm.models.build, "conv2", in_channels=1, image_size=ROWS, rho=0.75),
-        "adam", 0.001, has_kernels=True,
+        "adam", 0.003, has_kernels=True,
     ),
     "LSTM": Network("an LSTM of 128 units over the rows", RowLSTM, "adam", 0.005),
     "Transformer": Network(
