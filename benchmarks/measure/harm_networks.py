@@ -1,12 +1,13 @@
 """Six small networks of different kinds for scikit-learn's digits, with the optimizer that trains each.
 
-The LSTM and the transformer read an image as a sequence of eight rows. With `affine=False` norms have no gain and
-shift, as methods that select among random weights require.
+The LSTM and the transformer read an image as a sequence of eight rows. The classifiers read all positions of an image,
+not their mean, so that a network of one filter in each layer can still tell the classes apart: at 98 % little more is
+left.
+With `affine=False` norms have no gain and shift, as methods that select among random weights require.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,16 +22,42 @@ ROWS = PIXELS = 8  # an image has 8 rows of 8 pixels
 CLASSES = 10
 
 
+def make_cnn(affine: bool = True) -> nn.Module:
+    """Return four convolutions with batch norm, 24 to 96 filters, and a linear classifier of all positions."""
+    model = pm.models.build("digits_cnn", rho=1.5, affine=affine)
+    model.head = nn.Sequential(nn.Flatten(), nn.Linear(96 * 4 * 4, CLASSES))
+    return model
+
+
+def make_mlp() -> nn.Module:
+    """Return an MLP with two hidden layers of 256."""
+    return pm.models.build("mlp", in_features=ROWS * PIXELS, hidden=(256, 256))
+
+
+def make_resnet(affine: bool = True) -> nn.Module:
+    """Return a ResNet-8 of 16 to 64 filters with batch norm, and a linear classifier of all positions."""
+    model = ResNetCifar(8, in_channels=1, affine=affine)
+    model.head = nn.Sequential(nn.Flatten(), nn.Linear(64 * 2 * 2, CLASSES))
+    return model
+
+
+def make_fcn() -> nn.Module:
+    """Return two 3×3 and two 1×1 convolutions without norms, the last of which is the classifier."""
+    model = pm.models.build("conv2", in_channels=1, image_size=ROWS, rho=0.75)
+    model.classifier = nn.Sequential(nn.Conv2d(48 * 4 * 4, 192, 1), nn.ReLU(), nn.Conv2d(192, CLASSES, 1))
+    return model
+
+
 class RowLSTM(nn.Module):
-    """An LSTM over the rows of an image, and a linear classifier of its last state."""
+    """An LSTM over the rows of an image, and a linear classifier of all of its states."""
 
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
         self.lstm = nn.LSTM(PIXELS, hidden, batch_first=True)
-        self.head = nn.Linear(hidden, CLASSES)
+        self.head = nn.Linear(ROWS * hidden, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x.flatten(1, 2))[0][:, -1])
+        return self.head(self.lstm(x.flatten(1, 2))[0].flatten(1))
 
 
 class TransformerBlock(nn.Module):
@@ -49,7 +76,7 @@ class TransformerBlock(nn.Module):
 
 
 class RowTransformer(nn.Module):
-    """A transformer over the rows of an image, and a linear classifier of the mean over the rows."""
+    """A transformer over the rows of an image, and a linear classifier of all rows."""
 
     def __init__(self, width: int = 64, heads: int = 4, blocks: int = 2, affine: bool = True) -> None:
         super().__init__()
@@ -57,11 +84,11 @@ class RowTransformer(nn.Module):
         self.position = nn.Parameter(torch.randn(ROWS, width) / width**0.5)
         self.blocks = nn.Sequential(*(TransformerBlock(width, heads, affine) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width, elementwise_affine=affine)
-        self.head = nn.Linear(width, CLASSES)
+        self.head = nn.Linear(ROWS * width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.embedding(x.flatten(1, 2)) + self.position
-        return self.head(self.norm(self.blocks(rows)).mean(1))
+        return self.head(self.norm(self.blocks(rows)).flatten(1))
 
 
 @dataclass(frozen=True)
@@ -89,27 +116,31 @@ class Network:
 
 NETWORKS = {
     "CNN": Network(
-        "four convolutions with batch norm, 24 to 96 filters",
-        functools.partial(pm.models.build, "digits_cnn", rho=1.5),
-        "sgd", 0.1, has_norms=True, has_kernels=True,
+        "four 3×3 convolutions of 24 to 96 filters with batch norm",
+        make_cnn,
+        "sgd",
+        0.1,
+        has_norms=True,
+        has_kernels=True,
     ),
-    "MLP": Network(
-        "two hidden layers of 256",
-        functools.partial(pm.models.build, "mlp", in_features=ROWS * PIXELS, hidden=(256, 256)),
-        "sgd", 0.1,
-    ),
+    "MLP": Network("two hidden layers of 256", make_mlp, "sgd", 0.1),
     "ResNet": Network(
         "ResNet-8: three residual blocks of 16, 32 and 64 filters with batch norm",
-        functools.partial(ResNetCifar, 8, in_channels=1),
-        "sgd", 0.1, has_norms=True, has_kernels=True,
+        make_resnet,
+        "sgd",
+        0.1,
+        has_norms=True,
+        has_kernels=True,
     ),
     "FCN": Network(
-        "two convolutions of 48 filters and three 1×1 convolutions, the last of which is the classifier",
-        functools.partial(pm.models.build, "conv2", in_channels=1, image_size=ROWS, rho=0.75),
-        "adam", 0.003, has_kernels=True,
+        "two 3×3 convolutions of 48 filters and two 1×1 convolutions, the last of which is the classifier",
+        make_fcn,
+        "adam",
+        0.003,
+        has_kernels=True,
     ),
     "LSTM": Network("an LSTM of 128 units over the rows", RowLSTM, "adam", 0.005),
     "Transformer": Network(
         "two blocks of width 64 with four heads over the rows", RowTransformer, "adam", 0.002, has_norms=True
     ),
-}  # fmt: skip
+}
