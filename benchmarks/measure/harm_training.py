@@ -4,8 +4,8 @@ A user's loop: a constant learning rate, no clipping, `attach`, the steps, `fini
 these exceptions.
 
 - SNIP gets the loss of one batch at `attach`, as its documentation asks.
-- Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, one
-  threshold serves all layers, and scores have a learning rate of their own (docs/iterand.md).
+- Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, small
+  layers keep a larger share (`allocation="erk"`), and scores have a learning rate of their own.
 - A lottery trains three times, each time as long as other methods, and prunes in two steps.
 - Fine-tuning holds the zeros that are there: the first half of training is dense, then pm.OneShot prunes the network,
   and the second half is fine-tuning. The matrix takes this cell as the reference of its pattern and sparsity.

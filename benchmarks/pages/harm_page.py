@@ -100,7 +100,8 @@ def format_harmed(cells: Sequence[Cell]) -> str:
         reference = f"{cell['reference']:.1f}" if "reference" in cell else ""
         layers = f"{100 * cell['least_density']:.2g} % of {cell['thinnest_layer']}" if "least_density" in cell else ""
         latent = f"{cell['largest_latent']:.3g}" if "largest_latent" in cell else ""
-        rows.append([*what, f"{cell['accuracy']:.1f}", reference, layers, latent, cell["verdict"]])
+        verdict = f"{cell['verdict']}, warned" if "warnings" in cell else cell["verdict"]
+        rows.append([*what, f"{cell['accuracy']:.1f}", reference, layers, latent, verdict])
     heads = ["method", "pattern", "network", "sparsity", "seed", "accuracy, %", "reference, %", "thinnest layer keeps"]
     return format_table([*heads, "largest latent", ""], rows) if rows or not cells else "None."
 

@@ -17,7 +17,7 @@ def make_cell(method: str, network: str, sparsity: float, verdict: str, **fields
     return {**cell, "verdict": verdict, **fields}
 
 
-MASKS = {"least_density": 0.0012, "thinnest_layer": "0.weight", "largest_latent": 1142.0}
+MASKS = {"least_density": 0.0012, "thinnest_layer": "0.weight", "largest_latent": 1142.0, "warnings": ["thin"]}
 CELLS = [
     make_cell("dense", "MLP", 0.0, "fine", accuracy=98.0),
     make_cell("dpf", "MLP", 0.5, "fine", accuracy=97.0),
@@ -51,7 +51,7 @@ def test_tables_of_harmed_and_refused_cells(load_script: Any, empty_results: Pat
     assert {format_part([]) for format_part in formats} == {missing}
     assert page.read_cells() == []
     harmed = page.format_harmed(CELLS).splitlines()
-    row = "| dpf | unstructured | LSTM | 90 % | 0 | 9.8 | 95.0 | 0.12 % of 0.weight | 1.14e+03 | chance |"
+    row = "| dpf | unstructured | LSTM | 90 % | 0 | 9.8 | 95.0 | 0.12 % of 0.weight | 1.14e+03 | chance, warned |"
     assert harmed[2:] == [row]
     refused = page.format_refusals(CELLS).splitlines()
     assert refused[2:] == ["| sfp | unstructured | MLP 50 %, MLP 90 % | MLP has nothing to prune. |"]
