@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
+from pomona.models.layers import init_he_uniform
 from pomona.models.resnet_cifar import ResNetCifar
 
 ROWS = PIXELS = 8  # an image has 8 rows of 8 pixels
@@ -42,9 +43,13 @@ def make_resnet(affine: bool = True) -> nn.Module:
 
 
 def make_fcn() -> nn.Module:
-    """Return two 3×3 and two 1×1 convolutions without norms, the last of which is the classifier."""
-    model = pm.models.build("conv2", in_channels=1, image_size=ROWS, rho=0.75)
-    model.classifier = nn.Sequential(nn.Conv2d(48 * 4 * 4, 192, 1), nn.ReLU(), nn.Conv2d(192, CLASSES, 1))
+    """Return two 3×3 and two 1×1 convolutions without norms; the last one is the classifier of all positions."""
+    features = [nn.Conv2d(1, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    features += [nn.Conv2d(48, 192, 1), nn.ReLU()]
+    positions = 192 * 4 * 4
+    head = [nn.Flatten(), nn.Unflatten(1, (positions, 1, 1)), nn.Conv2d(positions, CLASSES, 1), nn.Flatten()]
+    model = nn.Sequential(*features, *head)
+    init_he_uniform(model)
     return model
 
 
