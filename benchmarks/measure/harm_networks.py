@@ -24,9 +24,9 @@ CLASSES = 10
 
 
 def make_cnn(affine: bool = True) -> nn.Module:
-    """Return four convolutions with batch norm, 24 to 96 filters, and a linear classifier of all positions."""
-    model = pm.models.build("digits_cnn", rho=1.5, affine=affine)
-    model.head = nn.Sequential(nn.Flatten(), nn.Linear(96 * 4 * 4, CLASSES))
+    """Return four convolutions with batch norm, 16 to 64 filters, and a linear classifier of all positions."""
+    model = pm.models.build("digits_cnn", affine=affine)
+    model.head = nn.Sequential(nn.Flatten(), nn.Linear(64 * 4 * 4, CLASSES))
     return model
 
 
@@ -121,7 +121,7 @@ class Network:
 
 NETWORKS = {
     "CNN": Network(
-        "four 3×3 convolutions of 24 to 96 filters with batch norm",
+        "four 3×3 convolutions of 16 to 64 filters with batch norm",
         make_cnn,
         "sgd",
         0.1,

@@ -5,7 +5,8 @@ these exceptions.
 
 - SNIP gets the loss of one batch at `attach`, as its documentation asks.
 - Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, small
-  layers keep a larger share (`allocation="erk"`), and scores have a learning rate of their own.
+  layers keep a larger share (`allocation="erk"`; for kernels "global" with a floor), and scores have a learning rate
+  of their own.
 - A lottery trains three times, each time as long as other methods, and prunes in two steps.
 - Fine-tuning holds the zeros that are there: the first half of training is dense, then pm.OneShot prunes the network,
   and the second half is fine-tuning. The matrix takes this cell as the reference of its pattern and sparsity.
@@ -45,9 +46,9 @@ PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "filter": {},
 }
 SCORE_RATES = {"sgd": 0.5, "adam": 0.01}  # learning rates of scores
+SCORE_ALLOCATIONS = {"kernel": "global(floor=0.01)"}  # of patterns for which the choice is not "erk"
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {
-    "edge_popup": {"allocation": "erk"},
-    "iterand": {"allocation": "erk", "every": 20},  # K_per of recipes/iterand-digits.toml
+    "iterand": {"every": 20},  # K_per of recipes/iterand-digits.toml
     "lottery": {"retrainings": 2},
 }
 MAX_WARNINGS, MAX_MESSAGE = 5, 400  # of a cell, in the record
@@ -73,8 +74,8 @@ class Cell:
         """Return the method called `name`, at the cell's sparsity, and the layers that its pattern does not fit."""
         pattern = PATTERNS.resolve({"name": self.pattern, **PATTERN_OPTIONS[self.pattern]})
         options = {"sparsity": self.sparsity, "pattern": pattern, **METHOD_OPTIONS.get(name, {})}
-        if pattern.sparsity is not None:  # it is that of every layer
-            options.pop("allocation", None)
+        if METHODS[name].weights == "score" and pattern.sparsity is None:
+            options["allocation"] = SCORE_ALLOCATIONS.get(self.pattern, "erk")
         allowed = {field.name for field in fields(METHODS[name]) if field.init}
         options = {key: value for key, value in options.items() if key in allowed}
         spec = METHODS.resolve({"name": name, **options})
