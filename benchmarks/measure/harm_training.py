@@ -74,7 +74,9 @@ class Cell:
         """Return the method called `name`, at the cell's sparsity, and the layers that its pattern does not fit."""
         pattern = PATTERNS.resolve({"name": self.pattern, **PATTERN_OPTIONS[self.pattern]})
         options = {"sparsity": self.sparsity, "pattern": pattern, **METHOD_OPTIONS.get(name, {})}
-        if METHODS[name].weights == "score" and pattern.sparsity is None:
+        if pattern.sparsity is not None:
+            options["allocation"] = "uniform"  # every layer has the sparsity of the pattern; SET's default is refused
+        elif METHODS[name].weights == "score":
             options["allocation"] = SCORE_ALLOCATIONS.get(self.pattern, "erk")
         allowed = {field.name for field in fields(METHODS[name]) if field.init}
         options = {key: value for key, value in options.items() if key in allowed}
