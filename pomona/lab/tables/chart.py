@@ -260,12 +260,12 @@ def line(
     )
 
 
-def document(title: str, parts: Sequence[str]) -> str:
+def document(title: str, parts: Sequence[str], width: float = WIDTH, height: float = HEIGHT) -> str:
     """Return a whole SVG document with these elements."""
-    body = "\n".join(parts)
+    body, size = "\n".join(parts), f'width="{width:g}" height="{height:g}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {size} '
         f'role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">\n'
         f"<title>{escape(title)}</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n{body}\n</svg>\n'
+        f'<rect {size} fill="#ffffff"/>\n{body}\n</svg>\n'
     )
