@@ -59,7 +59,9 @@ class Pattern(ABC):
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         """Return one mask per score tensor, true where kept; together they have the nearest possible sparsity."""
 
-    def select_masks_with_floors(self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]) -> list[Tensor]:
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
         """Return masks as `select_masks` does, which keep at least `floors[i]` weights, in whole units, of tensor i.
 
         The weights that a floor keeps are those that the tensor alone would keep. Scores of −inf stay the lowest.

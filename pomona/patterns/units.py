@@ -35,7 +35,9 @@ class UnitPattern(Pattern):
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
 
-    def select_masks_with_floors(self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]) -> list[Tensor]:
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
         views = [self.split_into_units(s.shape) for s in scores]
         units = [self.unit_norms(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
         sizes = [self.unit_weight(s.shape) for s in scores]
@@ -85,7 +87,9 @@ class Unstructured(Pattern):
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
 
-    def select_masks_with_floors(self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]) -> list[Tensor]:
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
         return select_largest(scores, count - count_pruned(sparsity, count), floors)
 
