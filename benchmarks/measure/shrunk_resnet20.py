@@ -6,7 +6,7 @@
 be removed: a channel of the residual stream can be removed only if all layers that add to it agree.
 
     alone     every layer ranks its own filters, as SFP does: only the inside of the blocks gets smaller
-    global    all filters are ranked together, DPF's default
+    global    all filters are ranked together, as in DPF's paper
     agreed    every layer ranks its own filters, but the filters that feed one channel of the stream have the same norm,
               as a penalty on such groups produces it: the stream gets smaller too
 

@@ -27,7 +27,7 @@ LOW_DENSITY = 0.02  # a layer is reported below this density
 LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
 
 
-def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: set[str]) -> None:
+def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: set[str], stacklevel: int) -> None:
     """Warn once for each layer that keeps far less than the others, or that nothing of the input passes.
 
     Names of layers are added to `reported`. The host reads the masks, so this is not for a captured step.
@@ -47,7 +47,7 @@ def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: 
             warnings.warn(
                 f"{message} Lower the sparsity, use allocation='uniform', or leave the layer out with "
                 f"exclude=['{name}'].",
-                stacklevel=4,
+                stacklevel=stacklevel + 1,
             )
 
 
@@ -55,7 +55,7 @@ def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[s
     """Return name → what to report for layers of a low density that their allocation does not explain."""
     overall = sum(kept) / sum(slot.mask.numel() for slot in slots)
     shapes = [slot.target.outputs_first for slot in slots]
-    layerwise = LAYERWISE_ALLOCATIONS.get(parse_allocation(slots[0].method.allocation)[0])  # type: ignore[arg-type]
+    layerwise = LAYERWISE_ALLOCATIONS.get(parse_allocation(slots[0].method.allocation)[0])
     expected = [1 - s for s in layerwise(shapes, 1 - overall)] if layerwise else [overall] * len(slots)
     messages = {}
     for slot, count, usual in zip(slots, kept, expected, strict=True):
@@ -68,7 +68,7 @@ def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[s
     return messages
 
 
-def find_blocked_layers(model: nn.Module, masks: Mapping[nn.Parameter, Tensor]) -> list[str]:
+def find_blocked_layers(model: nn.Module, masks: Mapping[Tensor, Tensor]) -> list[str]:
     """Return the weights of the layers whose outputs do not depend on the input any more, although their inputs do.
 
     The masks of the layers are followed through a symbolic forward. Where an operation is not known, all its outputs
@@ -91,7 +91,7 @@ def find_blocked_layers(model: nn.Module, masks: Mapping[nn.Parameter, Tensor]) 
 
 
 def follow_call(
-    call: Any, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[nn.Parameter, Tensor]
+    call: Any, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[Tensor, Tensor]
 ) -> Tensor:
     """Return which channels of a call's output depend on the input, given those of its arguments."""
     if isinstance(call, LAYERS) and len(sources) == 1:

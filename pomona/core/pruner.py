@@ -103,7 +103,7 @@ class Pruner:
             self._unhook()
             self.slots, self.coupled, self.optimizers, self.model = [], [], [], None
             raise
-        warn_about_layers(self.model, self.slots, self.reported)
+        warn_about_layers(self.model, self.slots, self.reported, stacklevel=3)  # of a decorated method
         return self
 
     def finish(self) -> None:
@@ -126,7 +126,7 @@ class Pruner:
             )
             self._update(self.method.final_sparsity)
         engine.apply_masks(last=True)
-        warn_about_layers(self.model, self.slots, self.reported)
+        warn_about_layers(self.model, self.slots, self.reported, stacklevel=2)
         self._unhook()
         self.finished = True
         for slot in (*self.slots, *self.coupled):

@@ -74,7 +74,7 @@ class SparseMomentum(DropGrow):
         return {n: grow_highest(self.pattern, momentum[n], mask, active[n] + growth[n]) for n, mask in kept.items()}
 
     def count_drops(self, mask: Tensor, share: float, targets: Targets) -> int:
-        """Return ⌈p · active⌉; a nearly dense layer that still grows drops no more than its zeros, and one unit stays."""
+        """Return ⌈p · active⌉, so that one unit stays; a nearly dense layer that grows drops no more than its zeros."""
         progress = targets.progress
         rate = self.floor + (self.rate - self.floor) * (1 + math.cos(math.pi * progress.step / progress.total)) / 2
         active = int(mask.sum())

@@ -61,6 +61,7 @@ def select_largest(scores: Sequence[Tensor], keep: int, floors: Sequence[int] | 
     return _split_like(mask, scores)
 
 
+@torch.no_grad()
 def raise_floor_scores(scores: Sequence[Tensor], floors: Sequence[int] | None = None) -> Tensor:
     """Return all scores in one flat tensor, with +inf for the `floors[i]` largest of tensor i, except those of −inf."""
     flat = torch.cat([score.reshape(-1) for score in scores])

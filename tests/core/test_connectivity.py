@@ -134,14 +134,18 @@ def test_no_layer_is_named_where_an_allocation_explains_its_density(allocation: 
             layer.weight.normal_()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pm.OneShot(sparsity=0.99, allocation=allocation).attach(model, torch.optim.SGD(model.parameters(), 0.1)).finish()
+        pm.OneShot(sparsity=0.99, allocation=allocation).attach(
+            model, torch.optim.SGD(model.parameters(), 0.1)
+        ).finish()
 
 
 @pytest.mark.parametrize("make", [pm.OneShot, pm.DPF, pm.RigL, pm.EdgePopup])
 def test_a_sparsity_without_room_is_refused_and_changes_nothing(make: Callable[..., pm.Pruner]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     before = [parameter.clone() for parameter in model.parameters()]
-    message = r"a sparsity of 0\.995 keeps 1 weights, and one unit of Unstructured\(\) .* is [34]: ask .* at most 0\.9[78]"
+    message = (
+        r"a sparsity of 0\.995 keeps 1 weights, and one unit of Unstructured\(\) .* is [34]: ask .* at most 0\.9[78]"
+    )
     with pytest.raises(pm.PomonaError, match=message):
         make(sparsity=0.995).attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=10)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))

@@ -159,9 +159,10 @@ class SortedTopK:
             out[score.argsort(descending=True, stable=True)[:keep]] = True
 
 
+@pytest.mark.parametrize("allocation", ["global", "global(floor=0)", "global(floor=0.09)"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
-def test_kernels_select_with_the_same_floor(sparsity: float) -> None:
-    model, _, pruner = attach_to_network(pm.DPF(sparsity=0.9, every=4, allocation="global(floor=0.09)"), total=40)
+def test_kernels_select_with_the_same_floor(sparsity: float, allocation: str) -> None:
+    model, _, pruner = attach_to_network(pm.DPF(sparsity=0.9, every=4, allocation=allocation), total=40)
     with torch.no_grad():
         model.conv2.weight.mul_(1e-3)
     pruner.refresh()
@@ -174,7 +175,8 @@ def test_kernels_select_with_the_same_floor(sparsity: float) -> None:
     assert buffers.set_sparsity(sparsity)
     buffers._run_kernels("select_by_magnitude")
     scores = {name: latent.abs() for name, latent in pruner.state_dict()["latents"].items()}
-    expected = select(scores, sparsity, pm.Unstructured(), "global(floor=0.09)")
+    expected = select(scores, sparsity, pm.Unstructured(), allocation)
+    assert sparsity < 0.9 or bool(expected["conv2.weight"].any()) == (allocation != "global(floor=0)")
     assert all(torch.equal(mask, expected[name]) for name, mask in pruner.masks().items())
 
 

@@ -167,7 +167,9 @@ def test_random_matches_numpy_on_fifty_seeds() -> None:
         drawn = draw_random_scores({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
         count = sum(s.size for s in drawn.values())
         expected = keep_largest_globally(drawn, count - round(sparsity * count))
-        masks = pm.Random(sparsity=sparsity, seed=seed, allocation="global(floor=0)").attach(model, make_sgd(model)).masks()
+        masks = (
+            pm.Random(sparsity=sparsity, seed=seed, allocation="global(floor=0)").attach(model, make_sgd(model)).masks()
+        )
         assert all(np.array_equal(masks[name].numpy(), mask) for name, mask in expected.items())
 
 

@@ -109,7 +109,9 @@ def test_incremental_keeps_no_pruned_filter_again_to_reach_the_count() -> None:
         model[1].weight.fill_(2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     options = {"pattern": pm.Filter(), "every": 1, "include": ["0", "1"], "schedule": pm.Linear(until=1.0)}
-    pruner = pm.Incremental(sparsity=5 / 8, allocation="global(floor=0)", **options).attach(model, optimizer, total_steps=5)
+    pruner = pm.Incremental(sparsity=5 / 8, allocation="global(floor=0)", **options).attach(
+        model, optimizer, total_steps=5
+    )
     kept = []
     for _ in range(5):
         for parameter in model.parameters():

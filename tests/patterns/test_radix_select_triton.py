@@ -74,6 +74,8 @@ class TestKernel:
             top_k.set_counts(keep)
             top_k.select(scores.to(device), mask)
             assert torch.equal(mask.cpu(), select_per_segment(scores, sizes, keep)), f"at time {time}"
+        mask = radix_select_triton.select_largest_per_segment(scores.to(device), sizes, keep)
+        assert torch.equal(mask.cpu(), select_per_segment(scores, sizes, keep)), "in one call"
 
 
 @needs_interpreter

@@ -42,6 +42,15 @@ def flatten_masks(masks: list[Tensor]) -> list[bool]:
     return [kept for mask in masks for kept in mask.flatten().tolist()]
 
 
+def reference_mask_with_floors(parts: list[list[float]], keep: int, floors: list[int]) -> list[bool]:
+    """Return the mask that first keeps the floor of each part without −inf, and then the largest values of all."""
+    masks = [reference_mask(part, floor) for part, floor in zip(parts, floors, strict=True)]
+    values = [value for part in parts for value in part]
+    first = [kept and value > -INF for kept, value in zip([k for mask in masks for k in mask], values, strict=True)]
+    order = sorted(range(len(values)), key=lambda i: (not first[i], *sort_key(values[i], i)))
+    return [i in set(order[:keep]) for i in range(len(values))]
+
+
 # --- selection over all tensors ---
 
 
@@ -127,6 +136,27 @@ def test_scores_are_not_modified() -> None:
     select_largest([scores], 100)
     select_largest_per_row(scores, 2)
     assert torch.equal(scores.view(torch.int32), bits)
+
+
+def test_floors_worked_out_by_hand() -> None:
+    low, high = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([6.0, 4.0, 7.0, 5.0])
+    assert [mask.int().tolist() for mask in select_largest([low, high], 3)] == [[0, 0, 0], [1, 0, 1, 1]]
+    assert [mask.int().tolist() for mask in select_largest([low, high], 3, [0, 1])] == [[0, 0, 0], [1, 0, 1, 1]]
+    assert [mask.int().tolist() for mask in select_largest([low, high], 3, [1, 1])] == [[0, 1, 0], [1, 0, 1, 0]]
+    assert [mask.int().tolist() for mask in select_largest([low, high], 3, [3, 0])] == [[1, 1, 1], [0, 0, 0, 0]]
+    low = torch.tensor([-INF, 3.0, -INF])  # pruned weights stay pruned, whatever the floor
+    assert [mask.int().tolist() for mask in select_largest([low, high], 3, [3, 0])] == [[0, 1, 0], [1, 0, 1, 0]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_floors_match_sorting(data: st.DataObject) -> None:
+    values = st.sampled_from([-INF, -2.0, -0.5, -0.0, 0.0, 0.5, 2.0, 1e30])
+    parts = data.draw(st.lists(st.lists(values, max_size=12), min_size=1, max_size=4))
+    keep = data.draw(st.integers(0, sum(map(len, parts))))
+    floors = [data.draw(st.integers(0, min(len(part), keep // len(parts)))) for part in parts]
+    masks = select_largest([torch.tensor(part) for part in parts], keep, floors)
+    assert flatten_masks(masks) == reference_mask_with_floors(parts, keep, floors)
 
 
 def test_empty_and_scalar_tensors() -> None:
@@ -222,11 +252,31 @@ class TestCuda:
             assert torch.equal(select_largest([scores.cuda()], 999)[0].cpu(), select_largest([scores], 999)[0])
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    def test_same_floors_as_on_cpu(self, dtype: torch.dtype) -> None:
+        scores = [torch.rand(n).to(dtype) * 10**k for k, n in enumerate((3, 2049, 70_000, 50))]
+        for keep, floors in ((500, [3, 7, 200, 1]), (500, [1, 1, 0, 1]), (4000, [3, 2000, 1, 50])):
+            masks = select_largest([score.cuda() for score in scores], keep, floors)
+            expected = select_largest(scores, keep, floors)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(masks, expected, strict=True))
+
+    def test_floors_in_a_cuda_graph(self) -> None:
+        scores = [torch.randn(3000, device="cuda"), torch.randn(500, device="cuda") / 1e6]
+        select_largest(scores, 100, [5, 9])  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            masks = select_largest(scores, 100, [5, 9])
+        scores[0].normal_()
+        graph.replay()
+        expected = select_largest([score.cpu() for score in scores], 100, [5, 9])
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(masks, expected, strict=True))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_host_never_waits(self, dtype: torch.dtype) -> None:
         scores = [torch.randn(1000, 64, device="cuda").to(dtype), torch.randn(77, device="cuda").to(dtype)]
         torch.cuda.set_sync_debug_mode("error")
         try:
             select_largest(scores, 5000)
+            select_largest(scores, 5000, [100, 77])
             select_largest_per_row(scores[0], 7)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -302,7 +302,7 @@ class FlatBuffers:
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = parse_allocation(self.method.allocation)  # type: ignore[arg-type]
+        name, floor = parse_allocation(self.method.allocation)
         is_global, pattern = name == "global", self.method.pattern
         sizes = [self.count] if is_global else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]

@@ -76,7 +76,7 @@ def refuse_constant_output(model: nn.Module, batch: Tensor, output: Any) -> None
     names = {module: name for name, module in model.named_modules()}
     constants = measure_constant_inputs(model, inputs)
     reads_constants = [names[layer] for layer, values in constants.items() if values.isfinite().all()]
-    empty = [names[layer] for layer in constants if not layer.weight.any()]
+    empty = [names[layer] for layer in constants if not layer.get_parameter("weight").any()]
     where = (
         f"{empty[0]} has no weight left" if empty else f"{[*reads_constants, 'the last layer'][0]} reads constants only"
     )
