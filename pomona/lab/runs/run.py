@@ -299,7 +299,7 @@ class Run:
         if self.pruner is not None:
             with SHARED_STATE_LOCK, warnings.catch_warnings(record=True) as caught:  # all threads share the filters
                 warnings.simplefilter("always")
-                self.pruner.finish()
+                self.pruner.finish(max_batches=0)  # `evaluate_run` reports both statistics
             for warning in caught:
                 self.note(str(warning.message))
             self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}
