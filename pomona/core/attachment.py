@@ -15,7 +15,9 @@ from .slot import Slot
 from .sparsity import count_zeros
 from .targets import unwrap
 
-PRUNED_SHARE = 0.01  # a model was pruned before if this share of its weights is zero
+# A model was pruned before if this share of its weights is zero, and more than a few.
+PRUNED_SHARE = 0.01
+PRUNED_COUNT = 100
 
 
 def validate_length(method: Method, total_steps: int | None, steps_per_epoch: int | None) -> None:
@@ -83,9 +85,9 @@ def find_pruned_share(method: Method, slots: Sequence[Slot]) -> float:
     if method.weights == "score" or method.final_sparsity == 0:
         return 0.0
     sizes = [slot.mask.numel() for slot in slots]
-    zeros = [count_zeros([slot.parameter]) for slot in slots]
-    share = sum(count for count, size in zip(zeros, sizes, strict=True) if count < size) / sum(sizes)
-    return share if share >= PRUNED_SHARE else 0.0
+    counts = [count_zeros([slot.parameter]) for slot in slots]
+    zeros = sum(count for count, size in zip(counts, sizes, strict=True) if count < size)
+    return zeros / sum(sizes) if zeros >= max(PRUNED_COUNT, PRUNED_SHARE * sum(sizes)) else 0.0
 
 
 def create_coupled_slots(model: nn.Module, method: Method, slots: dict[str, Slot]) -> list[Slot]:

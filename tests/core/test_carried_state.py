@@ -25,6 +25,7 @@ from engine_helpers import (
     save_and_load,
     train,
 )
+from slow_cases import slow_unless
 from torch.optim import SGD, Adam, Optimizer
 
 import pomona as pm
@@ -320,7 +321,7 @@ torch.save({{"model": model.state_dict(), "masks": pruner.masks(), "optimizer": 
 """
 
 
-@pytest.mark.parametrize("name", ["dpf", "iterand", "rigl", "sfp"])
+@pytest.mark.parametrize("name", slow_unless(["dpf"], ["dpf", "iterand", "rigl", "sfp"]))
 def test_a_killed_process_is_continued_by_another(name: str, tmp_path: Path) -> None:
     here = Path(__file__).parent
     script = SCRIPT.format(folders=[str(here), str(here.parent)])
