@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Sparsity(float):
     """The pruned fraction of the targets, which is also `pruned`, with the fraction that is zero in `zeros`.
 
-    More is zero than pruned where weights that grow again start at zero (SET, RigL), and less where pruned weights
-    may grow until the next update (SFP).
+    They differ where weights that are grown again start at zero (SET, RigL), where thresholds zero kept weights, and
+    where pruned weights may grow until the next update (SFP).
     """
 
     pruned: float
