@@ -99,7 +99,7 @@ def continue_from(pruner: Pruner, waiting: Sequence[WaitingState], total_steps: 
         warnings.warn(
             f"the optimizer was loaded with the state of a pruner at step {pruner.step} of {pruner.total}, for which "
             "only finish() is left: to begin a new run, use attach(…, resume=False).",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -270,8 +270,9 @@ def test_a_state_at_its_last_step_is_continued_with_a_warning_and_finished() -> 
     model, optimizer, pruner = attach_to_network(make_soft())
     train(model, optimizer, range(TOTAL))
     other, other_optimizer = load(save(model, optimizer))
-    with pytest.warns(UserWarning, match=r"step 40 of 40, for which only finish\(\) is left"):
+    with pytest.warns(UserWarning, match=r"step 40 of 40, for which only finish\(\) is left") as caught:
         resumed = make_soft().attach(other, other_optimizer, total_steps=TOTAL)
+    assert caught[0].filename == __file__
     pruner.finish()
     resumed.finish()
     assert is_identical(other.state_dict(), model.state_dict())
