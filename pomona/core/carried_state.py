@@ -95,7 +95,7 @@ def continue_from(pruner: Pruner, waiting: Sequence[WaitingState], total_steps: 
             f"the optimizer was loaded with a pruner's state that does not fit ({reason}): attach the pruner as it "
             "was when the state was saved, or begin a new run with attach(…, resume=False)."
         ) from error
-    if pruner.step >= pruner.total:
+    if total_steps is not None and pruner.step >= total_steps:
         warnings.warn(
             f"the optimizer was loaded with the state of a pruner at step {pruner.step} of {pruner.total}, for which "
             "only finish() is left: to begin a new run, use attach(…, resume=False).",
