@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from .errors import PomonaError, unknown_name_error
 SpecT = TypeVar("SpecT")
 RegisteredT = TypeVar("RegisteredT")
 
+TOML_NAMES = {"true": True, "false": False, "inf": float("inf")}  # values that Python spells otherwise
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})  # the types that `validate_type` checks
 
 
@@ -79,27 +81,29 @@ class Registry(Generic[SpecT]):
 
 def build_spec(spec: type[SpecT], kind: str, options: Mapping[str, Any]) -> SpecT:
     """Instantiate a spec class; raise PomonaError for unknown or missing options and values of the wrong type."""
-    fields = {f.name: f for f in dataclasses.fields(spec) if f.init}  # type: ignore[arg-type]
+    known = spec_options(spec)
     hints = resolve_type_hints(spec)  # type: ignore[arg-type]
     for key, value in options.items():
-        if key not in fields:
-            raise unknown_name_error(f"option of {kind} '{spec.name}'", key, fields)  # type: ignore[attr-defined]
+        if key not in known:
+            raise unknown_name_error(f"option of {kind} '{spec.name}'", key, known)  # type: ignore[attr-defined]
         validate_type(key, value, hints[key])
-    missing = [f.name for f in fields.values() if is_required(f) and f.name not in options]
+    missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
     if missing:
         raise PomonaError(f"{kind} '{spec.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
     return spec(**options)
 
 
 @functools.cache
+def spec_options(spec: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the options that a spec class takes, also those of type InitVar, which only set other options."""
+    return inspect.signature(spec).parameters
+
+
+@functools.cache
 def resolve_type_hints(spec: type) -> dict[str, Any]:
     """Return the types of a spec's fields, cached: resolving them takes longer than building the spec."""
-    return typing.get_type_hints(spec)
-
-
-def is_required(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a dataclass field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    hints = typing.get_type_hints(spec)
+    return {key: hint.type if isinstance(hint, dataclasses.InitVar) else hint for key, hint in hints.items()}
 
 
 def validate_type(key: str, value: Any, hint: Any) -> None:
@@ -124,7 +128,7 @@ def validate_type(key: str, value: Any, hint: Any) -> None:
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Split "name(option=value, …)" into the name and the options.
 
-    Values are Python literals, or TOML's `true` and `false`. Raises PomonaError for anything else.
+    Values are Python literals, or TOML's `true`, `false` and `inf`. Raises PomonaError for anything else.
     """
     text = text.strip()
     if "(" not in text:
@@ -139,9 +143,9 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def evaluate_literal(node: ast.expr) -> Any:
-    """Return the value of a literal in a syntax tree, with TOML's `true` and `false` as bools."""
-    if isinstance(node, ast.Name) and node.id in ("true", "false"):
-        return node.id == "true"
+    """Return the value of a literal in a syntax tree, or of TOML's `true`, `false` and `inf`."""
+    if isinstance(node, ast.Name) and node.id in TOML_NAMES:
+        return TOML_NAMES[node.id]
     return ast.literal_eval(node)
 
 

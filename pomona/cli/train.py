@@ -40,7 +40,8 @@ def train(
     from pomona.lab.runs.progress import make_reporter
 
     path, place = find_recipe(recipe, out, resume)
-    resolved = lab.Recipe.load(path, recipe_overrides(settings, name))
+    load = lab.Recipe.load_stored if Path(recipe).is_dir() else lab.Recipe.load
+    resolved = load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.name
     if dry_run:
         print_preview(resolved, folder, resume, data_dir, as_json)

@@ -15,6 +15,7 @@ from ..errors import PomonaError, require
 from ..masking import apply_mask
 from . import batch_norm, carried_state, guards, history
 from .attachment import create_slots, find_pruned_share, unwrap_optimizers, validate_length
+from .connectivity import warn_about_layers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -55,6 +56,7 @@ class Pruner:
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
         self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
+        self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
 
@@ -115,19 +117,15 @@ class Pruner:
             for state in waiting:
                 state.put_back()
             raise
+        warn_about_layers(self.model, self.slots, self.reported)
         return self
 
     def finish(self, data: Iterable[Any] | None = None, *, max_batches: int | None = 200) -> None:
         """Leave exact zeros in a plain model and remove all hooks: from here on nothing holds the zeros.
 
-        Soon after a mask change the running statistics of batch norms are those of other masks. With `data` they are
-        re-estimated on the final model; without it there is a warning where they are stale.
-
-        Arguments:
-            data: a loader, or another iterable of batches of training data. A batch is the inputs, a tuple that
-                begins with them, or a mapping of inputs by name.
-            max_batches: how many batches are read at most; None reads all. With 0 the statistics are left as they
-                are, without a warning.
+        With `data`, an iterable of training batches, the running statistics of batch norms are re-estimated on the
+        final model. A batch is the inputs, a tuple that begins with them, or a mapping of inputs by name. At most
+        `max_batches` are read; None reads all, and 0 leaves the statistics. Without data, stale ones give a warning.
         """
         if self.finished:
             return
@@ -152,20 +150,39 @@ class Pruner:
             # The masks of a score method move a little at every step, as weights do.
             steps = None if self.method.weights == "score" else self.step - self.last_change
             batch_norm.renew_statistics(unwrap(self.model), batches, max_batches, steps)  # type: ignore[arg-type]
+        warn_about_layers(self.model, self.slots, self.reported)
         self._unhook()
         self.finished = True
         for slot in (*self.slots, *self.coupled):
             slot.latent = slot.weight = slot.observed_mask = None
 
-    def tick(self) -> None:
-        """Count a step that a CUDA graph replayed, and update the masks when due, without a host sync."""
+    def tick(self, steps: int = 1) -> None:
+        """Count steps that a CUDA graph replayed, and update the masks when due, without a host sync.
+
+        Several steps may be counted at once where `steps_to_update` allows so many.
+        """
         self.attached_engine()
-        require(
-            not self.wants_gradient(),
-            f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
-            "pruner.wants_gradient().",
-        )
-        self.complete_step()
+        for _ in range(steps):
+            require(
+                not self.wants_gradient(),
+                f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
+                "pruner.wants_gradient().",
+            )
+            self.complete_step()
+
+    def steps_to_update(self, limit: int) -> int:
+        """Return how many steps can be replayed, at most `limit`, before `tick` must be called for them.
+
+        The masks may be updated after the last of these steps, or need the gradient of the one that follows.
+        """
+        if isinstance(self.method, ScoreMethod):
+            return 1  # the sparsity of the masks is set before every step
+        progress = self.progress
+        for count in range(1, limit):
+            progress = progress.next
+            if self.method.is_update_due(progress):
+                return count
+        return limit
 
     def refresh(self) -> None:
         """Project the model at once: after weights were loaded or edited, or a step was broken off."""

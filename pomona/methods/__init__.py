@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..registry import build_spec
+from ..registry import build_spec, spec_options
 from . import (
     acdc,
     dpf,
@@ -79,11 +78,10 @@ def make_constructor(spec: Callable[Options, Method]) -> Callable[Options, Prune
             raise TypeError(f"{spec.__name__} takes its options by name, such as sparsity=0.9.")
         return make_pruner(build_spec(spec, "method", options))
 
-    fields = [f for f in dataclasses.fields(spec) if f.init]
     construct.__name__ = construct.__qualname__ = spec.__name__
     construct.__doc__ = spec.__doc__
     construct.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields],
+        [option.replace(annotation=inspect.Parameter.empty) for option in spec_options(spec).values()],
         return_annotation=Pruner,
     )
     return construct

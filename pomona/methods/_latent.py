@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection
-from ..core.method import Method
+from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection, SoftThreshold
+from ..core.method import GradientBound, Method
 from ..errors import require
+
+WEAK = 0.1  # the share of its layer's typical norm at which an output is weak: see BoundedFeedback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +24,18 @@ class Compressed(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._set(compressor=self._resolve_compressor(self.compressor))
         if self.compressor is not None:
-            self._set(compressor=COMPRESSORS.resolve(self.compressor))
             self.compressor.validate_pattern(self.pattern)
+
+    def _resolve_compressor(self, choice: Any) -> Compressor | None:
+        """Return the compressor of a choice, which may also be "none" (a plain mask) or "auto".
+
+        "auto" is soft thresholds where the pattern prunes single weights, and a plain mask elsewhere.
+        """
+        if choice == "auto":
+            return SoftThreshold() if self.pattern.is_elementwise else None
+        return None if choice in (None, "none") else COMPRESSORS.resolve(choice)
 
     def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor | None:
         return None if self.compressor is None else self.compressor.calibrate(latent, mask, output_dim)
@@ -43,30 +56,48 @@ class Compressed(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedFeedback(Method):
-    """A soft method that bounds the gradient of outputs without weights.
+    """A soft method that bounds the gradient of outputs that have almost died.
 
-    An output that lost all its weights sends zeros to the batch norm after it, which divides by √(0 + ε): the gradient
-    of these weights is hundreds of times that of others. With `feedback` its norm is at most so many mean norms.
+    Batch norm divides an output by its deviation, and its gradient with it: several hundredfold where the output has
+    no weights, or reads only inputs that have none, and only √ε is left to divide by. Steps of that length destroy
+    what the network has learned. The gradient is inversely proportional to the norm of the weights, so an output is
+    *weak* where that norm is below a tenth of the layer's mean, or its gradient above ten times the median of the
+    outputs whose norm is not. The gradient norm of a weak output is at most `feedback` times that median.
     """
 
-    feedback: float | None = None  # in mean gradient norms of the layer's other outputs; None: no bound
+    feedback: float | None = 1.0  # in median gradient norms of the layer's other outputs; None or inf: no bound
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.feedback is None or self.feedback >= 0,
-            f"feedback is a bound in mean gradient norms, 0 or more, or None for no bound, got {self.feedback}.",
+            f"feedback is a bound in median gradient norms, 0 or more, or None for no bound, got {self.feedback}.",
         )
+        self._set(feedback=None if self.feedback == math.inf else self.feedback)
 
     @property
     def transforms_gradient(self) -> bool:
         return self.feedback is not None
 
-    def transform_gradient(self, gradient: Tensor, mask: Tensor, output_dim: int) -> Tensor:
+    @property
+    def fused_gradient_bound(self) -> GradientBound | None:
+        return None if self.feedback is None else GradientBound(self.feedback, WEAK)
+
+    def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         assert self.feedback is not None
+        if gradient.ndim < 2:  # a bias or a gain: one weight for each output, whose scale no norm divides out
+            return gradient
         inner = [dim for dim in range(gradient.ndim) if dim != output_dim]
-        kept = mask.any(inner, keepdim=True)
+        weight_norm = torch.linalg.vector_norm(projected.float(), dim=inner, keepdim=True)
         norm = torch.linalg.vector_norm(gradient.float(), dim=inner, keepdim=True)
-        largest = self.feedback * (norm * kept).sum() / kept.sum()
-        factor = (largest / norm).clamp(max=1)  # NaN for 0 / 0, and where no output is kept to compare with: no bound
-        return gradient * factor.masked_fill(kept | factor.isnan(), 1).to(gradient.dtype)
+        empty = weight_norm < WEAK * weight_norm.mean()
+        median = median_where(norm, ~empty)  # the largest output is never empty
+        weak = empty | (WEAK * norm > median)
+        largest = self.feedback * median
+        return gradient * torch.where(weak & (norm > largest), largest / norm, 1).to(gradient.dtype)
+
+
+def median_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the lower median of the chosen values, without a host sync (`torch.nanmedian` has one)."""
+    ranked = values.masked_fill(~chosen, torch.inf).flatten().sort().values
+    return ranked.take((chosen.sum() - 1) // 2)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from typing import Any, ClassVar
 
+from ..compressors import Compressor
 from ..core.method import Masks, Targets, method
 from ..errors import require
 from ..scores import magnitude
 from ._latent import BoundedFeedback, Compressed
 from ._periodic import Periodic
+
+PRINTED: dict[str, Any] = {"settle": 0, "compressor": None, "feedback": None}  # the options of Algorithm 1
 
 
 @method("dpf", paper="Lin et al., ICLR 2020", weights="soft")
@@ -17,23 +21,39 @@ from ._periodic import Periodic
 class DPF(Compressed, BoundedFeedback, Periodic):
     """Dynamic pruning with feedback, Algorithm 1.
 
-    The model runs on m ⊙ w; the gradient taken there moves the dense w, so that a weight pruned too early comes
-    back. The mask follows w, and for the last tenth of training it is fixed.
+    The model runs on the pruned weights; the gradient taken there moves the dense w, so that a weight pruned too early
+    comes back. The mask follows w. Three things are not in the paper, and `printed=True` leaves them out: soft
+    thresholds, a mask that is fixed for the last tenth of training, and a bound on the gradient of weak outputs.
     """
 
     ranks_by_magnitude: ClassVar[bool] = True
 
     every: int = 16  # p: steps between mask updates
     settle: float = 0.1  # share of training, at its end, with the mask fixed; 0 in the paper
+    # "auto" is soft thresholds for single weights, a plain mask for other patterns; None or "none" is a plain mask.
+    compressor: Compressor | None = "auto"  # type: ignore[assignment]
+    printed: InitVar[bool] = False  # the algorithm as printed: settle=0, compressor=None and feedback=None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, printed: bool) -> None:  # type: ignore[override]
+        given = {key: getattr(self, key) for key in PRINTED}
         super().__post_init__()
+        if printed:
+            self._set_printed(given)
         require(0 <= self.settle < 1, f"settle is a share of training in [0, 1), got {self.settle}.")
         require(
             self.schedule.until <= self.fixed_from + 1e-9,
             f"the sparsity would still rise (until={self.schedule.until:g}) when the mask is fixed at "
             f"{self.fixed_from:g} of training: lower until or settle.",
         )
+
+    def _set_printed(self, given: Mapping[str, Any]) -> None:
+        """Set the options of the printed algorithm; raise PomonaError where one of them was given another value."""
+        for key, value in PRINTED.items():
+            require(
+                given[key] == getattr(type(self), key) or getattr(self, key) == value,
+                f"printed=True is the algorithm with {key}={value}, got {key}={given[key]!r}: leave out one of them.",
+            )
+        self._set(**PRINTED)
 
     @property
     def fixed_from(self) -> float:

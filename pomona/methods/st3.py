@@ -8,13 +8,13 @@ from typing import ClassVar
 from ..compressors import Compressor, SoftThreshold
 from ..core.method import Masks, Targets, method
 from ..scores import magnitude
-from ._latent import Compressed
+from ._latent import BoundedFeedback, Compressed
 from ._periodic import Periodic
 
 
 @method("st3", paper="Vanderschueren & De Vleeschouwer, WACV 2023", weights="soft")
 @dataclass(frozen=True, kw_only=True)
-class ST3(Compressed, Periodic):
+class ST3(Compressed, BoundedFeedback, Periodic):
     """Soft thresholds with straight-through gradients: the model runs on s · sign(w) · max(|w| − t, 0).
 
     A threshold t is taken at every step, at a sparsity that rises along a cubic, and s rescales each output. The

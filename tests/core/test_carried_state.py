@@ -201,7 +201,7 @@ def test_weights_that_may_be_zero_give_no_warning() -> None:
         train(other, optimizer, [0])  # a warning would fail the test
     zeros = Net().double()
     torch.nn.init.zeros_(zeros.conv2.weight)  # as in a residual branch that starts at zero
-    attach = make_soft(exclude="head").attach(zeros, make_sgd(zeros), total_steps=TOTAL)
+    attach = make_soft(allocation="uniform").attach(zeros, make_sgd(zeros), total_steps=TOTAL)
     train(zeros, attach.optimizers[0], [0])
 
 

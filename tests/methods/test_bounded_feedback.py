@@ -1,6 +1,9 @@
-"""DPF's bound on the gradient of outputs whose weights are all pruned."""
+"""The bound on the gradient of outputs that have almost died, which soft methods have."""
 
 from __future__ import annotations
+
+import math
+import statistics
 
 import pytest
 import torch
@@ -11,42 +14,66 @@ from torch import Tensor, nn
 import pomona as pm
 from pomona.errors import PomonaError
 from pomona.lab.recipes.recipe import Recipe
+from pomona.methods import METHODS
 
-BOUND = pm.DPF(feedback=0.5).method
+
+def bound(gradient: Tensor, projected: Tensor, output_dim: int = 0, feedback: float = 0.5) -> Tensor:
+    """Return the bounded gradient; the mask, which the bound does not read, is empty."""
+    return pm.DPF(feedback=feedback).method.transform_gradient(
+        gradient, projected, torch.zeros_like(projected, dtype=torch.bool), output_dim
+    )
 
 
 def test_the_bound_by_hand():
     gradient = torch.tensor([[3.0, 4.0], [0.0, 1.0], [6.0, 8.0], [0.3, 0.4]])  # of norms 5, 1, 10 and 0.5
-    mask = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 0]]).bool()
-    # The first two keep a weight: their norms are 3 on average, so 1.5 is the bound; it scales the third, not the last.
-    expected = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.9, 1.2], [0.3, 0.4]])
-    torch.testing.assert_close(BOUND.transform_gradient(gradient, mask, 0), expected)
-    torch.testing.assert_close(BOUND.transform_gradient(gradient.T.contiguous(), mask.T, 1), expected.T)
+    weights = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.04]])  # of norms 1, 1, 0 and 0.04
+    # The last two are weak. The lower median of the others is 1, so 0.5 is the bound, which is the norm of the last.
+    expected = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.3, 0.4], [0.3, 0.4]])
+    torch.testing.assert_close(bound(gradient, weights), expected)
+    torch.testing.assert_close(bound(gradient.T.contiguous(), weights.T, 1), expected.T)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_there_is_no_bound_without_kept_or_removed_outputs(kept: bool):
-    gradient = torch.randn(4, 3, 2, 2)
-    assert torch.equal(BOUND.transform_gradient(gradient, torch.full((4, 3, 2, 2), kept), 0), gradient)
-    assert torch.equal(BOUND.transform_gradient(torch.zeros(4, 3), torch.eye(4, 3).bool(), 0), torch.zeros(4, 3))
+def test_an_output_that_reads_only_dead_inputs_is_bounded_by_hand():
+    weights, gradient = torch.ones(4, 1), torch.tensor([[2.0], [-1.0], [10.1], [-9.9]])
+    # The median is 2, and five times as much is too little to be weak: nothing is bounded.
+    assert torch.equal(bound(gradient, weights), gradient)
+    # Of 1, 1, 1 and 10.1 it is 1; 10.1 is more than ten times as much, and 9.9 is not.
+    torch.testing.assert_close(
+        bound(torch.tensor([[1.0], [-1.0], [10.1], [9.9], [1.0]]), torch.ones(5, 1)),
+        torch.tensor([[1.0], [-1.0], [0.5], [9.9], [1.0]]),
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_there_is_no_bound_where_all_outputs_are_alike(value: float):
+    gradient, weights = torch.randn(4, 3, 2, 2).sign(), torch.full((4, 3, 2, 2), value)
+    assert torch.equal(bound(gradient, weights), gradient)
+    assert torch.equal(bound(torch.zeros(4, 3), torch.eye(4, 3)), torch.zeros(4, 3))
+
+
+def test_a_bias_is_not_bounded():
+    gradient = torch.tensor([1.0, 100.0, 1.0])
+    assert torch.equal(bound(gradient, torch.tensor([1.0, 0.0, 1.0])), gradient)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.floats(0, 3), st.integers(0, 2**31))
-def test_gradients_keep_their_direction_and_their_norms_are_bounded(
-    rows: int, inner: int, side: int, bound: float, seed: int
-):
+@given(st.integers(1, 9), st.integers(1, 4), st.floats(0, 3), st.integers(0, 2**31))
+def test_gradients_keep_their_direction_and_weak_ones_are_bounded(rows: int, inner: int, feedback: float, seed: int):
     generator = torch.Generator().manual_seed(seed)
-    shape = rows, inner, side, side
-    gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * 10
-    mask = torch.rand(shape, generator=generator) < torch.rand(rows, 1, 1, 1, generator=generator) / 2
-    given, kept = gradient.flatten(1), mask.flatten(1).any(1)
-    left = pm.DPF(feedback=bound).method.transform_gradient(gradient, mask, 0).flatten(1)
-    assert torch.equal(left[kept], given[kept])
-    for before, after in zip(given[~kept], left[~kept], strict=True):
-        longest = bound * given[kept].norm(dim=1).mean() if kept.any() else torch.inf
-        expected = before * min(1, longest / before.norm())
-        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
+
+    def draw() -> Tensor:
+        scales = 10 ** torch.randn(rows, 1, 1, generator=generator, dtype=torch.float64)
+        return torch.randn(rows, inner, 2, generator=generator, dtype=torch.float64) * scales
+
+    gradient, weights = draw(), draw() * (torch.rand(rows, 1, 1, generator=generator) < 0.7)
+    bounded = bound(gradient, weights, feedback=feedback)
+    norms, lengths = [w.norm().item() for w in weights], [g.norm().item() for g in gradient]
+    empty = [norm < 0.1 * statistics.fmean(norms) for norm in norms]
+    median = statistics.median_low(length for length, e in zip(lengths, empty, strict=True) if not e)
+    for before, after, length, is_empty in zip(gradient, bounded, lengths, empty, strict=True):
+        is_weak = is_empty or length > 10 * median
+        factor = min(1, feedback * median / length) if is_weak else 1
+        torch.testing.assert_close(after, before * factor, rtol=1e-5, atol=1e-6)
 
 
 class ResidualEnd(nn.Module):
@@ -60,31 +87,86 @@ class ResidualEnd(nn.Module):
         return self.head(self.norm(self.conv(x)).flatten(1))
 
 
-def measure_step(feedback: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how far a step moves each dense filter, the norm of its gradient, and which filters are kept."""
+def measure_step(
+    feedback: float | None, dead_input: bool = False, shrink: float = 1.0, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how far a step moves each dense filter, the norm of its gradient, and which filters are not zero.
+
+    With `dead_input`, the first filter reads only a channel that is zero in all images. The first filter's dense
+    weights are multiplied by `shrink` after the mask was chosen.
+    """
     torch.manual_seed(0)
     model = ResidualEnd()
+    if dead_input:
+        model.conv.weight.data[0, 1:] = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    pruner = pm.DPF(
-        sparsity=0.5, pattern=pm.Filter(of="filters"), schedule="constant", every=5, settle=0, feedback=feedback
-    )
+    pruner = pm.DPF(schedule="constant", every=5, settle=0, feedback=feedback, **options)
     pruner.attach(model, optimizer, total_steps=10)
     (slot,) = pruner.slots
-    before, kept = slot.latent.clone(), slot.mask.flatten(1).any(1)
-    model(torch.randn(8, 3, 6, 6)).logsumexp(1).sum().backward()
+    slot.latent[0] *= shrink
+    with torch.no_grad():
+        slot.project()
+    before, kept = slot.latent.clone(), (model.conv.weight.detach() != 0).flatten(1).any(1)
+    images = torch.randn(8, 3, 6, 6)
+    if dead_input:
+        images[:, 0] = 0
+    model(images).logsumexp(1).sum().backward()
     gradient = model.conv.weight.grad.clone()
     optimizer.step()
     assert torch.equal(model.conv.weight.grad, gradient)  # the user's gradient is not changed
     return (slot.latent - before).flatten(1).norm(dim=1), gradient.flatten(1).norm(dim=1), kept
 
 
-def test_a_removed_filter_moves_no_further_than_others_on_average():
-    moved, gradient, kept = measure_step(None)
+FILTERS = {"sparsity": 0.5, "pattern": "filter(of='filters')"}
+
+
+def test_a_removed_filter_moves_no_further_than_others():
+    moved, gradient, kept = measure_step(None, **FILTERS)
     torch.testing.assert_close(moved, gradient)
     assert moved[~kept].mean() > 50 * moved[kept].mean()  # caused by the 1/√ε of the batch norm
-    moved, gradient, kept = measure_step(1.0)
+    moved, gradient, kept = measure_step(1.0, **FILTERS)
     torch.testing.assert_close(moved[kept], gradient[kept])
-    torch.testing.assert_close(moved[~kept], gradient[kept].mean().expand(3))
+    torch.testing.assert_close(moved[~kept], gradient[kept].median().expand(3))
+
+
+def test_a_filter_that_soft_thresholds_made_zero_is_bounded():
+    options = {"sparsity": 0.5, "compressor": "soft", "shrink": 1e-3}
+    moved, _, kept = measure_step(None, **options)
+    assert kept.tolist() == [False, *[True] * 5]  # the mask keeps weights of the first, all below the threshold
+    assert moved[0] > 50 * moved[1:].median()
+    moved, gradient, _ = measure_step(1.0, **options)
+    torch.testing.assert_close(moved[0], gradient[1:].median())
+
+
+def test_a_filter_that_reads_a_dead_channel_is_bounded():
+    options = {"sparsity": 0.0, "compressor": "none", "dead_input": True}
+    moved, gradient, _ = measure_step(None, **options)
+    assert moved[0] == gradient[0]
+    bounded, gradient, kept = measure_step(1.0, **options)
+    assert kept.all()
+    torch.testing.assert_close(bounded[1:], gradient[1:])
+    assert bounded[0] <= gradient.median()
+
+
+@pytest.mark.parametrize("name", ["dpf", "st3", "feather"])
+def test_soft_methods_have_the_bound_by_default(name: str):
+    spec = METHODS[name]
+    assert spec().feedback == 1
+    assert spec().transforms_gradient
+    assert spec(feedback=math.inf) == spec(feedback=None)
+    gradient, weights = torch.tensor([[1.0, 2.0], [300.0, 0.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    bounded = spec().transform_gradient(gradient, weights, weights != 0, 0)
+    torch.testing.assert_close(bounded, torch.tensor([[1.0, 2.0], [math.sqrt(5), 0.0]]))
+    assert all(METHODS[other].weights != "soft" for other in METHODS if other not in ("dpf", "st3", "feather"))
+
+
+def test_feather_scales_the_bounded_gradient_of_pruned_weights():
+    gradient, weights = torch.tensor([[3.0, 4.0], [300.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    method = pm.Feather(sparsity=0.9, theta=0.5).method
+    expected = torch.tensor([[3.0, 2.0], [2.5, 0.0]])
+    torch.testing.assert_close(method.transform_gradient(gradient, weights, weights != 0, 0), expected)
+    free = pm.Feather(sparsity=0.9, theta=0.5, feedback=None).method
+    assert free.transform_gradient(gradient, weights, weights != 0, 0).tolist() == [[3.0, 2.0], [150.0, 0.0]]
 
 
 def test_a_bound_below_zero_is_refused():
@@ -92,9 +174,10 @@ def test_a_bound_below_zero_is_refused():
         pm.DPF(feedback=-1)
 
 
-def test_the_default_does_not_change_the_fingerprint_of_a_run():
-    plain, bound = (
-        Recipe.load({"data": "digits", "model": "mlp", "method": f"dpf(feedback={value})"}) for value in (None, 1.0)
+def test_no_bound_does_not_change_the_fingerprint_of_a_run():
+    plain, unbounded, bounded = (
+        Recipe.load({"data": "digits", "model": "mlp", "method": f"dpf(feedback={value})"})
+        for value in (None, "inf", 1.0)
     )
     assert "method.feedback" not in plain._settings()
-    assert plain.fingerprint() != bound.fingerprint()
+    assert plain.fingerprint() == unbounded.fingerprint() != bounded.fingerprint()

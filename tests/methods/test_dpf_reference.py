@@ -96,7 +96,8 @@ def test_dpf_matches_straight_through_training(
 
     model = Net().double()
     optimizer = make(model)
-    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY).attach(model, optimizer, total_steps=STEPS)
+    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY, allocation="global(floor=0)")
+    pruner.attach(model, optimizer, total_steps=STEPS)
     returned = 0
     for step in range(STEPS):
         images, labels = make_batch(step)

@@ -24,6 +24,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +33,18 @@ from typing import Any
 
 from pomona.errors import require
 from pomona.methods import METHODS
-from pomona.registry import spec_to_dict
+from pomona.registry import resolve_type_hints, spec_options, spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
-from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TrainOptions
+from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import read_recipe
 from .sections import SECTION_PARSERS, parse_finetune, validate_keys
 from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
 # the run is executed and observed.
-SETTINGS_WITHOUT_EFFECT = {"name", "origin.run"} | {
+SETTINGS_WITHOUT_EFFECT = {"name", "origin.run", "teacher.run", "teacher.file"} | {
     f"train.{key}"
     for key in (
         "device",
@@ -59,6 +61,9 @@ SETTINGS_WITHOUT_EFFECT = {"name", "origin.run"} | {
 # fingerprint at that value, so that earlier runs keep theirs.
 NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None)]
 
+# How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
+OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -69,6 +74,7 @@ class Recipe:
     data: DataOptions
     model: dict[str, Any]
     origin: OriginOptions = OriginOptions()
+    teacher: TeacherOptions = TeacherOptions()
     method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
     optimizer: OptimizerSpec = SGD()
     rate: LearningRate = StepDecay()
@@ -102,6 +108,22 @@ class Recipe:
         second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)
 
+    @classmethod
+    def load_stored(cls, source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+        """Return the resolved recipe of a run, from its folder or its record, with overrides as in `load`.
+
+        A resolved recipe has a value for every option that had one. An option of the method that is not there was None,
+        or did not exist: it is off, whatever its default is now.
+        """
+        given = read_recipe(source, overrides)
+        method = given.get("method")
+        if isinstance(method, Mapping) and str(method.get("name")) in METHODS:
+            spec = METHODS[str(method["name"])]
+            hints = resolve_type_hints(spec)
+            optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]
+            given["method"] = {**dict.fromkeys(optional), **method}
+        return cls.load(given)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, every default included."""
         return {
@@ -110,6 +132,7 @@ class Recipe:
             "data": self.data.to_dict(),
             "model": self.model,
             "origin": dataclasses.asdict(self.origin),
+            "teacher": dataclasses.asdict(self.teacher),
             "method": self.method,
             "optimizer": spec_to_dict(self.optimizer),
             "rate": spec_to_dict(self.rate),
@@ -117,9 +140,14 @@ class Recipe:
             "finetune": self.finetune.to_dict(),
         }
 
+    def required_runs(self) -> list[Path]:
+        """Return the folders of the finished runs whose weights the run reads."""
+        return [Path(run) for run in (self.origin.run, self.teacher.run) if run is not None]
+
     def to_toml(self) -> str:
-        """Return the recipe as TOML; an option that is not set is written as a comment."""
-        return format_toml(self.to_dict())
+        """Return the recipe as TOML; an option without a value is written as a comment, or by how it is turned off."""
+        off = {key: OFF_VALUES.get(f"method.{key}") for key, value in self.method.items() if value is None}
+        return format_toml(self.to_dict() | {"method": self.method | off})
 
     def fingerprint(self) -> str:
         """Return a short hash of the settings that decide the result of the run."""
@@ -137,8 +165,12 @@ class Recipe:
 
     def _settings(self) -> dict[str, Any]:
         """Return dotted key → value of every setting that decides the result; unused sections are left out."""
-        unused = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
-        used = {section: options for section, options in self.to_dict().items() if section not in unused}
+        is_used = {
+            "origin": self.origin.run is not None,
+            "teacher": self.teacher.is_named,
+            "finetune": self.finetune.epochs > 0,
+        }
+        used = {section: options for section, options in self.to_dict().items() if is_used.get(section, True)}
         return {
             key: _normalize_number(value)
             for key, value in _flatten(used)

@@ -56,7 +56,7 @@ def optimizer_state(run: Run) -> dict[str, Any]:
 def restore_state(run: Run, state: dict[str, Any]) -> None:
     """Continue a run from the state of a checkpoint; raise PomonaError if it is of another model or recipe."""
     require_same_tensors(state["model"], run.model.state_dict(), run.folder)
-    require_same_recipe(run.recipe, Recipe.load(state["recipe"]), run.folder)
+    require_same_recipe(run.recipe, Recipe.load_stored(state["recipe"]), run.folder)
     run.begin_stage(state["stage"], resumed=True)
     run.model.load_state_dict(state["model"])
     _load_optimizer(run.optimizer, state["optimizer"])

@@ -39,7 +39,7 @@ class TrainingStrategy:
 
     def require_same_recipe(self, folder: Path) -> None:
         """Raise PomonaError unless the run in a folder was started with the settings of this one."""
-        require_same_recipe(self.recipe, Recipe.load(folder / RECIPE_FILE), folder)
+        require_same_recipe(self.recipe, Recipe.load_stored(folder / RECIPE_FILE), folder)
 
     def validate_run(self, run: Run) -> None:
         """Raise PomonaError unless the run's data and model can be trained this way. Nothing is written before."""

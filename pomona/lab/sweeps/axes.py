@@ -24,7 +24,7 @@ from typing import Any
 
 from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
-from pomona.registry import parse_spec
+from pomona.registry import parse_spec, spec_options
 
 from ..recipes.options import DENSE
 from ..recipes.overrides import parse_value, read_recipe, set_setting
@@ -163,7 +163,7 @@ def has_option(method: Mapping[str, Any], option: str) -> bool:
     name = str(method.get("name"))
     if name == DENSE:
         return False
-    return name not in METHODS or option in {f.name for f in dataclasses.fields(METHODS[name]) if f.init}
+    return name not in METHODS or option in spec_options(METHODS[name])
 
 
 def run_label(values: Mapping[str, Any]) -> str:

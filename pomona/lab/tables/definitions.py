@@ -7,10 +7,11 @@
 
     [columns]                                     a name, and the settings of the column
     dense = { method = "dense" }
-    DPF = { "method.settle" = 0 }
-    "DPF + FT" = { "method.settle" = 0, "finetune.epochs" = 60 }
+    DPF = { "method.printed" = true }
+    "DPF + FT" = { "method.printed" = true, "finetune.epochs" = 60 }
     "one-shot + FT" = { from = "dense", method = "oneshot" }            starts from the weights of that column's run
     "its mask" = { from = "DPF", retrain = "init", budget = "flops" }   retrains its mask, as `pomona retrain` does
+    "DPF, distilled" = { teacher = "dense", "teacher.weight" = 0.9 }    learns the outputs of that column's run too
 
     [[part]]
     label = "ResNet-20"
@@ -20,7 +21,7 @@
     paper = { dense = "92.48 ± 0.20", DPF = ["92.42 ± 0.14", "-"] }     one number for all rows, or one per row
 
 In the paper's numbers, "*" is a run that did not converge, and "-" is a cell that the paper leaves out and that we
-leave out too; a column without numbers is not in the paper. `from` and the `columns` of a part name columns.
+leave out too; a column without numbers is not in the paper. `from`, `teacher` and the `columns` of a part name columns.
 
     like = "dpf-table4"          take columns and parts from another table; `columns = ["DPF"]` and the labels and
                                  rows of the parts select from them
@@ -43,8 +44,8 @@ from pomona.errors import PomonaError, require
 
 from ..recipes import bundled
 from ..recipes.overrides import parse_value, read_recipe
-from ..recipes.recipe import SETTINGS_WITHOUT_EFFECT, Recipe
-from .column_runs import RowRuns, look_up, require_known
+from ..recipes.recipe import OFF_VALUES, SETTINGS_WITHOUT_EFFECT
+from .column_runs import RowRuns, applies_to, look_up, require_known
 from .paper_table import PaperTable, TableCell, parse_paper_number
 from .rendering import MEASURE_COLUMNS
 
@@ -156,7 +157,8 @@ def part_cells(definition: Mapping[str, Any], part: Mapping[str, Any], overrides
                 continue
             runs, values = row_runs.of_column(name), {**common, **row, **columns[name], **forced}
             own = {key: value for key, value in values.items() if applies_to(key, runs[0].recipe)}
-            setting = {names.get(key, key): value for key, value in own.items() if key not in KEYS_NOT_IN_SETTING}
+            shown = {key: value for key, value in own.items() if value != OFF_VALUES.get(key)}
+            setting = {names.get(key, key): value for key, value in shown.items() if key not in KEYS_NOT_IN_SETTING}
             own_row = {key: value for key, value in row.items() if key in own}
             yield TableCell(
                 part["label"], format_row(row, names), format_row(own_row, names), name, setting, runs, text
@@ -177,12 +179,6 @@ def validate_part(
             isinstance(texts, str) or len(texts) == row_count,
             f"{part['label']} has {len(texts)} numbers of {name} for its {row_count} rows.",
         )
-
-
-def applies_to(key: str, recipe: Recipe) -> bool:
-    """Return whether a recipe has a setting; one of a method may belong to the method of another column."""
-    section, _, option = key.partition(".")
-    return section != "method" or option.partition(".")[0] in recipe.method
 
 
 def parse_override(text: str) -> tuple[str, Any]:
