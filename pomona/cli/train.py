@@ -66,9 +66,11 @@ def train(
 def summary_facts(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Return the summary of a run as names and texts for a person."""
     quality = {k: f"{summary[k]:.2f}{unit}" for k, unit in (("accuracy", " %"), ("perplexity", "")) if k in summary}
+    pruned, zeros = (f"{summary.get(key, summary['sparsity']):.2%}" for key in ("sparsity", "zeros"))
+    targets = f"{pruned} of the targets" + ("" if zeros == pruned else f" ({zeros} are zero)")
     return {
         **quality,
-        "sparsity": f"{summary['sparsity']:.2%} of the pruned parameters, {summary['model_sparsity']:.2%} of the model",
+        "sparsity": f"{targets}, {summary['model_sparsity']:.2%} of the model",
         "nonzero parameters": f"{summary['nonzeros']:,} of {summary['params']:,}",
         "nonzero MACs": f"{summary['macs_left']:,} of {summary['macs']:,}",
         "seconds": f"{summary['seconds']:.1f}",

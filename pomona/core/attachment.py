@@ -12,7 +12,12 @@ from . import guards
 from .coupled import find_coupled, find_norms
 from .method import Method, TrainingProgress
 from .slot import Slot
+from .sparsity import count_zeros
 from .targets import unwrap
+
+# A model was pruned before if this share of its weights is zero, and more than a few.
+PRUNED_SHARE = 0.01
+PRUNED_COUNT = 100
 
 
 def validate_length(method: Method, total_steps: int | None, steps_per_epoch: int | None) -> None:
@@ -69,6 +74,19 @@ def create_slots(
     guards.require_owned(every_slot, optimizers)
     guards.refuse_overlap(every_slot, optimizers)
     return list(slots.values()), coupled
+
+
+def find_pruned_share(method: Method, slots: Sequence[Slot]) -> float:
+    """Return the share of zeros where weights look pruned already to a method that chooses masks by them, else 0.
+
+    Weights that were initialized to zero throughout do not count.
+    """
+    if method.weights == "score" or method.final_sparsity == 0:
+        return 0.0
+    sizes = [slot.mask.numel() for slot in slots]
+    counts = [count_zeros([slot.parameter]) for slot in slots]
+    zeros = sum(count for count, size in zip(counts, sizes, strict=True) if count < size)
+    return zeros / sum(sizes) if zeros >= max(PRUNED_COUNT, PRUNED_SHARE * sum(sizes)) else 0.0
 
 
 def create_coupled_slots(model: nn.Module, method: Method, slots: dict[str, Slot]) -> list[Slot]:

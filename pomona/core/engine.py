@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import PomonaError
-from . import distributed, gradients, guards
+from . import carried_state, distributed, gradients, guards
 from .fused.flat_buffers import FlatBuffers, group_slots
 from .method import Masks
 from .slot import Slot
@@ -42,6 +42,9 @@ class UpdatePolicy(Protocol):
 
     def updates_after_step(self) -> bool:
         """Return whether `complete_step` will install new masks after the step under way."""
+
+    def begin_training(self) -> None:
+        """Warn before the first step where a saved run seems to begin anew."""
 
     def complete_step(self) -> None:
         """Count a step that was taken or replaced, and update the masks when due."""
@@ -63,7 +66,8 @@ class Engine:
         self.saved_gradients: dict[nn.Parameter, Tensor] = {}  # gradients that the optimizer must not see
         self.awaits_closure = False  # whether the optimizer has yet to call its closure
         self.known_parameters: dict[Optimizer, tuple[int, set[int]]] = {}  # see `parameter_ids`
-        self.key = guards.free_state_key(optimizers[-1])
+        taken = [other.key for other in guards.attached_engines(optimizers[-1])]
+        self.key: str = carried_state.choose_key(optimizers[-1], taken)  # of the pruner's state in the optimizer's
         self.handles: list[Any] = [guards.refuse_foreign_steps(self)]
         for optimizer in optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._uncompiled(self.before_step)))
@@ -87,11 +91,12 @@ class Engine:
         """Store a state in the optimizer's own, so that stacks which know nothing of Pomona resume too."""
 
         def on_save(_: Optimizer, state: dict[str, Any]) -> None:
-            state[self.key] = save()
+            carried_state.add_state(state, self.key, save())
 
         def on_load(_: Optimizer, state: dict[str, Any]) -> None:
-            if self.key in state:
-                load(state[self.key])
+            carried = carried_state.pop_state(state, self.key)
+            if carried is not None:
+                load(carried)
 
         self.handles.append(self.counting_optimizer.register_state_dict_post_hook(on_save))
         self.handles.append(self.counting_optimizer.register_load_state_dict_pre_hook(on_load))
@@ -266,6 +271,7 @@ class Engine:
             self.set_next_sparsity(self.next_sparsity)
             self.known_parameters.clear()
         if not self.started:
+            self.policy.begin_training()
             distributed.broadcast_slots(self.slots)
             self.started = True
             for slot in self.slots:

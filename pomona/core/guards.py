@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 import weakref
@@ -179,13 +178,6 @@ def refuse_foreign_steps(engine: Engine) -> Any:
     return handle
 
 
-def free_state_key(optimizer: Optimizer) -> str:
-    """Return a key for the pruner's state in the optimizer's: "pomona", or with a number where that is taken."""
-    taken = {engine.key for engine in attached_engines(optimizer)}
-    keys = itertools.chain(["pomona"], (f"pomona_{n}" for n in itertools.count(2)))
-    return next(key for key in keys if key not in taken)
-
-
 def find_step_frame(optimizer: Optimizer) -> FrameType | None:
     """Return the stack frame of the innermost running `optimizer.step`, from within one of its hooks."""
     code: CodeType | None = getattr(type(optimizer).step, "__code__", None)
@@ -219,6 +211,16 @@ def warn_edited(name: str) -> None:
     warnings.warn(
         f"{name} was changed between two steps: training continues from its new values. "
         "After loading weights on purpose, call pruner.refresh().",
+        stacklevel=2,
+    )
+
+
+def warn_pruned_before(share: float, name: str) -> None:
+    """Warn that a new run begins with the weights of a pruned model."""
+    warnings.warn(
+        f"{share:.0%} of the weights were zero at attach, as in a pruned model, and no pruner's state was loaded with "
+        f"them, so {name} begins at step 0 and chooses its masks anew: load the optimizer's state to continue a run, "
+        "use attach(…, resume=False) to begin one on purpose, or pm.Finetune() to keep these zeros.",
         stacklevel=2,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
 from ..masking import apply_mask
-from . import guards, history
-from .attachment import create_slots, unwrap_optimizers, validate_length
+from . import batch_norm, carried_state, guards, history
+from .attachment import create_slots, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
 from .score_method import ScoreMethod
 from .slot import Slot
+from .sparsity import Sparsity, measure_sparsity
 from .state import collect_state, require_same_shapes, restore_state
 from .targets import unwrap
 from .updates import install_masks, read_targets, snapshot_masks
@@ -54,6 +55,7 @@ class Pruner:
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
+        self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
         self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
@@ -74,8 +76,12 @@ class Pruner:
         *,
         loss: Callable[[], Tensor] | None = None,
         track: bool = False,
+        resume: bool = True,
     ) -> Pruner:
         """Attach to the optimizer's steps and install the first masks. Nothing is changed where this raises.
+
+        An optimizer that was loaded with the state of a pruner is continued from it, bit for bit. A state that
+        does not fit is refused.
 
         Arguments:
             model: the model to prune, after DistributedDataParallel where that is used.
@@ -87,30 +93,44 @@ class Pruner:
             loss: for methods that read a gradient before training (SNIP), a function that returns the loss of
                 a batch.
             track: remember when each mask entry last changed, for `settled()`, at four bytes a weight.
+            resume: False begins a new run, and drops the state that the optimizer was loaded with.
         """
         require(not self.finished, "this pruner is finished: make a new one.")
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
         validate_length(self.method, total_steps, steps_per_epoch)
         optimizers = unwrap_optimizers(optimizer, self.method)
         slots, coupled = create_slots(model, self.method, optimizers, track)
+        waiting = carried_state.take_waiting(optimizers, slots)
         self.model, self.optimizers = model, optimizers
         self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
         try:
-            self._install_initial_masks(loss)
+            if waiting and resume:
+                carried_state.continue_from(self, waiting, total_steps)
+            else:
+                self.zeros_at_attach = find_pruned_share(self.method, slots) if resume else 0.0
+                self._install_initial_masks(loss)
         except BaseException:
             self._unhook()
             self.slots, self.coupled, self.optimizers, self.model = [], [], [], None
+            for state in waiting:
+                state.put_back()
             raise
         warn_about_layers(self.model, self.slots, self.reported, stacklevel=3)  # of a decorated method
         return self
 
-    def finish(self) -> None:
-        """Leave exact zeros in a plain model and remove all hooks: from here on nothing holds the zeros."""
+    def finish(self, data: Iterable[Any] | None = None, *, max_batches: int | None = 200) -> None:
+        """Leave exact zeros in a plain model and remove all hooks: from here on nothing holds the zeros.
+
+        With `data`, an iterable of training batches, the running statistics of batch norms are re-estimated on the
+        final model. A batch is the inputs, a tuple that begins with them, or a mapping of inputs by name. At most
+        `max_batches` are read; None reads all, and 0 leaves the statistics. Without data, stale ones give a warning.
+        """
         if self.finished:
             return
         engine = self.attached_engine()
+        batches = None if data is None else batch_norm.iterate_batches(data)
         engine.refresh()
         if self.method.weights == "free" and self.last_change < self.step:
             self._update(self.method.final_sparsity)
@@ -126,6 +146,10 @@ class Pruner:
             )
             self._update(self.method.final_sparsity)
         engine.apply_masks(last=True)
+        if max_batches != 0:
+            # The masks of a score method move a little at every step, as weights do.
+            steps = None if self.method.weights == "score" else self.step - self.last_change
+            batch_norm.renew_statistics(unwrap(self.model), batches, max_batches, steps)  # type: ignore[arg-type]
         warn_about_layers(self.model, self.slots, self.reported, stacklevel=2)
         self._unhook()
         self.finished = True
@@ -184,11 +208,10 @@ class Pruner:
         """Return name → mask, true where kept."""
         return {slot.name: slot.mask for slot in self.slots}
 
-    def sparsity(self) -> float:
-        """Return the pruned fraction reached over the targets."""
+    def sparsity(self) -> Sparsity:
+        """Return the pruned fraction reached over the targets, a float whose `zeros` is the fraction that is zero."""
         require(bool(self.slots), NOT_ATTACHED)
-        kept = sum(int(slot.mask.sum()) for slot in self.slots)
-        return 1 - kept / sum(slot.mask.numel() for slot in self.slots)
+        return measure_sparsity(self.slots)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -263,6 +286,13 @@ class Pruner:
     def updates_after_step(self) -> bool:
         """Return whether `complete_step` will install new masks after the step under way."""
         return not self.method.updates_before_step and self.method.is_update_due(self.progress.next)
+
+    def begin_training(self) -> None:
+        """Warn before the first step where a saved run seems to begin anew."""
+        carried_state.warn_waiting(self.optimizers)
+        if self.zeros_at_attach:
+            guards.warn_pruned_before(self.zeros_at_attach, self.method.name)
+            self.zeros_at_attach = 0.0
 
     @torch.no_grad()
     def complete_step(self) -> None:

@@ -135,7 +135,9 @@ class Slot:
 
     def restore_initial_value(self) -> None:
         """Undo the pruning at `attach`, unless the user has written the parameter since."""
-        if self.initial_value is not None and self.parameter._version == self.version:
+        if self.parameter._version != self.version:
+            self.initial_value = None
+        if self.initial_value is not None:
             self.parameter.copy_(self.initial_value)
 
     def was_edited(self) -> bool:
@@ -143,6 +145,16 @@ class Slot:
         if self.parameter._version == self.version or self.method.weights == "free":
             return False
         return not torch.equal(self.projected(), self.parameter)
+
+    def holds_projection(self) -> bool:
+        """Return whether the parameter holds the sparse value, up to the rounding errors of another device.
+
+        Free weights may hold anything.
+        """
+        if self.method.weights == "free" or not self.parameter.numel():
+            return True
+        distance = (self.projected() - self.parameter).abs().max()
+        return bool(distance <= 1e-4 * self.parameter.abs().max())
 
     def adopt_edit(self) -> bool:
         """Copy a parameter that the user edited into the latent; return whether it was edited.

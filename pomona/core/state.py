@@ -45,8 +45,12 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def restore_state(pruner: Pruner, state: dict[str, Any]) -> None:
-    """Set an attached pruner to a state. Nothing is changed where this raises."""
+def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool = False) -> None:
+    """Set an attached pruner to a state. Nothing is changed where this raises.
+
+    With `same_weights`, raise PomonaError unless the model holds the weights that the state was saved with; the slots
+    are changed then, and the model is not.
+    """
     engine = pruner.attached_engine()
     masks = validate_state(pruner, state)
     engine.abort_step()
@@ -65,8 +69,15 @@ def restore_state(pruner: Pruner, state: dict[str, Any]) -> None:
             slot.calibration.copy_(state["gauges"][slot.name])
         if slot.is_hard or state["at_rest"]:
             slot.copy_output_mask()
+    if same_weights:
+        for slot in engine.slots:
+            require(
+                slot.holds_projection(),
+                f"the model's {slot.name} is not the one that the state was saved with: load its weights too.",
+            )
     for key in COUNTERS:
         setattr(pruner, key, state[key])
+    pruner.zeros_at_attach = 0.0
     pruner.replace_history([dict(entry) for entry in state["history"]])
     pruner.memory = copy.deepcopy(state["memory"])
     engine.enforce_masks()
@@ -95,7 +106,7 @@ def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
     for key in collect_state(pruner):
         require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
     own = spec_to_dict(pruner.method)
-    for key in own.keys() | state["method"].keys():
+    for key in sorted(own.keys() | state["method"].keys(), key=lambda key: (key != "name", key)):
         given, expected = state["method"].get(key), own.get(key)
         require(given == expected, f"the state is of a method with {key} = {given}, this pruner has {expected}.")
     require_same_shapes("load", {s.name: s.mask.shape for s in pruner.slots}, state["shapes"])

@@ -44,10 +44,10 @@ class MaskHolder(Pruner):
         if self.step == self.rewind and self.model is not None:
             self.snapshot = {name: value.detach().clone() for name, value in unwrap(self.model).state_dict().items()}
 
-    def finish(self) -> None:
+    def finish(self, *args: Any, **kw: Any) -> None:
         """Finish as every pruner does, after validating that the snapshot was taken."""
         require(
             self.rewind is None or bool(self.snapshot),
             f"rewind={self.rewind} lies past the end of training, which took {self.step} steps.",
         )
-        super().finish()
+        super().finish(*args, **kw)

@@ -15,12 +15,23 @@ from cli_helpers import SMALL_RECIPE, interrupt_run, read_files
 
 import pomona
 from pomona import lab
+from pomona.cli.train import summary_facts
 
 
 def test_a_misspelt_key_in_a_recipe_is_refused(run_command):
     Path("small.toml").write_text(SMALL_RECIPE.replace("[train]", "[trian]"))
     code, _, err = run_command("train", "small.toml")
     assert (code, err) == (2, "error: unknown key of the recipe 'trian': did you mean 'train'?\n")
+
+
+def test_the_facts_of_a_run_tell_zeros_from_pruned_weights():
+    counts = {"nonzeros": 1, "params": 2, "macs_left": 1, "macs": 2}
+    summary = {"sparsity": 0.9, "zeros": 0.907, "model_sparsity": 0.88, **counts, "seconds": 1.0}
+    facts = summary_facts(summary, Path("runs/x"))
+    assert facts["sparsity"] == "90.00% of the targets (90.70% are zero), 88.00% of the model"
+    for same in ({"zeros": 0.9}, {}):
+        facts = summary_facts({key: value for key, value in summary.items() if key != "zeros"} | same, Path("runs/x"))
+        assert facts["sparsity"] == "90.00% of the targets, 88.00% of the model"
 
 
 def test_a_recipe_that_is_not_toml_is_refused(run_command):

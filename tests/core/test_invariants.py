@@ -208,6 +208,7 @@ RESUME_CASES = [
     for way in ("pruner", "optimizer")
 ]
 MORE_RESUME_CASES = [
+    *((make, "all before attach", "optimizer", stop) for make in (make_sgd, make_adam) for stop in (1, 17, 37)),
     (make_adam, "model first", "optimizer", 18),
     (make_sgd, "model last", "optimizer", 0),
     (make_adam, "model first", "optimizer", 37),
@@ -228,13 +229,16 @@ def test_a_resumed_run_is_bit_identical_for_every_method(name: str, make: Any, o
     pruner.finish()
 
     other, resumed = make_model(name, seed=7), frequent_pruner(name)
-    if order == "model before attach":
+    if "before attach" in order:
         other.load_state_dict(file["model"])
     other_optimizer = make(other)
+    if order == "all before attach":
+        other_optimizer.load_state_dict(file["optimizer"])
     resumed.attach(other, other_optimizer, total_steps=TOTAL)
     if order == "model first":
         other.load_state_dict(file["model"])
-    other_optimizer.load_state_dict(file["optimizer"])
+    if order != "all before attach":
+        other_optimizer.load_state_dict(file["optimizer"])
     if way == "pruner":
         resumed.load_state_dict(file["pruner"])
     if order == "model last":

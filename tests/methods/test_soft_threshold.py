@@ -144,11 +144,10 @@ def test_with_fixed_masks_the_thresholded_weights_are_trained() -> None:
     train(model, optimizer, range(45))
     assert pruner.at_rest
     other = copy.deepcopy(model)
-    momentum = copy.deepcopy(optimizer.state_dict())
-    momentum.pop("pomona")
     second = make_sgd(other)
-    second.load_state_dict(momentum)
-    finetune = pm.Finetune(include=list(pruner.masks())).attach(other, second, total_steps=STEPS)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    finetune = pm.Finetune(include=list(pruner.masks()))
+    finetune.attach(other, second, total_steps=STEPS, resume=False)  # a new phase, with this momentum
     train(model, optimizer, range(45, STEPS))
     train(other, second, range(45, STEPS))
     pruner.finish()

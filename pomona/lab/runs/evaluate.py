@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from pomona.core.batch_norm import reestimate_statistics
 
 Batch = tuple[Tensor, Tensor]
 LARGEST_EXPONENT = 700  # exp of more overflows a double
@@ -71,11 +71,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the batch-norm layers that have running statistics."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-
-
 def reestimate_batchnorm(
     model: nn.Module, batches: Iterable[Batch], count: int, precision: str = "float32"
 ) -> nn.Module:
@@ -84,22 +79,11 @@ def reestimate_batchnorm(
     Right after a mask change the running statistics are those of the old mask. The model itself, its buffers and the
     random state are unchanged; dropout is off while the statistics are computed.
     """
-    fresh = copy.deepcopy(model).eval()
-    norms = batchnorm_layers(fresh)
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # torch then takes the cumulative mean
-        norm.train()
-    with torch.no_grad(), torch.random.fork_rng(devices=_gpu_devices(model)):
-        for inputs, _ in itertools.islice(batches, count):
-            with autocast(inputs.device, precision):
-                fresh(inputs)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    return fresh.train(model.training)
 
+    def run(model: nn.Module, batch: Batch) -> None:
+        with autocast(batch[0].device, precision):
+            model(batch[0])
 
-def _gpu_devices(model: nn.Module) -> list[torch.device]:
-    """Return the GPUs that hold parameters of the model."""
-    return [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
+    fresh = copy.deepcopy(model)
+    reestimate_statistics(fresh, batches, count, run)
+    return fresh

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pomona.core.carried_state import without_states
 from pomona.methods._mask_holder import MaskHolder
 
 from ..recipes.recipe import Recipe
@@ -44,11 +45,12 @@ def collect_state(run: Run) -> dict[str, Any]:
 def optimizer_state(run: Run) -> dict[str, Any]:
     """Return the state of the optimizer with its learning rate as a number, whichever loop set it.
 
-    A captured loop keeps the rate as a tensor. The rate itself is a function of the step.
+    A captured loop keeps the rate as a tensor. The rate itself is a function of the step. The pruner's state is stored
+    once, beside the parameter groups: a run attaches its pruner before it loads.
     """
     state = run.optimizer.state_dict()
     rate = run.rate(run.step - run.stage_start)
-    return state | {"param_groups": [group | {"lr": rate} for group in state["param_groups"]]}
+    return state | {"param_groups": [without_states(group) | {"lr": rate} for group in state["param_groups"]]}
 
 
 def restore_state(run: Run, state: dict[str, Any]) -> None:

@@ -298,8 +298,11 @@ class Run:
             "step": self.step,
             "loss": self.loss_sum / self.steps_per_epoch,
             "lr": self.rate(self.step - self.stage_start - 1),
-            "sparsity": 0.0 if self.pruner is None else self.pruner.sparsity(),
+            "sparsity": 0.0,
         }
+        if self.pruner is not None:
+            reached = self.pruner.sparsity()
+            row |= {"sparsity": reached.pruned, "zeros": reached.zeros}
         if epoch % self.options.eval_every == 0 or self.step == self.stage_end:
             with SHARED_STATE_LOCK:
                 row |= evaluate_run(self)
@@ -318,7 +321,7 @@ class Run:
         if self.pruner is not None:
             with SHARED_STATE_LOCK, warnings.catch_warnings(record=True) as caught:  # all threads share the filters
                 warnings.simplefilter("always")
-                self.pruner.finish()
+                self.pruner.finish(max_batches=0)  # `evaluate_run` reports both statistics
             for warning in caught:
                 self.note(str(warning.message))
             self.masks = {name: mask.clone() for name, mask in self.pruner.masks().items()}

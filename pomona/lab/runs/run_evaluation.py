@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .evaluate import batchnorm_layers, measure, reestimate_batchnorm
+from pomona.core.batch_norm import batchnorm_layers
+
+from .evaluate import measure, reestimate_batchnorm
 
 if TYPE_CHECKING:
     from .run import Run

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pomona.lab.runs.evaluate import accuracy, batchnorm_layers, evaluation_mode, measure, reestimate_batchnorm
+from pomona.core.batch_norm import batchnorm_layers
+from pomona.lab.runs.evaluate import accuracy, evaluation_mode, measure, reestimate_batchnorm
 
 
 class Fixed(nn.Module):

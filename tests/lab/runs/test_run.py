@@ -84,6 +84,23 @@ def test_metrics_have_a_line_for_each_epoch_and_each_update(complete_run):
     assert [row["seconds"] for row in epochs] == sorted(row["seconds"] for row in epochs)
 
 
+def test_zeros_are_recorded_beside_the_sparsity(complete_run, tmp_path):
+    folder, _, summary = complete_run
+    assert all(row["zeros"] == row["sparsity"] for row in read_metrics(folder, "epoch"))
+    assert summary["zeros"] == summary["sparsity"]
+    train(digits_recipe("set(sparsity=0.5, every=6)", epochs=2), tmp_path / "run")
+    first = read_metrics(tmp_path / "run", "epoch")[0]  # right after an update, whose new weights start at zero
+    assert first["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert first["zeros"] > 0.55
+
+
+def test_a_checkpoint_stores_the_state_of_the_pruner_once(complete_run):
+    folder, _, _ = complete_run
+    optimizer = checkpoint.load(folder)["optimizer"]
+    assert "pomona" in optimizer
+    assert "pomona" not in optimizer["param_groups"][0]
+
+
 def test_accuracy_is_also_reestimated_where_statistics_are_stale(complete_run):
     folder, _, _ = complete_run
     # Updates every 4 steps until step 16.2: all three evaluations come within 4 steps of one.
