@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from ..errors import require
 from . import guards
-from .coupled import find_coupled, find_norms
+from .coupled import NORMS, find_coupled
 from .method import Method, TrainingProgress
-from .slot import Slot
+from .slot import OutputLeaders, Slot
 from .targets import unwrap
 
 
@@ -53,8 +53,8 @@ def create_slots(
     targets = method.targets(model)
     require(
         bool(targets),
-        f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention "
-        "weight besides the last classifier; name layers with include=[…].",
+        f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention weight that is "
+        "trained, besides the layers whose outputs are the network's; name layers with include=[…].",
     )
     for target in targets:
         method.pattern.validate_shape(target.name, target.outputs_first)
@@ -74,10 +74,14 @@ def create_slots(
 
 def create_coupled_slots(model: nn.Module, method: Method, slots: dict[str, Slot]) -> list[Slot]:
     """Return slots of the biases and norms that are removed with outputs."""
-    norms = find_norms(model)
-    for slot in slots.values():
-        norm = norms.get(slot.target.module)
-        if norm is not None and norm.weight is None:
-            slot.norm_running_mean = norm._buffers.get("running_mean")
-    pairs = find_coupled(model, [slot.target for slot in slots.values()], norms)
-    return [Slot.create(target, method, leader=slots[leader.name]) for target, leader in pairs]
+    held = {id(slot.parameter) for slot in slots.values()}
+    coupled = []
+    for coupling in find_coupled(model, [slot.target for slot in slots.values()]):
+        leaders = OutputLeaders(coupling.channels, {t.name: slots[t.name] for t in coupling.channels.leaders})
+        for target in coupling.vectors():
+            if id(target.parameter) not in held:
+                held.add(id(target.parameter))
+                coupled.append(Slot.create(target, method, leader=leaders))
+        if isinstance(coupling.module, NORMS) and coupling.module.weight is None:
+            slots[coupling.channels.leaders[0].name].unscaled_norms.append((coupling.module, leaders))
+    return coupled
