@@ -65,6 +65,8 @@ def create_slots(
     scored = method.weights == "score"
     if method.updates_before_step or method.keeps_pruned_momentum or scored:
         guards.refuse_frozen(slots.values(), method.name)
+    if "frozen" in method.left_dense:
+        guards.warn_frozen(slots.values())
     if scored:
         guards.refuse_trained_norms(inner, slots.values(), method.name)
     guards.require_owned(every_slot, optimizers)

@@ -19,7 +19,7 @@ from .tracing import called_modules, trace
 
 # What a parameter can be. A method leaves some of these dense (`Method.left_dense`); the default is that of DPF.
 KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")
-DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other"})
+DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other", "frozen"})
 
 REASONS = {
     "classifier": "a layer whose outputs are the network's",
@@ -32,6 +32,7 @@ REASONS = {
     "linear": "a linear layer",
     "recurrent": "a recurrent layer",
     "attention": "an attention layer",
+    "frozen": "frozen: training could not make up for what is pruned",
 }
 
 
@@ -189,6 +190,8 @@ def find_parameters(model: nn.Module) -> list[Target]:
                 tags.add("first")
             if id(parameter) in output_weights:
                 tags.add("classifier")
+            if not parameter.requires_grad:
+                tags.add("frozen")
             if {"downsample", "shortcut", "skip"} & set(prefix.split(".")):
                 tags.add("downsample")
             if "parametrizations" in prefix.split(".") or is_weight_normed(module, leaf):

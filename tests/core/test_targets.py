@@ -289,3 +289,15 @@ def test_methods_that_prune_biases_by_default_take_layers_that_store_outputs_sec
         t.name: t.output_dim
         for t in pm.prunable(model, include="*").targets + pm.prunable(model, include="*.bias").targets
     } == {"inner.weight": 1, "up.weight": 1, "head.weight": 0, "inner.bias": 0, "up.bias": 0, "head.bias": 0}
+
+
+def test_frozen_layers_are_left_dense_unless_they_are_included() -> None:
+    model = Net()
+    model.conv1.requires_grad_(False)
+    assert list_targets(model) == ["conv2.weight", "hidden.weight"]
+    assert list_reasons(model)["conv1.weight"] == "frozen: training could not make up for what is pruned"
+    assert list_targets(model, include="conv*") == ["conv1.weight", "conv2.weight"]
+    assert "conv1.weight" in [t.name for t in pm.Finetune().method.targets(model)], "its zeros are kept as they are"
+    model.requires_grad_(False)
+    with pytest.raises(pm.PomonaError, match=r"Net has nothing to prune: .* that is trained"):
+        pm.OneShot().attach(model, SGD(model.parameters(), lr=0.1))
