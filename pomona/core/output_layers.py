@@ -43,10 +43,8 @@ def find_output_weights(model: nn.Module, graph: Graph | None) -> Weights:
             behind[node] = NONE
         elif is_layer(model, node):
             behind[node] = layer_weights(model, node)
-            if node.op == "call_module" and is_depthwise(
-                model.get_submodule(str(node.target))
-            ):  # its outputs are those of the layer before, too
-                behind[node] |= union(behind[i] for i in inputs)
+            if node.op == "call_module" and is_depthwise(model.get_submodule(str(node.target))):
+                behind[node] |= union(behind[i] for i in inputs)  # a channel of the layer before is one of this layer
         else:
             own = [value for value in inputs if leads_to_outputs_only[value]] if called_name(node) in SUMS else inputs
             behind[node] = union(behind[i] for i in own) or union(behind[i] for i in inputs)

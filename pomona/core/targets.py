@@ -114,7 +114,8 @@ def prunable(
     """List the parameters of a model that are pruned by default, those that are left dense, and why.
 
     Globs in `include` replace the default choice, and globs in `exclude` are left out of either; both match a
-    parameter's name or its module's. A bias is included only by a glob that ends in its own name ("*.bias").
+    parameter's name or its module's. A bias is included only by a glob that ends in its own name ("*.bias"). Layers
+    whose outputs are the network's and frozen parameters are left dense unless they are included.
     """
     include, exclude = globs(include), globs(exclude, "exclude")
     found = find_parameters(unwrap(model))
