@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from ..errors import require
 from . import guards
-from .coupled import find_coupled, find_norms
+from .coupled import NORMS, find_coupled
 from .method import Method, TrainingProgress
-from .slot import Slot
+from .slot import OutputLeaders, Slot
 from .sparsity import count_zeros
 from .targets import unwrap
 
@@ -58,8 +58,8 @@ def create_slots(
     targets = method.targets(model)
     require(
         bool(targets),
-        f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention "
-        "weight besides the last classifier; name layers with include=[…].",
+        f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention weight that is "
+        "trained, besides the layers whose outputs are the network's; name layers with include=[…].",
     )
     method.validate_targets(targets)
     slots = {target.name: Slot.create(target, method, track) for target in targets}
@@ -69,6 +69,8 @@ def create_slots(
     scored = method.weights == "score"
     if method.updates_before_step or method.keeps_pruned_momentum or scored:
         guards.refuse_frozen(slots.values(), method.name)
+    if "frozen" in method.left_dense:
+        guards.warn_frozen(slots.values())
     if scored:
         guards.refuse_trained_norms(inner, slots.values(), method.name)
     guards.require_owned(every_slot, optimizers)
@@ -91,10 +93,14 @@ def find_pruned_share(method: Method, slots: Sequence[Slot]) -> float:
 
 def create_coupled_slots(model: nn.Module, method: Method, slots: dict[str, Slot]) -> list[Slot]:
     """Return slots of the biases and norms that are removed with outputs."""
-    norms = find_norms(model)
-    for slot in slots.values():
-        norm = norms.get(slot.target.module)
-        if norm is not None and norm.weight is None:
-            slot.norm_running_mean = norm._buffers.get("running_mean")
-    pairs = find_coupled(model, [slot.target for slot in slots.values()], norms)
-    return [Slot.create(target, method, leader=slots[leader.name]) for target, leader in pairs]
+    held = {id(slot.parameter) for slot in slots.values()}
+    coupled = []
+    for coupling in find_coupled(model, [slot.target for slot in slots.values()]):
+        leaders = OutputLeaders(coupling.channels, {t.name: slots[t.name] for t in coupling.channels.leaders})
+        for target in coupling.vectors():
+            if id(target.parameter) not in held:
+                held.add(id(target.parameter))
+                coupled.append(Slot.create(target, method, leader=leaders))
+        if isinstance(coupling.module, NORMS) and coupling.module.weight is None:
+            slots[coupling.channels.leaders[0].name].unscaled_norms.append((coupling.module, leaders))
+    return coupled

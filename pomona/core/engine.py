@@ -317,7 +317,7 @@ class Engine:
         for slot in self.slots:
             if slot.is_hard or last:
                 slot.copy_output_mask()
-                slot.clear_running_mean()
+                slot.clear_running_means()
             if last:
                 slot.freeze_projection()
         for buffers in self.buffers:

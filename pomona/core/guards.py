@@ -79,7 +79,20 @@ def refuse_frozen(slots: Iterable[Slot], name: str) -> None:
     """Refuse frozen targets for a method that reads gradients."""
     for slot in slots:
         if not slot.parameter.requires_grad:
-            raise PomonaError(f"{slot.name} is frozen and {name} needs its gradient: use exclude=['{slot.name}'].")
+            raise PomonaError(
+                f"{slot.name} is frozen and {name} needs its gradient: call requires_grad_(True) on it, or use "
+                f"exclude=['{slot.name}']."
+            )
+
+
+def warn_frozen(slots: Iterable[Slot]) -> None:
+    """Warn of frozen targets, which are pruned only where the user includes them."""
+    frozen = [slot.name for slot in slots if not slot.parameter.requires_grad]
+    if frozen:
+        warnings.warn(
+            f"{', '.join(frozen)}: pruned as included, but frozen, so that training cannot make up for what is pruned.",
+            stacklevel=5,
+        )
 
 
 def refuse_trained_norms(model: nn.Module, slots: Iterable[Slot], name: str) -> None:

@@ -75,6 +75,7 @@ class Targets:
     momentum: Mapping[str, Tensor] = field(default_factory=dict)  # the optimizer's, where `keeps_pruned_momentum`
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
     reset: Masks = field(default_factory=dict)  # an update marks weights here that restart at zero, without momentum
+    output_layers: frozenset[str] = frozenset()  # those whose outputs are the network's: none of them may be removed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +144,16 @@ class Method:
 
     def targets(self, model: nn.Module) -> list[Target]:
         """Return the parameters of a model that are pruned."""
-        # Removing a whole output of the last layer would remove a class.
-        left_dense = self.left_dense | {"classifier"} if self.pattern.removes_outputs else self.left_dense
-        return prunable(model, self.include, self.exclude, left_dense).targets
+        if not self.pattern.removes_outputs:
+            return prunable(model, self.include, self.exclude, self.left_dense).targets
+        found = prunable(model, self.include, self.exclude, self.left_dense | {"classifier"}).targets
+        for target in found:
+            require(
+                "classifier" not in target.tags,
+                f"{target.name} computes outputs of the network (classes, say), which {self.pattern} would remove: "
+                f"use exclude=['{target.name}'], or another pattern.",
+            )
+        return found
 
     def validate_targets(self, targets: Sequence[Target]) -> None:
         """Raise PomonaError where the pattern does not fit a target, or the sparsity would leave some of them empty."""

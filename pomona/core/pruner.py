@@ -248,8 +248,9 @@ class Pruner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """Return a pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
-        copied = Pruner(self.method)
+        copied = type(self).__new__(type(self))  # a subclass has other arguments
         memo[id(self)] = copied
+        copied.method, copied._engine = self.method, None
         for key, value in self.__dict__.items():
             if key not in {"_engine", "method"}:
                 setattr(copied, key, copy.deepcopy(value, memo))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..masking import apply_mask
+from .channels import Channels
 from .method import Method
 from .score_method import ScoreMethod
 from .targets import Target
@@ -24,8 +26,10 @@ class Slot:
     latent: Tensor | None  # None: the optimizer moves the parameter itself
     last_flip: Tensor | None = None  # the step at which each mask entry last changed, where that is tracked
     initial_value: Tensor | None = None  # the value before the first pruning, kept until the first step
-    norm_running_mean: Tensor | None = None  # of a norm without gain and shift that takes the outputs
-    leader: Slot | None = None  # for a coupled parameter, the slot whose removed outputs it follows
+    leader: OutputLeaders | None = None  # for a coupled parameter, the slots whose removed outputs it follows
+    unscaled_norms: list[tuple[nn.Module, OutputLeaders]] = dataclasses.field(
+        default_factory=list
+    )  # see `clear_running_means`
     weight: Tensor | None = None  # the random weights that scores select from
     draw_number: Tensor | None = None  # the number of each weight's last re-draw, where weights are re-drawn
     observed_mask: Tensor | None = None  # the mask of the last history entry, where the mask moves at every step
@@ -33,7 +37,7 @@ class Slot:
     version: int = -1  # the parameter's version right after the last projection
 
     @classmethod
-    def create(cls, target: Target, method: Method, track: bool = False, leader: Slot | None = None) -> Slot:
+    def create(cls, target: Target, method: Method, track: bool = False, leader: OutputLeaders | None = None) -> Slot:
         """Create a slot whose mask keeps everything."""
         if isinstance(method, ScoreMethod):
             return cls._create_scored(target, method, track, leader)
@@ -51,7 +55,7 @@ class Slot:
         )
 
     @classmethod
-    def _create_scored(cls, target: Target, method: ScoreMethod, track: bool, leader: Slot | None) -> Slot:
+    def _create_scored(cls, target: Target, method: ScoreMethod, track: bool, leader: OutputLeaders | None) -> Slot:
         """Create a slot of random weights with random scores; a coupled parameter has neither."""
         like = target.parameter.detach()
         slot = cls(target, target.parameter, method, torch.ones_like(like, dtype=torch.bool), None, leader=leader)
@@ -92,17 +96,22 @@ class Slot:
 
     def kept_outputs(self) -> Tensor:
         """Return a boolean vector that is true for outputs with at least one kept weight."""
-        return self.mask.movedim(self.target.output_dim, 0).flatten(1).any(1)
+        if self.target.output_groups == 1:
+            return self.mask.movedim(self.target.output_dim, 0).flatten(1).any(1)
+        groups = self.mask.unflatten(0, (self.target.output_groups, -1))  # group, input, output of the group, …
+        return groups.movedim(2, 1).flatten(2).any(2).flatten()
 
     def copy_output_mask(self) -> None:
-        """Mask a coupled parameter by the outputs that its leader keeps."""
+        """Mask a coupled parameter by the outputs that its leaders keep."""
         if self.leader is not None:
             self.mask.copy_(self.leader.kept_outputs())
 
-    def clear_running_mean(self) -> None:
-        """Zero the running mean of removed outputs where the norm has no gain and shift to mask."""
-        if self.norm_running_mean is not None:
-            self.norm_running_mean.masked_fill_(~self.kept_outputs(), 0)
+    def clear_running_means(self) -> None:
+        """Zero the running means of removed outputs in norms that have no gain and shift to mask."""
+        for norm, leaders in self.unscaled_norms:
+            running_mean = norm._buffers.get("running_mean")
+            if running_mean is not None:
+                running_mean.masked_fill_(~leaders.kept_outputs(), 0)
 
     # ---- the tensor that the model holds
 
@@ -218,6 +227,18 @@ class Slot:
         """Zero the gradient off the mask."""
         if self.parameter.grad is not None:
             apply_mask(self.parameter.grad, self.mask, self.parameter.grad)
+
+
+@dataclass(eq=False)
+class OutputLeaders:
+    """The slots whose removed outputs the channels of a bias or a norm follow."""
+
+    channels: Channels
+    slots: dict[str, Slot]  # by the names of their weights
+
+    def kept_outputs(self) -> Tensor:
+        """Return a boolean vector that is true for channels that are kept."""
+        return self.channels.kept(lambda name: self.slots[name].kept_outputs())
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:

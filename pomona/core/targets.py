@@ -8,18 +8,21 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import PomonaError, unknown_name_error
-from .tracing import called_modules
+from .layer_kind import layer_kind, stores_outputs_second
+from .output_layers import find_output_weights
+from .tracing import called_modules, trace
 
 # What a parameter can be. A method leaves some of these dense (`Method.left_dense`); the default is that of DPF.
 KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")
-DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other"})
+DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other", "frozen"})
 
 REASONS = {
-    "classifier": "the last linear layer",
+    "classifier": "a layer whose outputs are the network's",
     "first": "the first layer",
     "downsample": "a shortcut",
     "embedding": "an embedding",
@@ -29,6 +32,7 @@ REASONS = {
     "linear": "a linear layer",
     "recurrent": "a recurrent layer",
     "attention": "an attention layer",
+    "frozen": "frozen: training could not make up for what is pruned",
 }
 
 
@@ -45,6 +49,7 @@ class Target:
     shape: torch.Size
     tags: frozenset[str]
     output_dim: int = 0  # the dimension that counts outputs: 1 where a layer stores them second
+    output_groups: int = 1  # how many outputs share an entry of that dimension: the groups of a transposed convolution
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter
 
     @property
@@ -52,6 +57,11 @@ class Target:
         """The shape with the output dimension in front, as patterns see it."""
         rest = [size for i, size in enumerate(self.shape) if i != self.output_dim]
         return torch.Size([self.shape[self.output_dim], *rest]) if self.shape else self.shape
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of the layer."""
+        return self.shape[self.output_dim] * self.output_groups
 
     @property
     def fan_in(self) -> int:
@@ -104,7 +114,8 @@ def prunable(
     """List the parameters of a model that are pruned by default, those that are left dense, and why.
 
     Globs in `include` replace the default choice, and globs in `exclude` are left out of either; both match a
-    parameter's name or its module's. A bias is included only by a glob that ends in its own name ("*.bias").
+    parameter's name or its module's. A bias is included only by a glob that ends in its own name ("*.bias"). Layers
+    whose outputs are the network's and frozen parameters are left dense unless they are included.
     """
     include, exclude = globs(include), globs(exclude, "exclude")
     found = find_parameters(unwrap(model))
@@ -166,7 +177,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def find_parameters(model: nn.Module) -> list[Target]:
     """Return every parameter once; a tied parameter is listed under its first name, with all its tags."""
     found: dict[int, Target] = {}
-    first, last = find_ends(model)
+    graph = trace(model)
+    first, output_weights = find_first_layer(model, graph), find_output_weights(model, graph)
     for prefix, module in model.named_modules(remove_duplicate=True):
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -177,8 +189,10 @@ def find_parameters(model: nn.Module) -> list[Target]:
             tags = {parameter_kind(module, leaf, parameter)}
             if leaf == "weight" and module is first:
                 tags.add("first")
-            if leaf == "weight" and module is last:
+            if id(parameter) in output_weights:
                 tags.add("classifier")
+            if not parameter.requires_grad:
+                tags.add("frozen")
             if {"downsample", "shortcut", "skip"} & set(prefix.split(".")):
                 tags.add("downsample")
             if "parametrizations" in prefix.split(".") or is_weight_normed(module, leaf):
@@ -187,27 +201,15 @@ def find_parameters(model: nn.Module) -> list[Target]:
             if known is not None:
                 found[id(parameter)] = replace(known, tags=known.tags | tags, aliases=(*known.aliases, name))
             else:
-                found[id(parameter)] = Target(name, module, leaf, parameter.shape, frozenset(tags), output_dim(module))
+                layout = (output_dim(module), output_groups(module)) if parameter.ndim > 1 else (0, 1)
+                found[id(parameter)] = Target(name, module, leaf, parameter.shape, frozenset(tags), *layout)
     return list(found.values())
 
 
 def parameter_kind(module: nn.Module, leaf: str, parameter: Tensor) -> str:
     """Return which of KINDS a parameter is."""
-    if "Norm" in type(module).__name__:
-        return "norm"
-    if parameter.ndim < 2 or "bias" in leaf:
-        return "bias"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return "convolution"
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return "recurrent"
-    if isinstance(module, nn.MultiheadAttention):
-        return "attention"
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return "embedding"
-    if isinstance(module, (nn.Linear, nn.Bilinear)) or type(module).__name__ == "Conv1D":
-        return "linear"
-    return "other"
+    kind = layer_kind(module)
+    return "bias" if kind != "norm" and (parameter.ndim < 2 or "bias" in leaf) else kind
 
 
 def is_weight_normed(module: nn.Module, leaf: str) -> bool:
@@ -217,13 +219,19 @@ def is_weight_normed(module: nn.Module, leaf: str) -> bool:
 
 
 def output_dim(module: nn.Module) -> int:
-    """Return 1 for layers whose weight is (in, out, …), transposed convolutions and GPT-2's Conv1D, else 0."""
-    return int(isinstance(module, nn.modules.conv._ConvTransposeNd) or type(module).__name__ == "Conv1D")
+    """Return the dimension of a layer's weight that counts outputs: 1 where it is (in, out, …), else 0."""
+    return int(stores_outputs_second(module))
 
 
-def find_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the first layer with a weight and the last linear one, in the traced order, else in that of definition."""
-    order = called_modules(model) or list(model.modules())
-    layers = [m for m in order if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase))]
-    linear = [m for m in layers if isinstance(m, nn.Linear)]
-    return (layers[0] if layers else None), (linear[-1] if linear else None)
+def output_groups(module: nn.Module) -> int:
+    """Return the number of groups that share the output dimension of a layer's weight.
+
+    A transposed convolution stores (in, out / groups, …): entry j of dimension 1 is output j of every group.
+    """
+    return module.groups if isinstance(module, nn.modules.conv._ConvTransposeNd) else 1
+
+
+def find_first_layer(model: nn.Module, graph: Graph | None) -> nn.Module | None:
+    """Return the first layer with a weight, in the order of a traced forward, else in that of definition."""
+    order = (called_modules(model, graph) if graph is not None else []) or list(model.modules())
+    return next((m for m in order if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase))), None)

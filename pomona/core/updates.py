@@ -34,6 +34,7 @@ def read_targets(pruner: Pruner, gradients: dict[str, Tensor] | None = None) -> 
         grads=view(lambda slot: gradients.get(slot.name)) if gradients else {},
         momentum=momentum,
         memory=pruner.memory,
+        output_layers=frozenset(slot.name for slot in pruner.slots if "classifier" in slot.target.tags),
     )
 
 

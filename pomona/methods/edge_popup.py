@@ -21,10 +21,11 @@ class EdgePopup(ScoreMethod):
     """Weights are drawn once and never trained: the optimizer moves a score for each, and the highest are kept.
 
     The mask is selected at every step from the signed scores, with the same share in every layer. Biases stay as
-    they are; norms must have no gain and shift. The model's own weights are replaced at `attach`.
+    they are; norms must have no gain and shift. The model's own weights are replaced at `attach`. There is no need to
+    freeze them, and a frozen one is refused: its gradient trains the score.
     """
 
-    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
+    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier", "frozen"}
     default_sparsity: ClassVar[float] = 0.5
     every_counts: ClassVar[str] = "between two entries of the history"  # what `every` means, for its error message
 

@@ -19,7 +19,8 @@ class Finetune(SingleUpdate):
     With `pattern=Filter()` the biases and batch norms of removed filters are kept at zero too.
     """
 
-    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier", "bias"}  # a bias of zero was pruned, or is dead
+    # A bias of zero was pruned, or is dead; a frozen zero stays one.
+    left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier", "bias", "frozen"}
 
     sparsity: float | None = field(default=0.0, init=False)
     allocation: str = field(default="global", init=False)

@@ -17,7 +17,10 @@ from .rigl import RigL
 @method("srigl", paper="Lasby et al., ICLR 2024", weights="hard")
 @dataclass(frozen=True, kw_only=True)
 class SRigL(RigL):
-    """RigL in which every neuron keeps the same number of weights; neurons with few salient weights are ablated."""
+    """RigL in which every neuron keeps the same number of weights; neurons with few salient weights are ablated.
+
+    The outputs of the network are never ablated.
+    """
 
     pattern: Pattern = field(default=Balanced(blocks=1), init=False)
     ablation: float = 0.3  # γ_sal: the share of its fan-in that must be salient for a neuron to stay
@@ -34,7 +37,7 @@ class SRigL(RigL):
         growth = self.growth_score(name, targets).reshape(shape).masked_fill(kept | ~active[:, None], -torch.inf)
         salient = kept | select_largest([growth], int(mask.sum() - kept.sum()))[0]
         stays = active & (salient.sum(1) >= self.ablation * total / active.sum())
-        stays = stays if bool(stays.any()) else active
+        stays = stays if bool(stays.any()) and name not in targets.output_layers else active
         fan_in = min(round(total / int(stays.sum())), shape[1])
         ranking = torch.where(kept, 2 + weight.reshape(shape).abs() / weight.abs().amax(), growth / growth.amax())
         return (select_largest_per_row(ranking, fan_in) & stays[:, None]).reshape(mask.shape)

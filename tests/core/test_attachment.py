@@ -178,12 +178,25 @@ def test_a_method_that_fails_at_attach_leaves_no_hooks(monkeypatch: pytest.Monke
 
 
 @soft_and_hard
-def test_frozen_parameters_are_pruned_and_not_trained(kind: Callable[..., pm.Pruner]) -> None:
+def test_frozen_parameters_are_left_dense_by_default(kind: Callable[..., pm.Pruner]) -> None:
+    model = Net().double()
+    model.conv1.weight.requires_grad_(False)
+    before = model.conv1.weight.clone()
+    pruner = kind().attach(model, SGD(model.parameters(), lr=0.1), total_steps=TOTAL)
+    train(model, pruner.optimizers[0], range(6))
+    assert list(pruner.masks()) == ["conv2.weight", "hidden.weight"]
+    assert torch.equal(model.conv1.weight, before)
+
+
+@soft_and_hard
+def test_frozen_parameters_that_are_included_are_pruned_and_not_trained(kind: Callable[..., pm.Pruner]) -> None:
     model = Net().double()
     model.conv1.weight.requires_grad_(False)
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    pruner = kind(allocation="uniform").attach(model, optimizer, total_steps=TOTAL)
+    with pytest.warns(UserWarning, match=r"conv1\.weight: pruned as included, but frozen"):
+        pruner = kind(allocation="uniform", include=["conv1", "conv2"]).attach(model, optimizer, total_steps=TOTAL)
     before = model.conv1.weight.clone()
+    assert not before.all()
     train(model, optimizer, range(6))
     assert obeys_masks(model, pruner)
     assert torch.equal(model.conv1.weight, before)

@@ -1,4 +1,4 @@
-"""The pruner: `apply`, `finish`, deletion, and states that are refused."""
+"""The pruner: `apply`, `finish`, copies, deletion, and states that are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine_cases import TOTAL, copy_state, make_hard, make_soft, soft_and_hard
-from engine_helpers import Net, attach_to_network, count_global_hooks, is_identical, make_sgd, obeys_masks, train
+from engine_helpers import (
+    TARGETS,
+    Net,
+    attach_to_network,
+    count_global_hooks,
+    is_identical,
+    make_sgd,
+    obeys_masks,
+    train,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pomona as pm
+from pomona.methods._mask_holder import MaskHolder
 
 
 @soft_and_hard
@@ -138,3 +148,42 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: Callable[..., pm.P
         with pytest.raises(pm.PomonaError, match=key):
             pruner.load_state_dict(damaged)
         assert is_identical(copy_state(pruner), before)
+
+
+def make_holder() -> MaskHolder:
+    """Return a pruner that holds masks of its own: every other row."""
+    masks = {name: torch.ones_like(Net().get_parameter(name), dtype=torch.bool) for name in TARGETS}
+    for mask in masks.values():
+        mask[::2] = False
+    return MaskHolder(pm.Finetune(include=TARGETS).method, masks, rewind=4)
+
+
+@pytest.mark.parametrize("make", [make_soft, make_hard, make_holder])
+def test_a_copied_pruner_is_of_its_class_and_trains_as_the_original(make: Callable[..., pm.Pruner]) -> None:
+    model, optimizer, pruner = attach_to_network(make())
+    train(model, optimizer, range(3))
+    other, other_optimizer, copied = copy.deepcopy((model, optimizer, pruner))
+    assert type(copied) is type(pruner)
+    assert copied.method is pruner.method
+    train(model, optimizer, range(3, 12))
+    train(other, other_optimizer, range(3, 12))
+    assert obeys_masks(other, copied)
+    assert is_identical(model.state_dict(), other.state_dict())
+    assert is_identical(pruner.masks(), copied.masks())
+    if isinstance(pruner, MaskHolder):
+        assert is_identical(pruner.snapshot, copied.snapshot)
+        assert copied.snapshot
+        assert int(pruner.masks()["conv1.weight"].sum()) * 2 == Net().conv1.weight.numel()
+
+
+def test_a_copied_lottery_trains_in_rounds() -> None:
+    copied = copy.deepcopy(pm.Lottery(sparsity=0.5, rate=0.5))
+    model = Net()
+
+    def train_round(model: nn.Module, pruner: pm.Pruner, index: int) -> None:
+        optimizer = make_sgd(model)
+        pruner.attach(model, optimizer, total_steps=2)
+        train(model, optimizer, range(2))
+        pruner.finish()
+
+    assert [entry["round"] for entry in copied.rounds(model, train_round)] == [0, 1]

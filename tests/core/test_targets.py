@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import pomona as pm
+from pomona.methods import METHODS, make_pruner
 
 
 def list_targets(model: nn.Module, **options: object) -> list[str]:
@@ -34,7 +37,7 @@ def test_default_targets_and_reasons() -> None:
         "conv2.bias": "a bias or another vector",
         "hidden.weight": "linear",
         "hidden.bias": "a bias or another vector",
-        "head.weight": "the last linear layer",
+        "head.weight": "a layer whose outputs are the network's",
         "head.bias": "a bias or another vector",
     }
     assert list_targets(Net()) == ["conv1.weight", "conv2.weight", "hidden.weight"]
@@ -62,11 +65,11 @@ class Untraceable(HeadFirst):
 
 def test_the_classifier_is_the_last_layer_of_a_traced_forward() -> None:
     assert list_targets(HeadFirst()) == ["body.0.weight", "body.2.weight"]
-    assert list_reasons(HeadFirst())["head.weight"] == "the last linear layer"
+    assert list_reasons(HeadFirst())["head.weight"] == "a layer whose outputs are the network's"
 
 
-def test_the_classifier_is_the_last_defined_layer_where_tracing_fails() -> None:
-    assert list_targets(Untraceable()) == ["head.weight", "body.0.weight"]
+def test_definition_decides_which_layers_are_classifiers_where_tracing_fails() -> None:
+    assert list_targets(Untraceable()) == ["body.0.weight"], "the head takes as many inputs as the body beside it"
 
 
 class WritesInForward(nn.Module):
@@ -168,7 +171,7 @@ def prune_once(model: nn.Module, **options: object) -> dict[str, Tensor]:
 
 
 def test_filters_of_a_transposed_convolution_are_its_outputs() -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(2, 4, 1))
+    model = nn.Sequential(nn.ConvTranspose2d(2, 4, 1), nn.Conv2d(4, 1, 1))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 4, 2, 3], [1, 4, 2, 3]]).view(2, 4, 1, 1))
     mask = prune_once(model)["0.weight"].view(2, 4)
@@ -226,3 +229,75 @@ def test_a_model_with_nothing_to_prune_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     with pytest.raises(pm.PomonaError, match="Sequential has nothing to prune"):
         pm.DPF().attach(model, SGD(model.parameters(), lr=0.1), total_steps=4)
+
+
+class Decoder(nn.Module):
+    """A decoder with GPT-2's linear layer and a transposed convolution, which store their outputs second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Conv1D(4, 8)
+        self.up = nn.ConvTranspose2d(8, 6, 2, groups=2)
+        self.head = nn.Conv2d(6, 4, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x @ self.inner.weight + self.inner.bias)
+        return self.head(F.relu(self.up(x[:, :, None, None]))).mean((2, 3))
+
+
+def train_decoder(model: nn.Module, pruner: pm.Pruner) -> None:
+    """Train a decoder for eight steps and finish its pruner."""
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    pruner.attach(model, optimizer, total_steps=8, steps_per_epoch=2)
+    for step in range(8):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        model(torch.randn(4, 4)).square().sum().backward()
+        optimizer.step()
+    pruner.finish()
+
+
+SCORED = {"edge_popup", "iterand"}  # these draw matrices only, and refuse vectors
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"lottery", "srigl"} - SCORED))
+def test_every_method_prunes_the_biases_of_layers_that_store_outputs_second(name: str) -> None:
+    model = Decoder()
+    sparsity = {} if name == "finetune" else {"sparsity": 0.5}
+    pattern = {"pattern": pm.Unstructured()} if name == "sfp" else {}
+    if name == "finetune":
+        nn.init.zeros_(model.up.bias[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # eight steps are few for some
+        train_decoder(model, make_pruner({"name": name, "include": ["*.bias"], **sparsity, **pattern}))
+    biases = [model.inner.bias, model.up.bias, model.head.bias]
+    assert sum(int((bias == 0).sum()) for bias in biases) >= (3 if name == "finetune" else 9)
+
+
+@pytest.mark.parametrize("make", [lambda: pm.SNIP(sparsity=0.5), pm.Finetune], ids=["snip", "finetune"])
+def test_methods_that_prune_biases_by_default_take_layers_that_store_outputs_second(
+    make: Callable[[], pm.Pruner],
+) -> None:
+    pruner, model = make(), Decoder()
+    train_decoder(model, pruner)
+    assert {"inner.bias", "up.bias"} <= pruner.masks().keys()
+    assert {
+        t.name: t.output_dim
+        for t in pm.prunable(model, include="*").targets + pm.prunable(model, include="*.bias").targets
+    } == {"inner.weight": 1, "up.weight": 1, "head.weight": 0, "inner.bias": 0, "up.bias": 0, "head.bias": 0}
+
+
+def test_frozen_layers_are_left_dense_unless_they_are_included() -> None:
+    model = Net()
+    model.conv1.requires_grad_(False)
+    assert list_targets(model) == ["conv2.weight", "hidden.weight"]
+    assert list_reasons(model)["conv1.weight"] == "frozen: training could not make up for what is pruned"
+    assert list_targets(model, include="conv*") == ["conv1.weight", "conv2.weight"]
+    assert "conv1.weight" in [t.name for t in pm.Finetune().method.targets(model)], "its zeros are kept as they are"
+    model.requires_grad_(False)
+    with pytest.raises(pm.PomonaError, match=r"Net has nothing to prune: .* that is trained"):
+        pm.OneShot().attach(model, SGD(model.parameters(), lr=0.1))

@@ -103,7 +103,7 @@ def test_incremental_never_keeps_a_pruned_weight_again(pattern: Any, allocation:
 
 def test_incremental_keeps_no_pruned_filter_again_to_reach_the_count() -> None:
     """There are three filters of one weight and one of five; two kept and one pruned would make the count of three."""
-    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(5, 1, bias=False))
+    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(5, 1, bias=False), nn.Linear(1, 1, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[9.0], [8.0], [1.0]]))
         model[1].weight.fill_(2.0)

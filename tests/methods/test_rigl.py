@@ -278,11 +278,11 @@ def test_rigl_refuses_two_optimizers() -> None:
         pm.RigL().attach(model, [make_sgd(model), make_sgd(model)], total_steps=24)
 
 
-def test_rigl_refuses_a_frozen_layer_by_name() -> None:
+def test_rigl_refuses_a_frozen_layer_that_is_included() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and rigl needs its gradient"):
-        pm.RigL(sparsity=0.5, every=2, until=1.0).attach(model, make_sgd(model), total_steps=24)
+        pm.RigL(sparsity=0.5, every=2, until=1.0, include="hidden").attach(model, make_sgd(model), total_steps=24)
 
 
 @pytest.mark.parametrize("factor", [torch.nan, torch.inf])

@@ -223,11 +223,11 @@ def test_filters_of_the_last_layer_are_not_pruned() -> None:
     assert "conv1.bias" not in pruner.masks(), "a bias is removed with its filter, not separately"
 
 
-def test_snip_refuses_a_frozen_layer_by_name() -> None:
+def test_snip_refuses_a_frozen_layer_that_is_included() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and snip needs its gradient"):
-        pm.SNIP(sparsity=0.5).attach(model, make_sgd(model))
+        pm.SNIP(sparsity=0.5, include="hidden").attach(model, make_sgd(model))
 
 
 def test_snip_refuses_a_gradient_that_is_not_finite() -> None:

@@ -198,11 +198,11 @@ def test_an_optimizer_of_unknown_momentum_is_refused_at_the_first_update() -> No
         train(model, optimizer, range(2))
 
 
-def test_sparse_momentum_refuses_a_frozen_layer_by_name() -> None:
+def test_sparse_momentum_refuses_a_frozen_layer_that_is_included() -> None:
     model = Net().double()
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(pm.PomonaError, match="hidden.weight is frozen and sparse_momentum needs its gradient"):
-        pm.SparseMomentum(every=2).attach(model, make_sgd(model), total_steps=10)
+        pm.SparseMomentum(every=2, include="hidden").attach(model, make_sgd(model), total_steps=10)
 
 
 def test_sparse_momentum_without_epochs_is_refused_at_attach() -> None:
