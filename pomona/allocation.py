@@ -1,7 +1,8 @@
 """Allocation of sparsity to layers.
 
-"global" uses one threshold for all layers, and "global(floor=0.01)" also keeps at least that fraction of the weights
-of every layer. "uniform" and "erk" set the sparsity of each layer separately.
+"global" uses one threshold for all layers, "uniform" and "erk" set the sparsity of each layer separately. None of them
+empties a layer. "global" keeps a small share of every layer: by default `FLOOR_SHARE` of the overall density, and with
+"global(floor=0.01)" that fraction of the layer's weights. Only "global(floor=0)" is one threshold and nothing else.
 """
 
 from __future__ import annotations
@@ -19,48 +20,94 @@ from .patterns import Pattern
 from .registry import parse_spec
 
 TOLERANCE = 1e-9  # absorbs floating-point error: 0.29 · 100 is 28.999… and counts as 29
+FLOOR_SHARE = 1 / 20  # the default floor of a layer's density, as a share of the overall density
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
     """Return masks, by layer name, that keep the highest scores: over all layers if `global`, else in each layer."""
     name, floor = parse_allocation(allocation)
-    tensors = list(scores.values())
+    tensors, shapes = list(scores.values()), [s.shape for s in scores.values()]
     if name == "global":
-        masks = pattern.select_masks(
-            raise_floor_scores(tensors, sparsity, pattern, floor) if floor else tensors, sparsity
-        )
+        counts = floor_counts(shapes, sparsity, pattern, floor)
+        masks = pattern.select_masks_with_floors(tensors, sparsity, counts)
     else:
-        sparsities = LAYERWISE_ALLOCATIONS[name]([s.shape for s in tensors], sparsity)
+        sparsities = layer_sparsities(name, shapes, sparsity, pattern)
         masks = [pattern.select_masks([s], one)[0] for s, one in zip(tensors, sparsities, strict=True)]
     return dict(zip(scores, masks, strict=True))
 
 
-def raise_floor_scores(scores: Sequence[Tensor], sparsity: float, pattern: Pattern, floor: float) -> list[Tensor]:
-    """Return the scores with +inf for those that the floor of their layer keeps, so that they are kept first."""
-    counts = floor_counts([s.shape for s in scores], sparsity, pattern, floor)
-    return [
-        s.masked_fill(pattern.select_masks([s], 1 - count / s.numel())[0], torch.inf) if count else s
-        for s, count in zip(scores, counts, strict=True)
-    ]
+def floor_counts(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float | None) -> list[int]:
+    """Return the minimum number of weights that each layer keeps under "global", in whole units of the pattern.
 
-
-def floor_counts(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, floor: float) -> list[int]:
-    """Return the minimum number of weights that each layer keeps: the fraction `floor` of them, in whole units.
-
-    The numbers are rounded up to whole units of the pattern, or down where the sum of those rounded up exceeds what
-    the sparsity keeps.
+    With a `floor` that is the fraction `floor` of the layer's weights. By default (None) it is `FLOOR_SHARE` of the
+    overall density, but at most as many units as the layer has outputs. The numbers are rounded up to whole units, or
+    down where the sum of those rounded up exceeds what the sparsity keeps, but never to less than one unit. Raises
+    PomonaError where the sparsity keeps less than one unit of every layer.
     """
+    if floor == 0 or (floor is None and pattern.always_keeps_some):
+        return [0] * len(shapes)
     sizes, unit_sizes = [shape.numel() for shape in shapes], [pattern.unit_size(shape) for shape in shapes]
-    unit_weights = [pattern.unit_weight(shape) for shape in shapes]
+    least = [least_count(shape, pattern) for shape in shapes]
+    share = FLOOR_SHARE * (1 - sparsity) if floor is None else floor
+    units = [share * n / size for n, size in zip(sizes, unit_sizes, strict=True)]
+    if floor is None:
+        # The outputs bound the floor, because from there on every output could have a unit.
+        units = [min(count, shape[0]) if one else 0 for count, shape, one in zip(units, shapes, least, strict=True)]
+    up = [min(math.ceil(u - TOLERANCE) * size, n) for u, size, n in zip(units, unit_sizes, sizes, strict=True)]
+    down = [math.floor(u + TOLERANCE) * size for u, size in zip(units, unit_sizes, strict=True)]
+    kept = count_kept(shapes, sparsity, pattern)
+    for counts in (up, [max(*pair) for pair in zip(down, least, strict=True)]):
+        if total_weight(shapes, counts, pattern) <= kept:
+            return counts
+    require_room(shapes, sparsity, pattern)
+    return least
 
-    def total_weight(kept: Sequence[int]) -> int:
-        """Return the total in what the sparsity is a fraction of: weights, or filters."""
-        return sum(n * weight // size for n, weight, size in zip(kept, unit_weights, unit_sizes, strict=True))
 
-    up = [min(math.ceil(floor * n / size - TOLERANCE) * size, n) for n, size in zip(sizes, unit_sizes, strict=True)]
-    if total_weight(up) <= total_weight(sizes) - count_pruned(sparsity, total_weight(sizes)):
-        return up
-    return [math.floor(floor * n / size + TOLERANCE) * size for n, size in zip(sizes, unit_sizes, strict=True)]
+def total_weight(shapes: Sequence[torch.Size], counts: Sequence[int], pattern: Pattern) -> int:
+    """Return the total of `counts` weights of each layer in what the sparsity is a fraction of: weights, or filters."""
+    pairs = zip(counts, shapes, strict=True)
+    return sum(n * pattern.unit_weight(shape) // pattern.unit_size(shape) for n, shape in pairs)
+
+
+def count_kept(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern) -> int:
+    """Return how much a sparsity keeps of all layers together: weights, or filters."""
+    total = total_weight(shapes, [shape.numel() for shape in shapes], pattern)
+    return total - count_pruned(sparsity, total)
+
+
+def least_count(shape: torch.Size, pattern: Pattern) -> int:
+    """Return the number of weights that a layer keeps at least: one unit, and none of a bias or another vector."""
+    return 0 if pattern.always_keeps_some or len(shape) < 2 else pattern.unit_size(shape)
+
+
+def largest_sparsity(shapes: Sequence[torch.Size], pattern: Pattern) -> float:
+    """Return the sparsity at which one unit of every layer is left."""
+    least = total_weight(shapes, [least_count(shape, pattern) for shape in shapes], pattern)
+    return 1 - least / total_weight(shapes, [shape.numel() for shape in shapes], pattern)
+
+
+def require_room(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern) -> None:
+    """Raise PomonaError where a sparsity keeps less than one unit of every layer, so that some would be empty."""
+    least = [least_count(shape, pattern) for shape in shapes]
+    total, kept = total_weight(shapes, least, pattern), count_kept(shapes, sparsity, pattern)
+    # A sparsity is reached as nearly as units allow, and half a unit is as near as the next one.
+    smallest = min((pattern.unit_weight(shape) for shape, count in zip(shapes, least, strict=True) if count), default=0)
+    limit = math.floor(1e4 * largest_sparsity(shapes, pattern)) / 1e4
+    noun = "weights" if all(pattern.unit_weight(s) == pattern.unit_size(s) for s in shapes) else "units"
+    require(
+        2 * (total - kept) < max(smallest, 1),
+        f"a sparsity of {sparsity:g} keeps {kept:,} {noun}, and one unit of {pattern} in each of the "
+        f"{sum(map(bool, least))} layers is {total:,}: ask for a sparsity of at most {limit:g}, so that no layer is "
+        "empty, or leave layers out with exclude=[…].",
+    )
+
+
+def layer_sparsities(name: str, shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern) -> list[float]:
+    """Return the sparsity of each layer under a layerwise allocation, by which every layer keeps at least one unit."""
+    sparsities = LAYERWISE_ALLOCATIONS[name](shapes, sparsity)
+    return [
+        min(one, 1 - least_count(shape, pattern) / shape.numel()) for one, shape in zip(sparsities, shapes, strict=True)
+    ]
 
 
 def uniform_sparsities(shapes: Sequence[Sequence[int]], sparsity: float) -> list[float]:
@@ -96,8 +143,8 @@ ALLOCATIONS = ("global", *LAYERWISE_ALLOCATIONS)
 
 
 @functools.cache
-def parse_allocation(allocation: str) -> tuple[str, float]:
-    """Return the name of an allocation, and its floor, which is 0 where none is given."""
+def parse_allocation(allocation: str) -> tuple[str, float | None]:
+    """Return the name of an allocation, and its floor, which is None where none is given."""
     name, bracket, rest = allocation.partition("(")
     name = name.strip()
     if name not in ALLOCATIONS:
@@ -107,29 +154,35 @@ def parse_allocation(allocation: str) -> tuple[str, float]:
         options = parse_spec(f"options({rest}")[1] if bracket else {}
     except PomonaError as error:
         raise PomonaError(f"'{allocation}' is not of the form {name}(option=value, …).") from error
-    floor = options.pop("floor", 0)
+    floor = options.pop("floor", None)
     for option in options:
         raise unknown_name_error(f"option of allocation '{name}'", option, ["floor"])
     require(
-        isinstance(floor, (int, float)) and 0 <= floor < 1,
+        floor is None or (isinstance(floor, (int, float)) and 0 <= floor < 1),
         f"floor is the minimum fraction of its weights that a layer keeps, in [0, 1), got {floor!r}.",
     )
-    require(not floor or name == "global", f"only global takes a floor, got '{allocation}': leave it out.")
-    return name, float(floor)
+    require(floor is None or name == "global", f"only global takes a floor, got '{allocation}': leave it out.")
+    return name, None if floor is None else float(floor)
 
 
 def normalize_allocation(allocation: str) -> str:
     """Return an allocation in its canonical form, which identifies runs; raise PomonaError if it is invalid."""
     require(isinstance(allocation, str), f"allocation takes one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
     name, floor = parse_allocation(allocation)
-    return f"{name}(floor={floor})" if floor else name
+    return name if floor is None else f"{name}(floor={floor or 0})"
 
 
 def validate_allocation(allocation: str, sparsity: float = 0.0) -> None:
     """Raise PomonaError if the allocation is invalid, or its floor exceeds the fraction that the sparsity keeps."""
-    floor = parse_allocation(allocation)[1]
+    floor = parse_allocation(allocation)[1] or 0.0
     require(
         floor <= 1 - sparsity + TOLERANCE,
         f"floor={floor:g} keeps at least {floor:.2%} of every layer, but a sparsity of {sparsity:g} keeps only "
         f"{1 - sparsity:.2%} of all weights: lower floor or sparsity.",
     )
+
+
+def validate_room(shapes: Sequence[torch.Size], sparsity: float, pattern: Pattern, allocation: str) -> None:
+    """Raise PomonaError where a sparsity leaves too little for every layer, unless the allocation has no floor."""
+    if parse_allocation(allocation)[1] != 0:
+        require_room(shapes, sparsity, pattern)

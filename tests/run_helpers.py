@@ -1,4 +1,4 @@
-"""Helpers for tests of runs: small recipes, reading metrics, stopping a run, and training in two processes."""
+"""Helpers for tests of runs: small recipes, reading metrics, stopping or killing a run, training in two processes."""
 
 from __future__ import annotations
 
@@ -85,6 +85,35 @@ class InterruptAtStep:
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+KILLED_SCRIPT = """
+import os, signal, sys, torch
+from pomona.lab import Recipe, train
+
+torch.set_num_threads(1)
+
+class Killer:
+    left = int(sys.argv[2])
+    def start(self, *told): pass
+    def epoch(self, row): pass
+    def close(self): pass
+    def step(self, loss=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(Recipe.load(sys.argv[3]), sys.argv[1], progress=Killer())
+"""
+
+
+def train_until_killed(recipe: Recipe, folder: Path, step: int) -> None:
+    """Train a recipe in a process that kills itself at a step."""
+    file = folder.with_name(f"{folder.name}.toml")
+    file.write_text(recipe.to_toml())
+    command = [sys.executable, "-c", KILLED_SCRIPT, str(folder), str(step), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 TWO_PROCESS_SCRIPT = """

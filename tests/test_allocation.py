@@ -51,7 +51,7 @@ def test_erk_sparsities_rise_with_the_overall_sparsity(shapes: list[tuple[int, .
 
 def test_global_and_uniform_selection() -> None:
     scores = {"a": torch.tensor([[1.0, 2, 3, 4]]), "b": torch.tensor([[5.0, 6, 7, 8]])}
-    over_all = select(scores, 0.5, pm.Unstructured(), "global")
+    over_all = select(scores, 0.5, pm.Unstructured(), "global(floor=0)")
     by_layer = select(scores, 0.5, pm.Unstructured(), "uniform")
     assert {k: m.int().tolist() for k, m in over_all.items()} == {"a": [[0, 0, 0, 0]], "b": [[1, 1, 1, 1]]}
     assert {k: m.int().tolist() for k, m in by_layer.items()} == {"a": [[0, 0, 1, 1]], "b": [[0, 0, 1, 1]]}

@@ -56,8 +56,7 @@ def create_slots(
         f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention "
         "weight besides the last classifier; name layers with include=[…].",
     )
-    for target in targets:
-        method.pattern.validate_shape(target.name, target.outputs_first)
+    method.validate_targets(targets)
     slots = {target.name: Slot.create(target, method, track) for target in targets}
     coupled = create_coupled_slots(inner, method, slots) if method.pattern.removes_coupled else []
     every_slot = [*slots.values(), *coupled]

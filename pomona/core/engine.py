@@ -177,6 +177,7 @@ class Engine:
         self.active = active
         self.saved_gradients = gradients.replace_gradients(active, self.untrained_biases)
         for buffers, slots in self._split_by_buffers(active):
+            buffers.transform_gradients(slots)
             buffers.load_latents(slots)
         if active and active[0].masks_gradient:
             for slot in active:

@@ -86,8 +86,8 @@ def replace_gradients(
 ) -> dict[nn.Parameter, Tensor]:
     """Replace the gradients that the optimizer must not see, and return those that backward left.
 
-    Scores get g ⊙ w with g taken at the sparse weights, biases of random weights get none, and methods that
-    transform gradients get theirs transformed.
+    Scores get g ⊙ w with g taken at the sparse weights, and biases of random weights get none. Where the method
+    transforms gradients, they are only saved: `FlatBuffers.transform_gradients` replaces them.
     """
     scored = [slot for slot in slots if slot.weight is not None]
     transforms = bool(slots) and slots[0].method.transforms_gradient
@@ -103,9 +103,6 @@ def replace_gradients(
         products = torch._foreach_mul([saved[slot.parameter] for slot in scored], weights)
         for slot, gradient in zip(scored, products, strict=True):
             slot.parameter.grad = gradient
-    for slot in transformed:
-        gradient, projected = saved[slot.parameter], slot.parameter.detach()  # latents are loaded after this
-        slot.parameter.grad = slot.method.transform_gradient(gradient, projected, slot.mask, slot.target.output_dim)
     return saved
 
 

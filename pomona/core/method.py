@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -57,6 +57,13 @@ def validate_every(every: int | None) -> None:
     require(every is None or every >= 1, f"every counts steps between mask updates and must be ≥ 1, got {every}.")
 
 
+class GradientBound(NamedTuple):
+    """A bound on the gradients of weak outputs, as `methods._latent.BoundedFeedback` defines it."""
+
+    feedback: float  # the longest gradient of a weak output, in medians of the others
+    weak: float  # the share of the layer's typical norm at which an output is weak
+
+
 @dataclass(frozen=True)
 class Targets:
     """The tensors that a mask update may read, by parameter name, with their output dimension in front."""
@@ -86,14 +93,15 @@ class Method:
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the default
     pattern: Pattern = Unstructured()
-    allocation: str = "global"
+    allocation: str | None = None  # how layers share the sparsity; None is the pattern's default
     schedule: Schedule = Cubic()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))
-        self._set(allocation=allocations.normalize_allocation(self.allocation))
+        chosen = self.pattern.default_allocation if self.allocation is None else self.allocation
+        self._set(allocation=allocations.normalize_allocation(chosen))
         self._set(include=globs(self.include), exclude=globs(self.exclude, "exclude"))
         if self.sparsity is None:
             self._set(sparsity=self.default_sparsity if self.pattern.sparsity is None else self.pattern.sparsity)
@@ -110,7 +118,7 @@ class Method:
             isinstance(self.sparsity, (int, float)) and 0 <= self.sparsity < 1,
             f"sparsity is the pruned fraction and must lie in [0, 1), got {self.sparsity}.",
         )
-        allocations.validate_allocation(self.allocation, self.final_sparsity)
+        allocations.validate_allocation(self.allocation, self.final_sparsity)  # type: ignore[arg-type]
         fixed = self.pattern.sparsity
         if fixed is not None:
             require(
@@ -138,6 +146,13 @@ class Method:
         # Removing a whole output of the last layer would remove a class.
         left_dense = self.left_dense | {"classifier"} if self.pattern.removes_outputs else self.left_dense
         return prunable(model, self.include, self.exclude, left_dense).targets
+
+    def validate_targets(self, targets: Sequence[Target]) -> None:
+        """Raise PomonaError where the pattern does not fit a target, or the sparsity would leave some of them empty."""
+        for target in targets:
+            self.pattern.validate_shape(target.name, target.outputs_first)
+        shapes = [target.outputs_first for target in targets]
+        allocations.validate_room(shapes, self.final_sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
 
     # ---- when and how masks change
 
@@ -170,7 +185,7 @@ class Method:
         """
         if self.only_prunes:
             scores = exclude_pruned(scores, targets.masks)
-        return allocations.select(scores, sparsity, self.pattern, self.allocation)
+        return allocations.select(scores, sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
 
     @property
     def only_prunes(self) -> bool:
@@ -216,6 +231,11 @@ class Method:
     def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         """Return the gradient that the optimizer sees; `projected` is what the model ran on. Nothing is changed."""
         raise NotImplementedError
+
+    @property
+    def fused_gradient_bound(self) -> GradientBound | None:
+        """What the fused kernels compute in place of `transform_gradient`; None where only that itself will do."""
+        return None
 
 
 METHODS: Registry[Method] = Registry("method")

@@ -15,6 +15,7 @@ from ..errors import PomonaError, require
 from ..masking import apply_mask
 from . import guards, history
 from .attachment import create_slots, unwrap_optimizers, validate_length
+from .connectivity import warn_about_layers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -53,6 +54,7 @@ class Pruner:
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
+        self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history: list[dict[str, Any]] = []
 
@@ -101,6 +103,7 @@ class Pruner:
             self._unhook()
             self.slots, self.coupled, self.optimizers, self.model = [], [], [], None
             raise
+        warn_about_layers(self.model, self.slots, self.reported)
         return self
 
     def finish(self) -> None:
@@ -123,20 +126,39 @@ class Pruner:
             )
             self._update(self.method.final_sparsity)
         engine.apply_masks(last=True)
+        warn_about_layers(self.model, self.slots, self.reported)
         self._unhook()
         self.finished = True
         for slot in (*self.slots, *self.coupled):
             slot.latent = slot.weight = slot.observed_mask = None
 
-    def tick(self) -> None:
-        """Count a step that a CUDA graph replayed, and update the masks when due, without a host sync."""
+    def tick(self, steps: int = 1) -> None:
+        """Count steps that a CUDA graph replayed, and update the masks when due, without a host sync.
+
+        Several steps may be counted at once where `steps_to_update` allows so many.
+        """
         self.attached_engine()
-        require(
-            not self.wants_gradient(),
-            f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
-            "pruner.wants_gradient().",
-        )
-        self.complete_step()
+        for _ in range(steps):
+            require(
+                not self.wants_gradient(),
+                f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
+                "pruner.wants_gradient().",
+            )
+            self.complete_step()
+
+    def steps_to_update(self, limit: int) -> int:
+        """Return how many steps can be replayed, at most `limit`, before `tick` must be called for them.
+
+        The masks may be updated after the last of these steps, or need the gradient of the one that follows.
+        """
+        if isinstance(self.method, ScoreMethod):
+            return 1  # the sparsity of the masks is set before every step
+        progress = self.progress
+        for count in range(1, limit):
+            progress = progress.next
+            if self.method.is_update_due(progress):
+                return count
+        return limit
 
     def refresh(self) -> None:
         """Project the model at once: after weights were loaded or edited, or a step was broken off."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..allocation import least_count
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
@@ -78,5 +79,6 @@ class DSR(DropGrow):
         }
 
     def count_weak(self, weight: Tensor, mask: Tensor, threshold: float) -> int:
-        """Return how many active weights lie under the threshold; at least one is left."""
-        return min(int((mask & (weight.abs() < threshold)).sum()), int(mask.sum()) - 1)
+        """Return how many active weights lie under the threshold; at least one unit is left."""
+        removable = int(mask.sum()) - max(least_count(mask.shape, self.pattern), 1)
+        return max(min(int((mask & (weight.abs() < threshold)).sum()), removable), 0)

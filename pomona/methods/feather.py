@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor, PowerThreshold
-from ..core.method import method
+from ..core.method import GradientBound, method
 from ..errors import require
 from ..schedules import Cubic, Schedule
 from .st3 import ST3
@@ -32,6 +32,10 @@ class Feather(ST3):
     @property
     def transforms_gradient(self) -> bool:
         return self.theta != 1 or super().transforms_gradient
+
+    @property
+    def fused_gradient_bound(self) -> GradientBound | None:
+        return super().fused_gradient_bound if self.theta == 1 else None
 
     def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         if self.feedback is not None:

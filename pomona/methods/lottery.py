@@ -79,8 +79,7 @@ class LotteryRounds(Pruner):
         """
         targets = self.method.targets(model)
         require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
-        for target in targets:
-            self.method.pattern.validate_shape(target.name, target.outputs_first)
+        self.method.validate_targets(targets)
         sparsities = self.method.round_sparsities(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         layers = {target.name: list(target.shape) for target in targets}

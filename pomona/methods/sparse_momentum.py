@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..allocation import least_count
 from ..core.method import Masks, Targets, TrainingProgress, method, validate_every
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
@@ -73,11 +74,11 @@ class SparseMomentum(DropGrow):
         return {n: grow_highest(self.pattern, momentum[n], mask, active[n] + growth[n]) for n, mask in kept.items()}
 
     def count_drops(self, mask: Tensor, share: float, targets: Targets) -> int:
-        """Return ⌈p · active⌉; a nearly dense layer that still grows drops no more than its zeros."""
+        """Return ⌈p · active⌉; a nearly dense layer that still grows drops no more than its zeros, and one unit stays."""
         progress = targets.progress
         rate = self.floor + (self.rate - self.floor) * (1 + math.cos(math.pi * progress.step / progress.total)) / 2
         active = int(mask.sum())
         sparsity = 1 - active / mask.numel()
         if sparsity < NEARLY_DENSE and share > 1 / len(targets.masks):
             rate = min(sparsity, rate)
-        return math.ceil(rate * active - 1e-9)
+        return max(min(math.ceil(rate * active - 1e-9), active - least_count(mask.shape, self.pattern)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class Balanced(Pattern):
     Options: the width of a `block`, or the number of `blocks` in a row. Rows that cannot be divided into such blocks
     are refused; with `pad` the last block of a row is filled with columns that are never kept.
     """
+
+    always_keeps_some: ClassVar[bool] = True
 
     block: int | None = None
     blocks: int | None = None
@@ -97,6 +100,8 @@ def select_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
 @dataclass(frozen=True)
 class NM(Pattern):
     """n of every m consecutive weights along in · kh · kw are kept, which fixes the sparsity at 1 − n/m."""
+
+    always_keeps_some: ClassVar[bool] = True
 
     n: int
     m: int

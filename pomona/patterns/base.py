@@ -23,11 +23,21 @@ class Pattern(ABC):
     is_elementwise: ClassVar[bool] = False  # whether single weights are ranked against each other
     ranks_units: ClassVar[bool] = False  # whether units are ranked by a norm, which needs non-negative scores
     removes_outputs: ClassVar[bool] = False  # whether whole outputs (rows, filters) are pruned
+    always_keeps_some: ClassVar[bool] = False  # whether no selection removes all weights of a tensor
 
     @property
     def removes_coupled(self) -> bool:
         """Whether the biases and norms of a pruned output are pruned with it."""
         return self.removes_outputs
+
+    @property
+    def default_allocation(self) -> str:
+        """The allocation of methods that name none.
+
+        Norms of whole outputs differ between layers by more than their importance, so that one threshold would remove
+        all outputs of some layers.
+        """
+        return "uniform" if self.removes_outputs else "global"
 
     @property
     def sparsity(self) -> float | None:
@@ -48,6 +58,21 @@ class Pattern(ABC):
     @abstractmethod
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         """Return one mask per score tensor, true where kept; together they have the nearest possible sparsity."""
+
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
+        """Return masks as `select_masks` does, which keep at least `floors[i]` weights, in whole units, of tensor i.
+
+        The weights that a floor keeps are those that the tensor alone would keep. Scores of −inf stay the lowest.
+        """
+        return self.select_masks(
+            [
+                s.masked_fill(self.select_masks([s], 1 - n / s.numel())[0] & (s != -torch.inf), torch.inf) if n else s
+                for s, n in zip(scores, floors, strict=True)
+            ],
+            sparsity,
+        )
 
 
 PATTERNS: Registry[Pattern] = Registry("pattern")

@@ -60,6 +60,15 @@ def select_largest(scores: Sequence[Tensor], keep: int) -> Tensor:
     return mask[:total]
 
 
+def select_largest_per_segment(scores: Tensor, sizes: Sequence[int], keep: Sequence[int]) -> Tensor:
+    """Return the flat mask of the `keep[i]` largest entries of segment i of flat scores."""
+    mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    selection = SegmentedTopK(sizes, scores.device)
+    selection.set_counts(keep)
+    selection.select(scores, mask)
+    return mask
+
+
 def select_largest_per_row(scores: Tensor, keep: int) -> Tensor:
     """Return the mask of the `keep` largest entries of each row of at most `MAX_ROW_LENGTH` columns."""
     scores = scores.contiguous()

@@ -29,8 +29,11 @@ _INTEGER_VIEWS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (tor
 
 
 @torch.no_grad()
-def select_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
+def select_largest(scores: Sequence[Tensor], keep: int, floors: Sequence[int] | None = None) -> list[Tensor]:
     """Return one boolean mask per score tensor, true for the `keep` largest entries over all tensors.
+
+    With `floors` at least `floors[i]` entries of tensor i are kept, its largest ones without −inf, and all other places
+    go to the largest entries over all tensors.
 
     Ties are broken by position: tensor order, then row-major order. On CUDA the host does not wait for the device,
     and the masks are views of one buffer. Raises PomonaError for a count out of range, scores that are not floats,
@@ -40,13 +43,43 @@ def select_largest(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
     _validate(keep, total, "entries", *scores)
     if keep in (0, total):
         return [torch.full_like(score, keep > 0, dtype=torch.bool) for score in scores]
-    if scores[0].device.type == "cpu":
+    on_cpu = scores[0].device.type == "cpu"
+    if floors is not None and any(floors):
+        if on_cpu:  # where all floors are reached without them, as almost always, they change nothing
+            masks = _select_on_cpu(scores, keep)
+            if all(int(mask.count_nonzero()) >= count for mask, count in zip(masks, floors, strict=True)):
+                return masks
+        mask = select_largest([raise_floor_scores(scores, floors)], keep)[0]
+        return _split_like(mask, scores)
+    if on_cpu:
         return _select_on_cpu(scores, keep)
     flat = [score.reshape(-1) for score in scores]
     if kernels := _kernels_for(*scores):
         mask = kernels.select_largest(flat, keep)
     else:
         mask = _select_by_topk(_keys(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
+    return _split_like(mask, scores)
+
+
+def raise_floor_scores(scores: Sequence[Tensor], floors: Sequence[int] | None = None) -> Tensor:
+    """Return all scores in one flat tensor, with +inf for the `floors[i]` largest of tensor i, except those of −inf."""
+    flat = torch.cat([score.reshape(-1) for score in scores])
+    if floors is None or not any(floors):
+        return flat
+    chosen = _select_per_segment(flat, [score.numel() for score in scores], floors)
+    return flat.masked_fill_(chosen & (flat != -torch.inf), torch.inf)
+
+
+def _select_per_segment(flat: Tensor, sizes: Sequence[int], keep: Sequence[int]) -> Tensor:
+    """Return the mask of the `keep[i]` largest entries of each segment of a flat tensor."""
+    kernels = _kernels_for(flat)
+    if kernels and not torch.cuda.is_current_stream_capturing():  # the kernels copy their counts from the host
+        return kernels.select_largest_per_segment(flat, sizes, keep)
+    return torch.cat([select_largest([part], k)[0] for part, k in zip(flat.split(list(sizes)), keep, strict=True)])
+
+
+def _split_like(mask: Tensor, scores: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat mask in the shapes of the scores."""
     parts = mask.split([score.numel() for score in scores])
     return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
 

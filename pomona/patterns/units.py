@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import PomonaError, require, unknown_name_error
 from ..masking import count_pruned, matrix_shape
 from .base import PATTERNS, Pattern
-from .selection import select_largest
+from .selection import raise_floor_scores, select_largest
 
 
 class UnitPattern(Pattern):
@@ -33,10 +33,16 @@ class UnitPattern(Pattern):
         return math.prod(view[dim] for dim in inner)
 
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
+
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
         views = [self.split_into_units(s.shape) for s in scores]
         units = [self.unit_norms(s.reshape(view), inner) for s, (view, inner) in zip(scores, views, strict=True)]
         sizes = [self.unit_weight(s.shape) for s in scores]
-        kept = select_units(units, sizes, sparsity)
+        unit_floors = [count // self.unit_size(s.shape) for count, s in zip(floors, scores, strict=True)]
+        kept = select_units(units, sizes, sparsity, unit_floors)
         return [
             k.expand(view).reshape(s.shape).contiguous() for k, s, (view, _) in zip(kept, scores, views, strict=True)
         ]
@@ -48,15 +54,20 @@ class UnitPattern(Pattern):
         return norm.masked_fill((score == -torch.inf).all(dim=inner, keepdim=True), -torch.inf)
 
 
-def select_units(units: Sequence[Tensor], sizes: Sequence[int], sparsity: float) -> list[Tensor]:
-    """Return masks of the highest-ranked units, as many as bring the sparsity, counted in weights, nearest."""
+def select_units(
+    units: Sequence[Tensor], sizes: Sequence[int], sparsity: float, floors: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Return masks of the highest-ranked units, as many as bring the sparsity, counted in weights, nearest.
+
+    At least `floors[i]` units of tensor i are kept.
+    """
     weights = sum(u.numel() * size for u, size in zip(units, sizes, strict=True))
     pruned = count_pruned(sparsity, weights)
     if len(set(sizes)) == 1:
         count = sum(u.numel() for u in units)
-        return select_largest(units, count - round(pruned / sizes[0]))
+        return select_largest(units, count - round(pruned / sizes[0]), floors)
     # Units of several sizes: go down the ranking, and stop where the number of kept weights is nearest.
-    flat = torch.cat([u.flatten() for u in units])
+    flat = raise_floor_scores(units, floors)
     order = flat.argsort(descending=True, stable=True)
     size = torch.cat([torch.full((u.numel(),), s, device=flat.device) for u, s in zip(units, sizes, strict=True)])
     kept = size[order].cumsum(0)
@@ -74,8 +85,13 @@ class Unstructured(Pattern):
     is_elementwise: ClassVar[bool] = True
 
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+        return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
+
+    def select_masks_with_floors(
+        self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
+    ) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
-        return select_largest(scores, count - count_pruned(sparsity, count))
+        return select_largest(scores, count - count_pruned(sparsity, count), floors)
 
 
 @PATTERNS.register("block")

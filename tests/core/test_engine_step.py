@@ -210,3 +210,29 @@ def test_tick_counts_a_step_and_updates_masks() -> None:
         pruner.tick()
     assert pruner.step == 4
     assert [entry["step"] for entry in pruner.history] == [0, 4]
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize("limit", [1, 2, 5, 50])
+def test_steps_to_update_ends_where_masks_change(every: int, limit: int) -> None:
+    method = pm.DPF(sparsity=0.5, every=every)
+    (_, _, one), (_, _, several) = attach_to_network(pm.DPF(sparsity=0.5, every=every)), attach_to_network(method)
+    while several.step < several.total:
+        steps = several.steps_to_update(min(limit, several.total - several.step))
+        for _ in range(steps - 1):
+            updates = len(one.history)
+            one.tick()
+            assert len(one.history) == updates
+        one.tick()
+        several.tick(steps)
+        assert (several.step, len(several.history)) == (one.step, len(one.history))
+    assert [entry["step"] for entry in several.history] == [entry["step"] for entry in one.history]
+
+
+def test_a_step_whose_gradient_is_needed_is_not_replayed_with_those_before_it() -> None:
+    _, _, pruner = attach_to_network(pm.RigL(sparsity=0.5, every=4))
+    assert pruner.steps_to_update(10) == 4
+    pruner.tick(4)
+    assert pruner.wants_gradient()
+    with pytest.raises(pm.PomonaError, match="needs the gradient of this step"):
+        pruner.tick()

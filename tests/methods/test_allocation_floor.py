@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pomona as pm
-from pomona.allocation import floor_counts, parse_allocation, select
+from pomona.allocation import floor_counts, largest_sparsity, least_count, parse_allocation, select
 from pomona.patterns import Pattern
 
 PATTERNS: list[Pattern] = [
@@ -66,11 +66,12 @@ def test_floors_are_rounded_up_where_that_fits() -> None:
 def test_filters_are_counted_where_the_sparsity_is_a_share_of_them() -> None:
     # Two of ten filters are kept: one of each layer would be four, though they hold few weights.
     shapes = [torch.Size([1, 1])] * 3 + [torch.Size([7, 1000])]
-    assert floor_counts(shapes, 0.8, pm.Filter(of="filters"), 0.1) == [0, 0, 0, 0]
+    with pytest.raises(pm.PomonaError, match=r"of 0\.8 keeps 2 units.* each of the 4 layers is 4: .* at most 0\.6"):
+        floor_counts(shapes, 0.8, pm.Filter(of="filters"), 0.1)
     assert floor_counts(shapes, 0.6, pm.Filter(of="filters"), 0.1) == [1, 1, 1, 1000]
     scores = {str(k): torch.full(shape, 1.0 + k) for k, shape in enumerate(shapes)}
-    masks = select(scores, 0.8, pm.Filter(of="filters"), "global(floor=0.1)")
-    assert [int(mask.flatten(1).any(1).sum()) for mask in masks.values()] == [0, 0, 0, 2]
+    masks = select(scores, 0.6, pm.Filter(of="filters"), "global(floor=0.1)")
+    assert [int(mask.flatten(1).any(1).sum()) for mask in masks.values()] == [1, 1, 1, 1]
 
 
 def test_layers_without_room_have_no_floor() -> None:
@@ -96,18 +97,22 @@ def test_every_layer_keeps_its_floor_and_the_total_is_unchanged(pattern, shapes,
     generator = torch.Generator().manual_seed(seed)
     # Layers a hundred times apart: without a floor some of them would be empty.
     scores = {str(k): torch.rand(shape, generator=generator) * 100 ** (k % 3) + 0.01 for k, shape in enumerate(shapes)}
+    sparsity = min(sparsity, largest_sparsity([s.shape for s in scores.values()], pattern) - 1e-9)
+    floor = min(floor, 1 - sparsity)
     masks = select(scores, sparsity, pattern, f"global(floor={floor})")
     counts = floor_counts([s.shape for s in scores.values()], sparsity, pattern, floor)
+    one_unit = [least_count(s.shape, pattern) for s in scores.values()]  # all that is left where no more has room
     for mask, count in zip(masks.values(), counts, strict=True):
-        assert count >= Fraction(floor) * mask.numel() - pattern.unit_size(mask.shape)
+        assert count >= Fraction(floor) * mask.numel() - pattern.unit_size(mask.shape) or counts == one_unit
         assert int(mask.sum()) >= count
+    assert not floor or all(bool(mask.any()) for mask in masks.values())
     if pattern == pm.Filter(of="filters"):
         filters = torch.cat([mask.flatten(1).any(1) for mask in masks.values()])
         assert int(filters.sum()) == len(filters) - round(sparsity * len(filters))
     if pattern in (pm.Unstructured(), pm.NM(2, 4)):
         total = sum(mask.numel() for mask in masks.values())
         assert sum(int(mask.sum()) for mask in masks.values()) == total - round(sparsity * total)
-    free = select(scores, sparsity, pattern, "global")
+    free = select(scores, sparsity, pattern, "global(floor=0)")
     if pattern == pm.Unstructured() and all(int(free[k].sum()) >= c for k, c in zip(free, counts, strict=True)):
         assert all(torch.equal(free[k], masks[k]) for k in free)
 
@@ -127,7 +132,7 @@ def test_dpf_trains_with_a_floor(pattern: Pattern) -> None:
     assert pruner.sparsity() == pytest.approx(0.9, abs=2e-3)
 
 
-def test_a_floor_of_zero_gives_the_bits_of_no_floor() -> None:
+def test_a_default_floor_that_does_not_bind_gives_the_bits_of_no_floor() -> None:
     runs = []
     for allocation in ("global", "global(floor=0)"):
         model, optimizer, pruner = attach_to_network(pm.DPF(sparsity=0.8, every=4, allocation=allocation), total=20)
@@ -181,6 +186,7 @@ def test_kernels_select_with_the_same_floor(sparsity: float) -> None:
         ("global(floor='x')", r"got 'x'"),
         ("global(flor=0.1)", "unknown option of allocation 'global' 'flor': did you mean 'floor'"),
         ("uniform(floor=0.01)", "only global takes a floor"),
+        ("erk(floor=0)", "only global takes a floor"),
         ("globl(floor=0.01)", "did you mean 'global'"),
         ("global(0.1)", r"^'global\(0\.1\)' is not of the form global\(option=value, …\)"),
         ("global(floor=0.1", "not of the form"),
@@ -196,9 +202,10 @@ def test_invalid_floors_are_refused(method: Callable[..., pm.Pruner], allocation
 
 def test_allocations_have_one_canonical_form() -> None:
     assert parse_allocation("global(floor=0.02)") == ("global", 0.02)
-    assert parse_allocation("erk") == ("erk", 0)
+    assert parse_allocation("erk") == ("erk", None)
     for one, written in [
-        ("global", ["global(floor=0)", "global()", " global "]),
+        ("global", ["global()", " global "]),
+        ("global(floor=0)", ["global(floor=0.0)"]),
         ("global(floor=0.1)", ["global(floor=.10)", "global ( floor = 0.1 )"]),
         ("erk", ["erk()"]),
     ]:

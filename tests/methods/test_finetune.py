@@ -72,12 +72,12 @@ def test_oneshot_at_the_end_by_hand() -> None:
     assert get_weight_rows(model) == [[0.0, 0.0, 0.0, 0.0], [-8.0, 0.0, 7.0, 6.0]]
 
 
-@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("allocation", ["global(floor=0)", "uniform"])
 def test_oneshot_matches_numpy_on_fifty_networks(allocation: str) -> None:
     for seed in range(50):
         sparsity, model = (0.0, 0.3, 0.5, 0.9, 0.99)[seed % 5], Net(seed).double()
         size = {name: model.get_parameter(name).detach().abs().numpy() for name in TARGETS}
-        if allocation == "global":
+        if allocation != "uniform":
             count = sum(s.size for s in size.values())
             expected = keep_largest_globally(size, count - round(sparsity * count))
         else:
@@ -139,7 +139,8 @@ def test_incremental_matches_a_reference_over_fifty_updates(make: Any) -> None:
     steps = reference.run(TOTAL, prune_incrementally, due=lambda t: t % EVERY == 0 and t <= 0.75 * TOTAL)
 
     model = Net().double()
-    pruner = pm.Incremental(sparsity=0.9, every=EVERY).attach(model, make(model), total_steps=TOTAL)
+    pruner = pm.Incremental(sparsity=0.9, every=EVERY, allocation="global(floor=0)")
+    pruner.attach(model, make(model), total_steps=TOTAL)
     train_beside_reference(pruner, reference, steps)
     assert len(pruner.history) == 50
 
@@ -166,7 +167,9 @@ def test_random_matches_numpy_on_fifty_seeds() -> None:
         drawn = draw_random_scores({name: model.get_parameter(name).detach().numpy() for name in TARGETS}, seed)
         count = sum(s.size for s in drawn.values())
         expected = keep_largest_globally(drawn, count - round(sparsity * count))
-        masks = pm.Random(sparsity=sparsity, seed=seed).attach(model, make_sgd(model)).masks()
+        masks = (
+            pm.Random(sparsity=sparsity, seed=seed, allocation="global(floor=0)").attach(model, make_sgd(model)).masks()
+        )
         assert all(np.array_equal(masks[name].numpy(), mask) for name, mask in expected.items())
 
 

@@ -48,7 +48,8 @@ def test_oneshot_prunes_once(at: float, prune_step: int) -> None:
 def test_oneshot_keeps_the_largest_weights() -> None:
     model = Net().double()
     weights = torch.cat([model.get_parameter(name).detach().abs().flatten() for name in TARGETS])
-    pruner = pm.OneShot(sparsity=0.9).attach(model, make_sgd(model))  # at = 0 needs no total_steps
+    pruner = pm.OneShot(sparsity=0.9, allocation="global(floor=0)")
+    pruner.attach(model, make_sgd(model))  # at = 0 needs no total_steps
     threshold = weights.sort(descending=True).values[len(weights) - round(0.9 * len(weights))]
     kept = torch.cat([m.flatten() for m in pruner.masks().values()])
     assert torch.equal(kept, weights > threshold)
@@ -83,7 +84,7 @@ def test_incremental_never_keeps_a_pruned_weight_again(pattern: Any, allocation:
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Conv2d(4, 6, 1), nn.Linear(8, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pruner = pm.Incremental(sparsity=None if pattern.sparsity else 0.8, every=1, pattern=pattern, allocation=allocation)
+    pruner = pm.Incremental(sparsity=None if pattern.sparsity else 0.7, every=1, pattern=pattern, allocation=allocation)
     pruner.attach(model, optimizer, total_steps=12)
     before = copy_masks(pruner)
     for _ in range(12):
@@ -108,7 +109,9 @@ def test_incremental_keeps_no_pruned_filter_again_to_reach_the_count() -> None:
         model[1].weight.fill_(2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     options = {"pattern": pm.Filter(), "every": 1, "include": ["0", "1"], "schedule": pm.Linear(until=1.0)}
-    pruner = pm.Incremental(sparsity=5 / 8, **options).attach(model, optimizer, total_steps=5)
+    pruner = pm.Incremental(sparsity=5 / 8, allocation="global(floor=0)", **options).attach(
+        model, optimizer, total_steps=5
+    )
     kept = []
     for _ in range(5):
         for parameter in model.parameters():

@@ -61,7 +61,9 @@ def test_snip_by_hand_over_weights_biases_and_the_last_layer() -> None:
     for parameter, value in zip(model.parameters(), ([[2.0, -1.0]], [0.5], [[4.0]], [0.3]), strict=True):
         parameter.data.copy_(torch.tensor(value))
     x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    pruner = pm.SNIP(sparsity=0.4).attach(model, make_zero_lr_sgd(model), loss=lambda: 3 * model(x).sum())
+    pruner = pm.SNIP(sparsity=0.4, allocation="global(floor=0)").attach(
+        model, make_zero_lr_sgd(model), loss=lambda: 3 * model(x).sum()
+    )
     masks = {name: mask.int().tolist() for name, mask in pruner.masks().items()}
     assert masks == {"0.weight": [[1, 1]], "0.bias": [1], "1.weight": [[0]], "1.bias": [0]}
 
@@ -84,7 +86,7 @@ def test_snip_matches_numpy_on_fifty_networks(way: str) -> None:
         copied = copy.deepcopy(model).train(way == "first step")  # a loss at attach is computed in evaluation mode
         expected = select_by_saliency(copied, compute_loss(copied, seed), sparsity)
         optimizer = make_sgd(model)
-        pruner = pm.SNIP(sparsity=sparsity)
+        pruner = pm.SNIP(sparsity=sparsity, allocation="global(floor=0)")
         if way == "loss":
             pruner.attach(model, optimizer, loss=lambda: compute_loss(model, seed))  # noqa: B023 - called at once
         else:

@@ -146,11 +146,11 @@ def test_channels_without_a_reader_are_removed() -> None:
 
 
 def test_a_layer_keeps_one_channel() -> None:
-    model = two_convolutions()
-    zero_filters(model[0], list(range(8)), model[1])
+    model = randomize_norms(Residual())
+    zero_filters(model.inner, list(range(5)), model.inner_norm)
     shrunk = shrink(model, (2, 6, 6))
-    assert shrunk.removed == {"0": Change(8, 1)}
-    assert shrunk.kept == {"0": "1 so that the layer has a channel"}
+    assert shrunk.removed == {"inner": Change(5, 1)}
+    assert shrunk.kept == {"inner": "1 so that the layer has a channel"}
     assert_equal_outputs(model, shrunk, (2, 6, 6))
 
 
@@ -216,8 +216,7 @@ def test_concatenated_channels(first: set[int], second: set[int], seed: int) -> 
     try:
         shrunk = shrink(model, (2, 5, 5))
     except pm.PomonaError:
-        assert len(first) < 2
-        assert len(second) < 2
+        assert (len(first) < 2 and len(second) < 2) or len(first) == 5, "or it is cut in two"
         return
     assert_equal_outputs(model, shrunk, (2, 5, 5))
     for name, zero, width in (("first", first, 5), ("second", second, 6)):
@@ -236,7 +235,7 @@ def test_added_channels(stem: set[int], inner: set[int], outer: set[int], norms:
     try:
         shrunk = shrink(model, (2, 6, 6))
     except pm.PomonaError:
-        assert not norms or not (inner or stem & outer or len(outer) == 6)
+        assert not norms or not (inner or stem & outer or len(outer) == 6) or len(stem) == 6, "or it is cut in two"
         return
     assert_equal_outputs(model, shrunk, (2, 6, 6))
     if norms:

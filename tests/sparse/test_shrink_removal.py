@@ -31,6 +31,29 @@ def test_unstructured_zeros_are_refused() -> None:
         shrink(model, (2, 6, 6))
 
 
+@pytest.mark.parametrize("how", ["empty layer", "nothing read"])
+def test_a_network_that_is_cut_in_two_is_refused(how: str) -> None:
+    model = randomize_norms(
+        nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1))
+    )
+    model = nn.Sequential(*model, nn.Flatten(), nn.Linear(6 * 36, 4)).double()
+    assert shrink_after_zeroing(model, range(7)), "one filter of eight is a path"
+    if how == "empty layer":
+        zero_filters(model[0], list(range(8)))
+    else:
+        with torch.no_grad():
+            model[3].weight[:, 7] = 0  # the only channel of the first layer that is left
+    reason = "0 has no weight left" if how == "empty layer" else "5 reads constants only"
+    with pytest.raises(pm.PomonaError, match=f"same output for every input, because {reason}: .* lower sparsity"):
+        shrink(model, (2, 6, 6))
+
+
+def shrink_after_zeroing(model: nn.Module, channels: range) -> bool:
+    """Remove filters of the first layer and return whether the model can be shrunk."""
+    zero_filters(model[0], list(channels), model[1])
+    return shrink(model, (2, 6, 6)).params.ratio > 1
+
+
 def test_group_norm_is_named_as_obstacle() -> None:
     model = pm.models.build("wrn16_4", norm="group")
     zero_filters(model.blocks[0].conv1, [0, 1], model.blocks[0].norm2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import LAYERWISE_ALLOCATIONS, floor_counts, parse_allocation
+from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ...masking import count_pruned
 from ..slot import dense_strides
 from .captured_graphs import CapturedGraphs
@@ -53,6 +53,8 @@ class FlatBuffers:
         self.block_table: tuple[Tensor, ...] = ()
         self.output_thresholds: Any = None  # scales and thresholds of all outputs, where kernels shrink by them
         self.update_figures: Any = None  # what kernels measure of an update
+        self.bounded_gradients: Any = None  # gradients that kernels bound, where they can
+        self.bounded_views: dict[Slot, Tensor] = {}  # the part of each slot in their buffer
         self.graphs = CapturedGraphs(self.mask.device)
 
     def _flatten_field(self, field: str) -> Any:
@@ -134,6 +136,8 @@ class FlatBuffers:
 
         if operation == "select_by_magnitude":
             self._select_largest(torch.abs(self.latent[: self.count], out=self.magnitude))
+        elif operation == "bound_gradients":
+            self.bounded_gradients.bound(self.block_table[0], *self.method.fused_gradient_bound)  # type: ignore[misc]
         elif operation == "calibrate":
             self.output_thresholds.calibrate(self.latent, self.mask)
         elif operation == "measure_update":
@@ -153,6 +157,38 @@ class FlatBuffers:
             self.floor_top_k.select(scores, self.mask)
             scores = scores.masked_fill(self.target_mask, torch.inf)
         self.top_k.select(scores, self.mask)
+
+    # ---- the gradients that the optimizer sees
+
+    def transform_gradients(self, slots: Sequence[Slot]) -> None:
+        """Replace the gradients of targets where the method transforms them; parameters hold their sparse values."""
+        targets = [slot for slot in slots if slot.leader is None] if self.method.transforms_gradient else []
+        if len(targets) == len(self.targets) and self._bounds_gradients():
+            views = self.bounded_views
+            torch._foreach_copy_([*views.values()], [slot.parameter.grad for slot in views])  # type: ignore[arg-type]
+            self.launch("bound_gradients")
+            for slot, view in views.items():
+                slot.parameter.grad = view
+            return
+        for slot in targets:
+            assert slot.parameter.grad is not None
+            slot.parameter.grad = self.method.transform_gradient(
+                slot.parameter.grad, slot.parameter.detach(), slot.mask, slot.target.output_dim
+            )
+
+    def _bounds_gradients(self) -> bool:
+        """Return whether kernels bound the gradients, after making their buffer where needed."""
+        if self.method.fused_gradient_bound is None or not self.kernels_ready():
+            return False
+        slots = [slot for slot in self.targets if slot.mask.ndim > 1]
+        counts, sizes = [*map(output_count, slots)], [slot.mask.numel() for slot in slots]
+        if self.bounded_gradients is None and self.kernels.can_bound(counts):  # type: ignore[union-attr]
+            gradient = self.latent.new_empty(sum(sizes))
+            places = [self.slots.index(slot) for slot in slots]
+            self.bounded_gradients = self.kernels.BoundedGradients(gradient, places, counts, sizes)  # type: ignore[union-attr]
+            for slot, part in zip(slots, gradient.split(sizes), strict=True):
+                self.bounded_views[slot] = part.as_strided(slot.mask.shape, slot.mask.stride(), part.storage_offset())
+        return self.bounded_gradients is not None
 
     # ---- the copies of a step, for all slots or some of them
 
@@ -266,17 +302,18 @@ class FlatBuffers:
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = parse_allocation(self.method.allocation)
-        layerwise = LAYERWISE_ALLOCATIONS.get(name)
-        sizes = [self.count] if layerwise is None else self.sizes
+        name, floor = parse_allocation(self.method.allocation)  # type: ignore[arg-type]
+        is_global, pattern = name == "global", self.method.pattern
+        sizes = [self.count] if is_global else self.sizes
         shapes = [slot.target.outputs_first for slot in self.targets]
-        shares = [sparsity] if layerwise is None else layerwise(shapes, sparsity)
+        shares = [sparsity] if is_global else layer_sparsities(name, shapes, sparsity, pattern)
+        has_floor = is_global and floor != 0 and len(shapes) > 1
         if self.top_k is None:
             self.top_k = self.kernels.SegmentedTopK(sizes, self.mask.device)
-            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if floor else None
+            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if has_floor else None
         self.top_k.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
-        if floor:
-            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, self.method.pattern, floor))
+        if has_floor:
+            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, pattern, floor))
         return True
 
     # ---- random weights
@@ -303,9 +340,14 @@ def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
 
 def threshold_count(slot: Slot) -> int:
     """Return how many outputs have a threshold of their own; 0 for none, or where they are not contiguous."""
-    number, mask = 0 if slot.calibration is None else slot.calibration[0].numel(), slot.mask
-    contiguous = slot.target.output_dim == 0 and mask.stride(0) * number == mask.numel()
-    return number if number == 1 or contiguous else 0
+    number = 0 if slot.calibration is None else slot.calibration[0].numel()
+    return number if number in (1, output_count(slot)) else 0
+
+
+def output_count(slot: Slot) -> int:
+    """Return the number of outputs whose weights are contiguous in memory; 0 where they are not."""
+    count = slot.mask.shape[0]
+    return count if slot.target.output_dim == 0 and slot.mask.stride(0) * count == slot.mask.numel() else 0
 
 
 @cache

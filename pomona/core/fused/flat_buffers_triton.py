@@ -11,12 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ...patterns.radix_select_triton import SegmentedTopK
+from .gradient_bound_triton import BoundedGradients, can_bound
 from .random_stream import DRAW_BITS, ROUNDS, RandomStream
+from .triton_types import ROW, TRITON_DTYPES
 
-__all__ = ["OutputThresholds", "SegmentedTopK", "UpdateFigures", "make_block_table", "redraw", "run_copy"]
+__all__ = [
+    "BoundedGradients",
+    "OutputThresholds",
+    "SegmentedTopK",
+    "UpdateFigures",
+    "can_bound",
+    "make_block_table",
+    "redraw",
+    "run_copy",
+]
 
 BLOCK = 4096  # weights that one program copies
-ROW = 1024  # weights of an output that a program reads at a time
 
 COPIES = {
     "load": 0,  # parameter ← latent
@@ -24,13 +34,6 @@ COPIES = {
     "project": 2,  # parameter ← C(latent)
     "store": 3,  # latent ← parameter
 }  # C(w) is m ⊙ w, or with a scale s and a threshold t for each output m ⊙ s · sign(w) · max(|w| − t, 0)
-
-TRITON_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 
 
 def make_block_table(addresses: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:

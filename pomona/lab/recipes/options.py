@@ -1,4 +1,4 @@
-"""The option sections of a recipe that are plain dataclasses: data, train, origin and finetune."""
+"""The option sections of a recipe that are plain dataclasses: data, train, origin, teacher and finetune."""
 
 from __future__ import annotations
 
@@ -91,6 +91,30 @@ class OriginOptions:
     def __post_init__(self) -> None:
         if self.weights not in ORIGIN_WEIGHTS:
             raise unknown_name_error("origin.weights", self.weights, ORIGIN_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """The trained network whose outputs a run learns beside the labels (Hinton et al., 2015), in all its stages."""
+
+    run: str | None = None  # the folder of the teacher's finished run, or
+    file: str | None = None  # the model.safetensors of a finished run
+    fingerprint: str | None = None  # the fingerprint of the teacher's run, or a hash of the file; filled in
+    weight: float = 0.9  # the share of the teacher in the loss; the rest is that of the labels
+    temperature: float = 4.0  # divides the logits of both networks before their softmax
+
+    def __post_init__(self) -> None:
+        require(
+            self.run is None or self.file is None,
+            f"a run has one teacher: give teacher.run ('{self.run}') or teacher.file ('{self.file}').",
+        )
+        require(0 < self.weight <= 1, f"teacher.weight is a share of the loss in (0, 1], got {self.weight}.")
+        require(self.temperature > 0, f"teacher.temperature must be above 0, got {self.temperature}.")
+
+    @property
+    def is_named(self) -> bool:
+        """Return whether there is a teacher."""
+        return self.run is not None or self.file is not None
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,10 @@ class PrivateRecipe:
             "a private run has no method, finetune or origin: the gradient is pruned by the section [private].",
         )
         require(
+            not recipe.teacher.is_named,
+            "a private run has no teacher: its outputs would reveal the data it was trained on, outside the budget.",
+        )
+        require(
             not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
             "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
         )

@@ -37,14 +37,14 @@ from pomona.registry import resolve_type_hints, spec_options, spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
-from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TrainOptions
+from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import read_recipe
 from .sections import SECTION_PARSERS, parse_finetune, validate_keys
 from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
 # the run is executed and observed.
-SETTINGS_WITHOUT_EFFECT = {"name", "origin.run"} | {
+SETTINGS_WITHOUT_EFFECT = {"name", "origin.run", "teacher.run", "teacher.file"} | {
     f"train.{key}"
     for key in (
         "device",
@@ -74,6 +74,7 @@ class Recipe:
     data: DataOptions
     model: dict[str, Any]
     origin: OriginOptions = OriginOptions()
+    teacher: TeacherOptions = TeacherOptions()
     method: dict[str, Any] = field(default_factory=lambda: {"name": DENSE})
     optimizer: OptimizerSpec = SGD()
     rate: LearningRate = StepDecay()
@@ -131,12 +132,17 @@ class Recipe:
             "data": self.data.to_dict(),
             "model": self.model,
             "origin": dataclasses.asdict(self.origin),
+            "teacher": dataclasses.asdict(self.teacher),
             "method": self.method,
             "optimizer": spec_to_dict(self.optimizer),
             "rate": spec_to_dict(self.rate),
             "train": dataclasses.asdict(self.train),
             "finetune": self.finetune.to_dict(),
         }
+
+    def required_runs(self) -> list[Path]:
+        """Return the folders of the finished runs whose weights the run reads."""
+        return [Path(run) for run in (self.origin.run, self.teacher.run) if run is not None]
 
     def to_toml(self) -> str:
         """Return the recipe as TOML; an option without a value is written as a comment, or by how it is turned off."""
@@ -159,8 +165,12 @@ class Recipe:
 
     def _settings(self) -> dict[str, Any]:
         """Return dotted key → value of every setting that decides the result; unused sections are left out."""
-        unused = [*["origin"] * (self.origin.run is None), *["finetune"] * (not self.finetune.epochs)]
-        used = {section: options for section, options in self.to_dict().items() if section not in unused}
+        is_used = {
+            "origin": self.origin.run is not None,
+            "teacher": self.teacher.is_named,
+            "finetune": self.finetune.epochs > 0,
+        }
+        used = {section: options for section, options in self.to_dict().items() if is_used.get(section, True)}
         return {
             key: _normalize_number(value)
             for key, value in _flatten(used)

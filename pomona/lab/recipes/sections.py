@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import typing
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from pomona.registry import spec_to_dict, to_plain_data, validate_type
 
 from .learning_rates import LEARNING_RATES, LearningRate, StepDecay
 from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
-from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TrainOptions
+from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import normalize_choice
 
 
@@ -101,15 +102,38 @@ def parse_method(given: Any) -> dict[str, Any]:
 def parse_origin(given: Any) -> OriginOptions:
     """Return the origin with the fingerprint of its run, which must be finished unless a fingerprint is given."""
     options = parse_options("origin", given, OriginOptions)
-    run = options.get("run")
-    if run is not None and options.get("fingerprint") is None:
-        try:
-            options["fingerprint"] = json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PomonaError(
-                f"origin.run names '{run}', which is not a finished run: it has no summary.json, or a damaged one."
-            ) from error
+    if options.get("run") is not None and options.get("fingerprint") is None:
+        options["fingerprint"] = read_fingerprint("origin.run", options["run"])
     return OriginOptions(**options)
+
+
+def parse_teacher(given: Any) -> TeacherOptions:
+    """Return the teacher with the fingerprint of its run, or a hash of its file, unless a fingerprint is given."""
+    options = parse_options("teacher", given, TeacherOptions)
+    teacher = TeacherOptions(**options)
+    if teacher.fingerprint is not None or not teacher.is_named:
+        return teacher
+    if teacher.run is not None:
+        return dataclasses.replace(teacher, fingerprint=read_fingerprint("teacher.run", teacher.run))
+    return dataclasses.replace(teacher, fingerprint=hash_file("teacher.file", str(teacher.file)))
+
+
+def read_fingerprint(key: str, run: str) -> str:
+    """Return the fingerprint of the finished run in the folder that a setting names."""
+    try:
+        return str(json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PomonaError(
+            f"{key} names '{run}', which is not a finished run: it has no summary.json, or a damaged one."
+        ) from error
+
+
+def hash_file(key: str, file: str) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of the file that a setting names."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        raise PomonaError(f"{key} names '{file}', which cannot be read: {error.strerror}.") from error
 
 
 def parse_optimizer(given: Any) -> OptimizerSpec:
@@ -177,6 +201,7 @@ SECTION_PARSERS: dict[str, Any] = {
     "data": parse_data,
     "model": parse_model,
     "origin": parse_origin,
+    "teacher": parse_teacher,
     "method": parse_method,
     "optimizer": parse_optimizer,
     "rate": parse_rate,
@@ -189,7 +214,13 @@ def validate_keys(given: Mapping[str, Any]) -> None:
     require("private" not in given, "a recipe with a section [private] is trained by `pomona private`.")
     for key in given:
         if key not in SECTION_PARSERS and key != "finetune":
-            sections = {"optimizer": SGD, "rate": StepDecay, "train": TrainOptions, "origin": OriginOptions}
+            sections = {
+                "optimizer": SGD,
+                "rate": StepDecay,
+                "train": TrainOptions,
+                "origin": OriginOptions,
+                "teacher": TeacherOptions,
+            }
             options = [f"{s}.{f.name}" for s, spec in sections.items() for f in dataclasses.fields(spec)]
             raise unknown_name_error(
                 "key of the recipe", key, [*SECTION_PARSERS, "finetune", *options, "method.sparsity"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ...core.method import METHODS
 from ...core.score_method import ScoreMethod
@@ -17,6 +15,7 @@ from ...sparse import ticket as tickets
 from . import checkpoint, masks
 from .durable_files import replace_file
 from .folder import MODEL_FILE
+from .model_file import read_model_options
 from .shrink import load_finished_model
 
 FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # format → file name
@@ -41,7 +40,7 @@ def export_balanced(
         any(layer.block is not None for layer in report.layers),
         f"'{run}' has no layer with balanced blocks: train with method.pattern = \"balanced(block=32)\".",
     )
-    return report, save(small, run / FORMATS["balanced"] if out is None else out, read_model_options(run))
+    return report, save(small, run / FORMATS["balanced"] if out is None else out, read_model_options(run / MODEL_FILE))
 
 
 def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
         )
     kept, fan_in = masks.load(run), {target.name: target.fan_in for target in method.targets(model)}
     drawn = {name: tickets.DrawnTensor(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
-    data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run))
+    data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run / MODEL_FILE))
     file = run / FORMATS["ticket"] if out is None else out
     replace_file(file, data)
     state_bytes = sum(value.numel() * value.element_size() for value in model.state_dict().values())
@@ -73,9 +72,3 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
         "state_bytes": state_bytes,
         "ratio": state_bytes / len(data),
     }
-
-
-def read_model_options(run: Path) -> dict[str, Any]:
-    """Return the name and the options of the model of a finished run."""
-    with safe_open(run / MODEL_FILE, "pt") as file:
-        return dict(json.loads(file.metadata()["pomona"]))

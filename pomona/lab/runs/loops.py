@@ -23,13 +23,15 @@ from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
 from .concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK
+from .distillation import distillation_loss
 from .evaluate import autocast, cross_entropy
+from .graph_launcher import GRAPH_LAUNCHER
 
 if TYPE_CHECKING:
     from .run import Run
 
 COMPILE_FROM_STEPS = 5000  # shorter stages take less time without compilation
-SYNC_INTERVAL = 16  # steps between two events by which the host follows the device
+SYNC_INTERVAL = 16  # steps between two events by which the host follows the device; the most that are taken at once
 MAX_COMPILED_MODELS = 64  # architectures that one process may compile
 WARMUP_STEPS = 2  # before a capture: the first step allocates and tunes, the second must find nothing left to do
 
@@ -39,8 +41,8 @@ class Loop(Protocol):
 
     loss_interval: int  # steps between two readings of the loss; 0 reads it at the end of an epoch only
 
-    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
-        """Take the steps of an epoch, beginning with `start`, and yield after each."""
+    def run_epoch(self, epoch: int, start: int) -> Iterator[int]:
+        """Take the steps of an epoch, beginning with `start`; yield how many were taken at once, usually one."""
 
     def take_losses(self) -> Tensor | None:
         """Return the losses of the steps since the last call, or None if there are none."""
@@ -84,7 +86,7 @@ def capture_obstacle(run: Run) -> str | None:
         return f"is for a single process, and {run.processes.world_size} train here together"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in run.model.modules()):
         return "would replay one and the same dropout"
-    if any(isinstance(m, nn.RNNBase) for m in run.model.modules()):
+    if any(isinstance(m, nn.RNNBase) for network in run.networks for m in network.modules()):
         return "has recurrent layers, which cuDNN does not let be captured"
     return None
 
@@ -98,14 +100,14 @@ class EagerLoop:
         self.loss_interval = 1 if run.device.type == "cpu" else run.options.log_every
         self.losses: list[Tensor] = []
 
-    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
-        """Take the steps of an epoch, beginning with `start`, and yield after each."""
+    def run_epoch(self, epoch: int, start: int) -> Iterator[int]:
+        """Take the steps of an epoch, beginning with `start`, and yield 1 after each."""
         run = self.run
         for index, (inputs, targets) in enumerate(run.batches.epoch(epoch, start), start):
             for group in run.optimizer.param_groups:
                 group["lr"] = run.rate(epoch * run.steps_per_epoch + index - run.stage_start)
             self.losses.append(train_step(run, eager_forward, inputs, targets))
-            yield
+            yield 1
 
     def take_losses(self) -> Tensor | None:
         """Return the losses of the steps since the last call, or None if there are none."""
@@ -130,15 +132,16 @@ class CapturedLoop:
         self.rate = new(())
         self.steps_read = self.steps_taken = 0  # steps of the epoch whose loss was read, and that were taken
 
-    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
-        """Replay the step for each batch of an epoch, beginning with `start`, and yield after each."""
+    def run_epoch(self, epoch: int, start: int) -> Iterator[int]:
+        """Replay the step for each batch of an epoch, beginning with `start`; yield how many were replayed at once."""
         run = self.run
         self.load_epoch(epoch, start)
         for group in run.optimizer.param_groups:
             group["lr"] = self.rate
         events: deque[torch.cuda.Event] = deque()
-        for index in range(start, run.steps_per_epoch):
-            size = self.batch_size_at(index)
+        index, since_event = start, SYNC_INTERVAL
+        while index < run.steps_per_epoch:
+            size, taken = self.batch_size_at(index), 1
             if run.pruner is not None and run.pruner.wants_gradient():
                 with SHARED_STATE_LOCK:
                     self.take_step(eager_forward, size)
@@ -147,16 +150,35 @@ class CapturedLoop:
                     with SHARED_STATE_LOCK:
                         self.capture()
                     self.counter.fill_(index)
-                self.graphs[size].replay()
+                taken = self.replay(index, size)
                 if run.pruner is not None:
-                    run.pruner.tick()
-            self.steps_taken = index + 1
-            if index % SYNC_INTERVAL == 0:  # not too far ahead of the device: a full queue would block other runs
+                    run.pruner.tick(taken)
+            index += taken
+            since_event += taken
+            self.steps_taken = index
+            if since_event >= SYNC_INTERVAL:  # not too far ahead of the device: a full queue would block other runs
+                since_event = 0
                 events.append(torch.cuda.Event())
                 events[-1].record()
                 if len(events) > 2:
                     events.popleft().synchronize()
-            yield
+            yield taken
+
+    def replay(self, index: int, size: int) -> int:
+        """Replay the step from a batch of `size` rows on, and return how many steps were taken.
+
+        A concurrent run takes all steps at once up to the next one after which the host has something to do.
+        """
+        run, launcher, count = self.run, GRAPH_LAUNCHER.get(), 1
+        if launcher is not None:
+            end = min(index + SYNC_INTERVAL, index + run.steps_to_checkpoint, run.steps_per_epoch)
+            count = sum(self.batch_size_at(i) == size for i in range(index, end))
+            count = count if run.pruner is None else run.pruner.steps_to_update(count)
+        if launcher is None or count == 1:
+            self.graphs[size].replay()
+        else:
+            launcher.replay(self.graphs[size], count)
+        return count
 
     def take_losses(self) -> Tensor | None:
         """Return a copy of the losses since the last call, or None if there are none."""
@@ -202,7 +224,7 @@ class CapturedLoop:
         with (
             GRAPH_CAPTURE_LOCK,
             pause_garbage_collection(),
-            fast_convolutions(run.model, run.options.precision == "bf16"),
+            fast_convolutions(nn.ModuleList(run.networks), run.options.precision == "bf16"),
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
         ):
             with preserved_state(run):
@@ -250,6 +272,12 @@ def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> T
     """Take one training step on a batch and return its loss."""
     logits = forward(run.parallel_model, inputs, run.device, run.options.precision)
     loss = cross_entropy(logits, targets, label_smoothing=run.options.label_smoothing)
+    if run.teacher is not None:
+        with torch.no_grad():
+            teacher_logits = forward(run.teacher, inputs, run.device, run.options.precision)
+        options = run.recipe.teacher
+        distilled = distillation_loss(logits, teacher_logits, options.temperature)
+        loss = (1 - options.weight) * loss + options.weight * distilled
     run.optimizer.zero_grad()
     loss.backward()
     if run.options.clip:

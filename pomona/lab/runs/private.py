@@ -178,7 +178,7 @@ class PoissonLoop(EagerLoop):
         super().__init__(run)
         self.strategy = strategy
 
-    def run_epoch(self, epoch: int, start: int) -> Iterator[None]:
+    def run_epoch(self, epoch: int, start: int) -> Iterator[int]:
         run, private_step = self.run, self.strategy.step
         for step in range(epoch * run.steps_per_epoch + start, (epoch + 1) * run.steps_per_epoch):
             for group in run.optimizer.param_groups:
@@ -186,7 +186,7 @@ class PoissonLoop(EagerLoop):
             inputs, targets = self.gather(private_step.draw(), step)
             self.losses.append(private_step(inputs, targets))
             self.strategy.update_average(run)
-            yield
+            yield 1
 
     def gather(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of rows, with as many augmented views of each as the recipe asks for."""

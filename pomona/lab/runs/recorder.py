@@ -126,9 +126,11 @@ class Recorder:
             for _ in range(steps_taken):
                 self.progress.step()
 
-    def report_step(self, loss: float | None) -> None:
-        """Report a step, with its loss if it was read and may be shown."""
+    def report_steps(self, count: int, loss: float | None) -> None:
+        """Report steps, with the loss of the last if it was read and may be shown."""
         if self.progress is not None:
+            for _ in range(count - 1):
+                self.progress.step()
             self.progress.step(loss if self._allows("progress", "loss") else None)
 
     def report_epoch(self, row: Mapping[str, Any]) -> None:

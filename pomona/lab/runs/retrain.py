@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from pomona import models
 from pomona.errors import require, unknown_name_error
 from pomona.methods import METHODS
@@ -32,6 +30,7 @@ from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
 from . import masks
 from .folder import ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, RECIPE_FILE, SUMMARY_FILE
+from .model_file import read_model_options
 from .recorder import NoteCallback, ProgressListener
 from .train import train
 
@@ -176,8 +175,7 @@ def remaining_macs(weights: Mapping[str, float], sparsities: Sequence[float]) ->
 
 def mac_shares(run: Path) -> dict[str, float]:
     """Return the share of each pruned tensor in the model's MACs and, under the last key, that of all others."""
-    with safe_open(run / MODEL_FILE, "pt") as file:
-        model = models.build(**json.loads(file.metadata()["pomona"]))
+    model = models.build(**read_model_options(run / MODEL_FILE))
     shape = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
     cost = models.summary(model, shape)
     layers = {layer.name: layer.macs for layer in cost.layers}

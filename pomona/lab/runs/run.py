@@ -32,7 +32,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pomona import models
 from pomona.core.method import Masks
@@ -42,6 +42,7 @@ from pomona.methods._mask_holder import MaskHolder
 
 from . import checkpoint, loops, masks
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
+from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
@@ -79,12 +80,15 @@ class Run:
         self.model = models.build(**self.model_options).to(device)
         # The masks that the last stage, or the run of the recipe's origin, left.
         self.masks: Masks | None = load_origin(self.recipe, self.model, device)
+        self.teacher = load_teacher(self.recipe, self.model_options, device)
         if not processes.is_first:
             torch.manual_seed(self.recipe.seed + processes.rank)  # the same weights, but other dropout
         self.channels_last = device.type == "cuda" and self.data.kind == "image"
         if self.channels_last:
-            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        models.summary(self.model, self.data.input_shape)  # refuses a model that does not run on this data
+            for network in self.networks:
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for network in self.networks:
+            models.summary(network, self.data.input_shape)  # refuses a model that does not run on this data
         self.batches = self.training_batches(rank=processes.rank, world=processes.world_size)
         self.steps_per_epoch = len(self.batches)
         self.stages = strategy.make_stages(self.model)
@@ -117,6 +121,11 @@ class Run:
         self.pruner = self.stage.make_pruner(self)
         self.average = WeightAverage(self.model)
         self.updates_written = 0  # entries of the pruner's history that are in metrics.jsonl
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """Return the networks that a step runs: the trained model, and its teacher if it has one."""
+        return [self.model] if self.teacher is None else [self.model, self.teacher]
 
     @property
     def stage_end(self) -> int:
@@ -208,15 +217,15 @@ class Run:
         interval = self.loop.loss_interval
         while self.step < self.stage_end:
             epoch, start = divmod(self.step, self.steps_per_epoch)
-            for _ in self.loop.run_epoch(epoch, start):
-                self.step += 1
-                self.timed_steps += 1
+            for taken in self.loop.run_epoch(epoch, start):
+                self.step += taken
+                self.timed_steps += taken
                 last = self.step % self.steps_per_epoch == 0
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
                 if last:
                     self.measure_speed()
                     self.update_average()
-                self.recorder.report_step(loss)
+                self.recorder.report_steps(taken, loss)
                 if last and self.step < self.stage_end:
                     self.end_epoch()
                 stopped = self.step < self.total_steps and self.any_process_stops(stop())
@@ -233,6 +242,12 @@ class Run:
             or (every > 0 and self.step % every == 0)
             or (steps > 0 and self.step % steps == 0)
         )
+
+    @property
+    def steps_to_checkpoint(self) -> int:
+        """Return the number of steps to the next checkpoint or to the end of the stage."""
+        intervals = self.options.checkpoint_every * self.steps_per_epoch, self.options.checkpoint_steps
+        return min([self.stage_end - self.step, *(steps - self.step % steps for steps in intervals if steps)])
 
     def read_losses(self) -> float | None:
         """Read the losses since the last call from the device and return the last; raise if one is not finite."""

@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
-from ... import models
 from ...errors import require
 from ...sparse import Shrunk
 from ...sparse import shrink as shrink_model
 from .durable_files import write_errors
 from .folder import ENVIRONMENT_FILE, MODEL_FILE
+from .model_file import load_model
 
 SHRUNK_FILE = "shrunk.pt2"
 
@@ -43,7 +41,4 @@ def load_finished_model(run: Path) -> tuple[nn.Module, list[int]]:
     """Return the trained network of a finished run and the shape of one input; raise PomonaError if it is not one."""
     file = run / MODEL_FILE
     require(file.is_file(), f"'{run}' is not a finished run: it has no {file.name}; pomona train makes one.")
-    with safe_open(file, "pt") as stored:
-        model = models.build(**json.loads(stored.metadata()["pomona"]))
-    model.load_state_dict(load_file(file))
-    return model.eval(), json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
+    return load_model(file).eval(), json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]

@@ -1,8 +1,9 @@
 """Concurrent runs on one GPU, each in a thread with its own CUDA stream and CUDA graph.
 
 One small network leaves most of a large GPU idle. Replays of several graphs fill it, and since a replay takes Python
-only some microseconds, one process can launch them all. Runs share nothing but the device: each has its own seeds,
-folder and checkpoints, and an error in one run becomes the result of that run while the others continue.
+only some microseconds, one thread can launch them all. Runs share nothing but the device: each has its own seeds,
+folder and checkpoints, and an error in one run becomes the result of that run while the others continue. A run that
+needs the weights of another, of its teacher for example, begins when that one has ended.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pomona.errors import require
 
 from ..runs.concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK, isolated_random_state
 from ..runs.distributed import select_device
+from ..runs.graph_launcher import GRAPH_LAUNCHER, GraphLauncher
 from ..runs.interruption import Interrupted, catch_stop_signals
 from ..runs.recorder import NoteCallback
 from .job import Job
+from .job_queue import JobQueue
 
 MAX_CONCURRENT = 24  # torch has a pool of 32 streams, some of which it uses itself
 POLL_SECONDS = 0.2  # how often the main thread looks for Ctrl-C while it waits for results
@@ -46,19 +49,19 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
             f"concurrent runs need a GPU, and '{job.recipe.name}' is for '{device}': "
             "use --jobs instead of --concurrent.",
         )
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in range(len(jobs)):
-        waiting.put(index)
-    messages: Messages = queue.SimpleQueue()
+    waiting, messages = JobQueue(jobs), Messages()
     stop = threading.Event()
+    launcher = GraphLauncher()
+    arguments = waiting, messages, stop, launcher
     threads = [
-        threading.Thread(target=serve_jobs, args=(jobs, waiting, messages, stop), name=f"run {k}", daemon=True)
+        threading.Thread(target=serve_jobs, args=arguments, name=f"run {k}", daemon=True)
         for k in range(min(count, len(jobs)))
     ]
     with (
         isolated_random_state(torch.device("cuda")),
         frequent_thread_switches(),
         catch_stop_signals() as stop_requested,
+        launcher,
     ):
         try:
             for thread in threads:
@@ -71,25 +74,26 @@ def train_concurrently(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
                 thread.join()
 
 
-def serve_jobs(jobs: Sequence[Job], waiting: queue.SimpleQueue[int], messages: Messages, stop: threading.Event) -> None:
+def serve_jobs(
+    waiting: JobQueue, messages: Messages, stop: threading.Event, launcher: GraphLauncher | None = None
+) -> None:
     """Run one waiting job after another on one CUDA stream per device; the main function of a thread."""
     CONCURRENT_RUN.set(True)
+    GRAPH_LAUNCHER.set(launcher)
     streams: dict[torch.device, torch.cuda.Stream] = {}
-    while not stop.is_set():
+    while (index := waiting.wait_and_take(stop.is_set)) is not None:
+        job = waiting.jobs[index]
         try:
-            index = waiting.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            device = select_device(jobs[index].recipe.train.device)
+            device = select_device(job.recipe.train.device)
             stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
             with torch.cuda.device(device), torch.cuda.stream(stream):
-                result = jobs[index].run(stop.is_set, lambda text: messages.put(("note", text)))
+                result = job.run(stop.is_set, lambda text: messages.put(("note", text)))
         except Interrupted:
             return
         except Exception as error:  # of the device; without a message the main thread would wait forever
             result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         messages.put(("done", (index, result)))
+        waiting.mark_ended(index)
         free_gpu_memory()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import connection, get_all_start_methods, get_context, parent_process
@@ -19,6 +18,7 @@ from ..recipes.plugins import load_plugins
 from ..runs.interruption import Interrupted, catch_stop_signals
 from ..runs.recorder import NoteCallback
 from .job import Job
+from .job_queue import JobQueue
 
 # A fork of this process would inherit its threads and its CUDA context. A fork server has only imported modules.
 CONTEXT: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
@@ -88,25 +88,24 @@ def train_in_processes(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
     not wait for them. Closing the iterator early also waits for the checkpoints, and raises nothing.
     """
     stop = CONTEXT.Event()
-    waiting, attempts = deque(range(len(jobs))), [0] * len(jobs)
+    queue, attempts = JobQueue(jobs), [0] * len(jobs)
     workers: list[Worker] = []
     with catch_stop_signals() as stop_requested:
         try:
-            while waiting or any_busy(workers):
+            while queue.waiting or any_busy(workers):
                 if stop_requested():
                     raise KeyboardInterrupt
-                while waiting and len(workers) < count:
+                while queue.waiting and len(workers) < count:
                     workers.append(Worker(stop))
                 for worker in workers:
-                    if worker.index is None and waiting:
-                        worker.assign(waiting[0], jobs[waiting[0]])
-                        waiting.popleft()
-                yield from collect_results(workers, waiting, attempts, note)
+                    if worker.index is None and (index := queue.take()) is not None:
+                        worker.assign(index, jobs[index])
+                yield from collect_results(workers, queue, attempts, note)
         finally:
             stop.set()
             try:
                 while any_busy(workers):
-                    list(collect_results(workers, waiting, attempts, note))
+                    list(collect_results(workers, queue, attempts, note))
             finally:
                 for worker in workers:
                     worker.terminate()
@@ -118,11 +117,11 @@ def any_busy(workers: Sequence[Worker]) -> bool:
 
 
 def collect_results(
-    workers: list[Worker], waiting: deque[int], attempts: list[int], note: NoteCallback
+    workers: list[Worker], queue: JobQueue, attempts: list[int], note: NoteCallback
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the results that have arrived and pass notes on to `note`.
 
-    A worker whose process died is removed from `workers`, and its job is put back into `waiting` after its first
+    A worker whose process died is removed from `workers`, and its job is put back into the queue after its first
     attempt.
     """
     pipes = {worker.pipe: worker for worker in workers if worker.index is not None}
@@ -140,10 +139,9 @@ def collect_results(
         index, worker.index = worker.index, None
         assert index is not None
         attempts[index] += 1
-        if kind == "done":
-            yield index, value
-        elif attempts[index] == 1:
-            waiting.appendleft(index)
-        else:
-            reason = f"its process ended twice ({kind}, {value}): is there enough memory for so many jobs?"
-            yield index, {"error": reason}
+        if kind != "done" and attempts[index] == 1:
+            queue.put_back(index)
+            continue
+        queue.mark_ended(index)
+        reason = f"its process ended twice ({kind}, {value}): is there enough memory for so many jobs?"
+        yield index, value if kind == "done" else {"error": reason}

@@ -41,11 +41,12 @@ class StoredRun:
     longer_run: StoredRun | None = None  # the run with fine-tuning of which this is the first part
 
     def to_record(self) -> dict[str, Any]:
-        """Return the record of a finished run; of its parent's path, which is specific to a machine, only the name."""
+        """Return the record of a finished run; of paths, which are specific to a machine, only the last name."""
         assert self.summary is not None
         recipe = self.recipe.to_dict()
-        if recipe["origin"]["run"] is not None:
-            recipe["origin"]["run"] = Path(recipe["origin"]["run"]).name
+        for section, key in (("origin", "run"), ("teacher", "run"), ("teacher", "file")):
+            if recipe[section][key] is not None:
+                recipe[section][key] = Path(recipe[section][key]).name
         return {**self.summary, "cost": self.cost(), "recipe": recipe}
 
     def cost(self) -> float | None:

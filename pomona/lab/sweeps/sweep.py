@@ -23,6 +23,7 @@ from ..runs.recorder import NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
 from .job import Job
+from .job_queue import JobQueue
 from .process_pool import train_in_processes
 from .result_table import make_cells
 from .run_store import RunStore, StoredRun, write_record
@@ -102,8 +103,8 @@ def train_runs(
     """Yield the index and the summary (or `error`) of each run as it completes.
 
     `jobs` is the number of processes, each with one CPU thread; by default one per core, or a single one where a run
-    uses a GPU. `concurrent` trains that many runs at once on the GPU. `progress()` makes the progress display of a
-    run where there is one process.
+    uses a GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
+    `runs` waits for it. `progress()` makes the progress display of a run where there is one process.
     """
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(
@@ -121,8 +122,11 @@ def train_runs(
     elif (count := min(jobs or default_process_count([run.recipe for run in runs]), len(queued))) > 1:
         yield from train_in_processes(queued, count, note)
     else:
-        for index, job in enumerate(queued):
-            yield index, job.run(note=note, progress=None if progress is None else progress())
+        waiting = JobQueue(queued)
+        while (index := waiting.take()) is not None:
+            result = queued[index].run(note=note, progress=None if progress is None else progress())
+            waiting.mark_ended(index)
+            yield index, result
             if torch.cuda.is_initialized():
                 free_gpu_memory()
 

@@ -11,6 +11,7 @@
     "DPF + FT" = { "method.printed" = true, "finetune.epochs" = 60 }
     "one-shot + FT" = { from = "dense", method = "oneshot" }            starts from the weights of that column's run
     "its mask" = { from = "DPF", retrain = "init", budget = "flops" }   retrains its mask, as `pomona retrain` does
+    "DPF, distilled" = { teacher = "dense", "teacher.weight" = 0.9 }    learns the outputs of that column's run too
 
     [[part]]
     label = "ResNet-20"
@@ -20,7 +21,7 @@
     paper = { dense = "92.48 ± 0.20", DPF = ["92.42 ± 0.14", "-"] }     one number for all rows, or one per row
 
 In the paper's numbers, "*" is a run that did not converge, and "-" is a cell that the paper leaves out and that we
-leave out too; a column without numbers is not in the paper. `from` and the `columns` of a part name columns.
+leave out too; a column without numbers is not in the paper. `from`, `teacher` and the `columns` of a part name columns.
 
     like = "dpf-table4"          take columns and parts from another table; `columns = ["DPF"]` and the labels and
                                  rows of the parts select from them

@@ -1,4 +1,4 @@
-"""Filling a table: train its missing runs, in an order that respects which run starts from which."""
+"""Filling a table: train its missing runs, in an order that respects which run starts or learns from which."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def fill_table(
 ) -> dict[str, Any]:
     """Train the missing runs of a table and return the comparison with the paper, with the failed runs.
 
-    A run that starts from the weights or the mask of another waits for it. With `records`, a record of each finished
-    run is written to that folder. `on_result` and the other options are those of `sweep.sweep`.
+    A run that starts from the weights or the mask of another, or learns from another, waits for it. With `records`, a
+    record of each finished run is written to that folder. `on_result` and the other options are those of `sweep.sweep`.
 
     Raises:
         SweepInterrupted: on Ctrl-C, once the runs under way have written a checkpoint.
@@ -87,10 +87,11 @@ def trainable_runs(
 ) -> list[tuple[TableRun, SweepRun]]:
     """Return the runs that can be trained now, in the order of the queue.
 
-    A run that starts from another needs the other's weights, so a record of the other is not enough. A run that is
-    the first part of a missing run with fine-tuning is not trained separately, unless another run starts from it.
+    A run that starts or learns from another needs the other's weights, so a record of the other is not enough. It may
+    learn from a run that is itself among those returned. A run that is the first part of a missing run with fine-tuning
+    is not trained separately, unless another run needs it.
     """
-    found = []
+    found: list[tuple[TableRun, SweepRun]] = []
     missing = [run for run in runs if run.find_covering_run(store) is None]
     needed = {parent.key for run in missing for parent in missing_parents(run, store)}
     finetuned = [run.recipe for run in missing if run.recipe.finetune.epochs and run.retraining is None]
@@ -98,7 +99,7 @@ def trainable_runs(
     wanted = {one.key: one for run in missing for one in [*missing_parents(run, store), run]}
     for run in [run for key, run in wanted.items() if key not in covered | attempted]:
         try:
-            trainable = run.to_sweep_run(store, out)
+            trainable = run.to_sweep_run(store, out, {one.key: planned.folder for one, planned in found})
         except READ_ERRORS as error:
             warnings.warn(f"{run.name} cannot start from its parent run: {error}", stacklevel=2)
             continue

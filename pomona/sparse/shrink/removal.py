@@ -29,8 +29,8 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
     """Return a smaller copy of a filter-pruned model, without the channels that contribute nothing, and its report.
 
     The model itself is not changed. In evaluation mode the copy gives the model's outputs up to rounding, which is
-    verified on the example. PomonaError is raised if no channel can be removed, if Torch-Pruning cannot trace the
-    model, or if the outputs differ.
+    verified on the example. PomonaError is raised if no channel can be removed, if the model's output does not depend
+    on its input, if Torch-Pruning cannot trace the model, or if the outputs differ.
 
     Args:
         model: a model with filters whose weights are all zero, as `pattern=Filter()` leaves them.
@@ -42,6 +42,7 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
     before = summary(model, batch)  # also refuses an example that does not fit
     small = copy.deepcopy(model).eval().requires_grad_(True)
     expected = small(batch)
+    refuse_constant_output(small, batch, expected)
     with convert_failures(model):
         make_shortcuts_traceable(small)
         groups = find_groups(small, batch)
@@ -59,6 +60,30 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
         milliseconds = Change(*(1000 * t for t in latencies.measure_median_seconds([model, small], batch)))
     params, macs = Change(before.params, after.params), Change(before.macs, after.macs)
     return Shrunk(small, params, macs, removed, kept, difference, milliseconds)
+
+
+def refuse_constant_output(model: nn.Module, batch: Tensor, output: Any) -> None:
+    """Raise PomonaError if a model gives the same output for the example and for random inputs, whatever they are."""
+    if not batch.is_floating_point():
+        return
+    inputs = torch.cat([randomize(batch, seed) for seed in (0, 1)])
+    for one, other in zip(tree_leaves(output), tree_leaves(model(inputs)), strict=True):
+        if not isinstance(one, Tensor) or one.ndim == 0 or one.shape[1:] != other.shape[1:]:
+            return  # not one output for each sample
+        same = torch.cat([one, other])
+        if not torch.allclose(same, same[:1].expand_as(same), rtol=1e-6, atol=0):
+            return
+    names = {module: name for name, module in model.named_modules()}
+    constants = measure_constant_inputs(model, inputs)
+    reads_constants = [names[layer] for layer, values in constants.items() if values.isfinite().all()]
+    empty = [names[layer] for layer in constants if not layer.weight.any()]
+    where = (
+        f"{empty[0]} has no weight left" if empty else f"{[*reads_constants, 'the last layer'][0]} reads constants only"
+    )
+    raise PomonaError(
+        f"{type(model).__name__} gives the same output for every input, because {where}: a network that is cut in two "
+        "cannot be shrunk, so prune it again at a lower sparsity or with allocation='uniform'."
+    )
 
 
 def choose_channels(groups: Sequence[ChannelGroup], model: nn.Module, batch: Tensor) -> None:
@@ -86,11 +111,11 @@ def convert_failures(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def randomize(batch: Tensor) -> Tensor:
+def randomize(batch: Tensor, seed: int = 0) -> Tensor:
     """Return normal random numbers in the shape of a batch, from a fixed seed, or the batch itself if it has ids."""
     if not batch.is_floating_point():
         return batch
-    return torch.randn(batch.shape, generator=torch.Generator().manual_seed(0)).to(batch)
+    return torch.randn(batch.shape, generator=torch.Generator().manual_seed(seed)).to(batch)
 
 
 def compare_outputs(expected: Any, actual: Any) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...allocation import largest_sparsity
 from ...errors import require
 from ...methods import OneShot
 from .gradient_attack import attack
@@ -82,9 +83,14 @@ def largest_certified_sparsity(
 ) -> float | None:
     """Return the largest sparsity, to 2^−halvings, whose pruned copy is certified to err by ε at most, or None."""
     require(epsilon > 0, f"epsilon must be positive, got {epsilon:g}.")
+    method = OneShot(sparsity=0.0, pattern=pattern, allocation=allocation).method
+    limit = largest_sparsity([target.outputs_first for target in method.targets(model)], method.pattern)
     low, high = 0.0, 1.0
     for _ in range(halvings):
         middle = (low + high) / 2
+        if middle > limit:  # some layer would be empty
+            high = middle
+            continue
         pruned = prune_by_magnitude(model, middle, pattern=pattern, allocation=allocation)
         error = certify(model, pruned, input_shape, region=region, steps=0).error
         low, high = (middle, high) if error <= epsilon else (low, middle)

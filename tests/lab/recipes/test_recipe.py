@@ -22,7 +22,7 @@ BASE = {"data": "digits", "model": "mlp"}
 
 def test_the_shortest_recipe_shows_every_default():
     table = tomllib.loads(Recipe.load({**BASE, "method": "dpf"}).to_toml())
-    sections = {"data", "model", "origin", "method", "optimizer", "rate", "train", "finetune"}
+    sections = {"data", "model", "origin", "teacher", "method", "optimizer", "rate", "train", "finetune"}
     assert set(table) == {"name", "seed", *sections}
     assert set(table["train"]) == {f.name for f in dataclasses.fields(TrainOptions)}
     assert table["method"]["sparsity"] == 0.9
@@ -174,6 +174,26 @@ def test_the_fingerprint_depends_on_settings_and_not_on_the_name():
     assert Recipe.load(whole).fingerprint() != Recipe.load(share).fingerprint()
 
 
+def test_the_fingerprint_depends_on_the_teacher_and_not_on_its_place(tmp_path):
+    def fingerprint(**teacher) -> str:
+        return Recipe.load({**BASE, "teacher": teacher}).fingerprint()
+
+    assert Recipe.load(BASE).fingerprint() == fingerprint() == fingerprint(weight=0.5)  # without a teacher
+    ours = fingerprint(run="here", fingerprint="abc")
+    assert ours == fingerprint(run="there", fingerprint="abc", weight=0.9, temperature=4)
+    others = [
+        Recipe.load(BASE).fingerprint(),
+        fingerprint(run="here", fingerprint="abd"),
+        fingerprint(run="here", fingerprint="abc", weight=0.8),
+        fingerprint(run="here", fingerprint="abc", temperature=2.0),
+    ]
+    assert len({ours, *others}) == 5
+    for name, content in (("a", b"weights"), ("b", b"weights"), ("c", b"others")):
+        (tmp_path / name).write_bytes(content)
+    a, b, c = (fingerprint(file=str(tmp_path / name)) for name in "abc")
+    assert a == b != c
+
+
 def test_differences_name_the_setting():
     a, b = Recipe.load(BASE), Recipe.load({**BASE, "name": "other", "train": {"epochs": 3}})
     assert b.differences(a) == ["train.epochs: 3, not 10"]
@@ -227,6 +247,12 @@ def test_augmentation_is_a_named_choice():
         ({"optimizer": {"lr": "high"}}, "lr takes float, got 'high'"),
         ({"optimizer": 3}, "3 is not a valid optimizer"),
         ({"rate": {"gama": 0.1}}, "did you mean 'gamma'"),
+        ({"temperature": 4.0}, "did you mean 'teacher.temperature'"),
+        ({"teacher": {"run": "nowhere"}}, "teacher.run names 'nowhere', which is not a finished run"),
+        ({"teacher": {"file": "nowhere"}}, "teacher.file names 'nowhere', which cannot be read: No such file"),
+        ({"teacher": {"run": "a", "file": "b"}}, r"give teacher.run \('a'\) or teacher.file \('b'\)"),
+        ({"teacher": {"weight": 0.0}}, r"teacher.weight is a share of the loss in \(0, 1\], got 0.0"),
+        ({"teacher": {"temperature": 0.0}}, "teacher.temperature must be above 0, got 0.0"),
     ],
 )
 def test_mistakes_are_refused(change, says):

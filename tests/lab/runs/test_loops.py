@@ -24,6 +24,7 @@ from pomona.lab.runs.run_inputs import load_data
 from pomona.lab.runs.train import train
 from pomona.lab.sweeps import concurrent_runs
 from pomona.lab.sweeps.job import Job
+from pomona.lab.sweeps.job_queue import JobQueue
 
 gpu = pytest.mark.gpu
 METHODS = ["dense", "dpf(sparsity=0.9, every=4)", "incremental(sparsity=0.9, every=4)", "rigl(sparsity=0.9, every=8)",
@@ -74,6 +75,7 @@ def test_an_eager_loop_cannot_run_concurrently():
         device=torch.device("cuda"),
         processes=DistributedContext(),
         model=torch.nn.Linear(1, 1),
+        networks=[],
         stage_steps=1,
     )
     assert loops.choose_loop(run) == "eager"
@@ -96,12 +98,9 @@ def test_concurrent_runs_share_one_copy_of_the_data():
 def test_a_thread_that_fails_reports_its_error(monkeypatch, tmp_path):
     """Else whoever waits for its job would wait for ever."""
     told: queue.SimpleQueue = queue.SimpleQueue()
-    waiting: queue.SimpleQueue = queue.SimpleQueue()
-    waiting.put(0)
     monkeypatch.setattr(concurrent_runs, "select_device", lambda name: torch.device("meta"))  # has no streams
-    thread = threading.Thread(
-        target=concurrent_runs.serve_jobs, args=([Job(recipe(), tmp_path / "run")], waiting, told, threading.Event())
-    )
+    waiting = JobQueue([Job(recipe(), tmp_path / "run")])
+    thread = threading.Thread(target=concurrent_runs.serve_jobs, args=(waiting, told, threading.Event()))
     thread.start()
     thread.join(10)
     kind, (index, outcome) = told.get_nowait()

@@ -242,6 +242,7 @@ def test_secure_runs_save_no_generator_state(tmp_path):
         ({"private": {"epsilon": 8.0, "average": 1.0}}, "private.average"),
         ({"private": {"epsilon": 8.0, "group": -1}}, "private.group"),
         ({"method": "dpf"}, "no method, finetune or origin"),
+        ({"teacher": {"run": "dense", "fingerprint": "abc"}}, "a private run has no teacher: .* outside the budget"),
         ({"train": {"clip": 1.0}}, "leave out train.clip"),
     ],
 )

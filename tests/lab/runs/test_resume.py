@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from run_helpers import (
     digits_recipe,
     have_same_weights,
     read_metrics,
+    train_until_killed,
     untimed_metrics,
     without_timings,
 )
@@ -81,39 +80,13 @@ def test_a_resumed_run_is_bit_identical(tmp_path, method):
     assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
 
 
-KILLED = """
-import os, signal, sys, torch
-from pomona.lab import Recipe, train
-
-torch.set_num_threads(1)
-
-class Killer:
-    left = int(sys.argv[2])
-    def start(self, *told): pass
-    def epoch(self, row): pass
-    def close(self): pass
-    def step(self, loss=None):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(Recipe.load(sys.argv[3]), sys.argv[1], progress=Killer())
-"""
-
-
 @pytest.mark.slow
 def test_killed_at_a_random_step_and_resumed_is_bit_identical(tmp_path, complete_run):
     # Checkpoints do not change what is trained: the uninterrupted run had others.
     made = digits_recipe(checkpoint_steps=2)
     folder = tmp_path / "run"
-    (tmp_path / "recipe.toml").write_text(made.to_toml())
     step = random.randint(3, 18)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(step), str(tmp_path / "recipe.toml")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    train_until_killed(made, folder, step)
     assert not (folder / "summary.json").exists()
     at = checkpoint.load(folder)["step"]
     assert 0 < at < step, "the kill came after a checkpoint, and lost some steps"

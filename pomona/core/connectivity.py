@@ -1,0 +1,136 @@
+"""Whether a pruned network still passes its input on: layers that keep too little, and layers that nothing passes."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from ..allocation import LAYERWISE_ALLOCATIONS, parse_allocation
+from .coupled import NORMS, ZERO_FUNCTIONS, ZERO_PRESERVING
+from .slot import Slot, outputs_first
+from .targets import output_dim, unwrap
+from .tracing import callee, trace
+
+LAYERS = (_ConvNd, nn.Linear)
+CHANNELWISE_MODULES = (*ZERO_PRESERVING, *NORMS, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardsigmoid, nn.Flatten)
+CHANNELWISE_FUNCTIONS = ZERO_FUNCTIONS | {"add", "iadd", "add_", "sub", "mul", "imul", "mul_", "sigmoid", "hardswish"}
+CHANNELWISE_FUNCTIONS |= {"max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d"}
+CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
+
+LOW_DENSITY = 0.02  # a layer is reported below this density
+LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
+
+
+def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: set[str]) -> None:
+    """Warn once for each layer that keeps far less than the others, or that nothing of the input passes.
+
+    Names of layers are added to `reported`. The host reads the masks, so this is not for a captured step.
+    """
+    slots = [slot for slot in slots if slot.mask.ndim > 1]
+    kept = [int(slot.mask.sum()) for slot in slots]
+    if model is None or sum(kept) == sum(slot.mask.numel() for slot in slots):
+        return
+    messages = describe_low_densities(slots, kept)
+    for name in find_blocked_layers(unwrap(model), {slot.parameter: slot.mask for slot in slots}):
+        messages[name] = f"nothing of the input passes {name}: all weights it keeps read outputs that were removed."
+    empty = [slot.name for slot, count in zip(slots, kept, strict=True) if not count]
+    messages |= {name: f"nothing passes {name}, which has no weight left." for name in empty}
+    for name, message in messages.items():
+        if name not in reported:
+            reported.add(name)
+            warnings.warn(
+                f"{message} Lower the sparsity, use allocation='uniform', or leave the layer out with "
+                f"exclude=['{name}'].",
+                stacklevel=4,
+            )
+
+
+def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[str, str]:
+    """Return name → what to report for layers of a low density that their allocation does not explain."""
+    overall = sum(kept) / sum(slot.mask.numel() for slot in slots)
+    shapes = [slot.target.outputs_first for slot in slots]
+    layerwise = LAYERWISE_ALLOCATIONS.get(parse_allocation(slots[0].method.allocation)[0])  # type: ignore[arg-type]
+    expected = [1 - s for s in layerwise(shapes, 1 - overall)] if layerwise else [overall] * len(slots)
+    messages = {}
+    for slot, count, usual in zip(slots, kept, expected, strict=True):
+        density = count / slot.mask.numel()
+        if density < min(LOW_DENSITY, LOW_SHARE * usual):
+            messages[slot.name] = (
+                f"{slot.name} keeps {count:,} of {slot.mask.numel():,} weights ({density:.2%}), where all layers "
+                f"together keep {overall:.2%}."
+            )
+    return messages
+
+
+def find_blocked_layers(model: nn.Module, masks: Mapping[nn.Parameter, Tensor]) -> list[str]:
+    """Return the weights of the layers whose outputs do not depend on the input any more, although their inputs do.
+
+    The masks of the layers are followed through a symbolic forward. Where an operation is not known, all its outputs
+    depend on all its inputs, so that no layer is named without a reason. The list is empty where the forward cannot
+    be traced.
+    """
+    graph = trace(model)
+    depends: dict[Any, Tensor] = {}  # for each channel of a node, or for all in one, whether it depends on the input
+    blocked = []
+    for node in () if graph is None else graph.nodes:
+        sources = [depends[source] for source in node.all_input_nodes]
+        if node.op in ("placeholder", "get_attr"):
+            depends[node] = torch.tensor([node.op == "placeholder"])
+            continue
+        call = callee(model, node)
+        depends[node] = follow_call(call, node.args, sources, masks)
+        if isinstance(call, LAYERS) and combine(sources).any() and not depends[node].any():
+            blocked.append(f"{node.target}.weight")
+    return list(dict.fromkeys(blocked))
+
+
+def follow_call(
+    call: Any, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[nn.Parameter, Tensor]
+) -> Tensor:
+    """Return which channels of a call's output depend on the input, given those of its arguments."""
+    if isinstance(call, LAYERS) and len(sources) == 1:
+        return follow_layer(call, sources[0], masks.get(call.weight))
+    name = getattr(call, "__name__", call)
+    if name in ("size", "dim") or (call is getattr and arguments[1] == "shape"):
+        return torch.tensor([False])  # a shape does not depend on values
+    # Other forms of these do not keep the order of channels.
+    flattens = name in ("view", "reshape") and len(arguments) == 3 and arguments[2] == -1
+    averages_images = name == "mean" and len(arguments) > 1 and tuple(to_list(arguments[1])) in ((2, 3), (-2, -1))
+    if isinstance(call, CHANNELWISE_MODULES) or name in CHANNELWISE_FUNCTIONS or flattens or averages_images:
+        return combine(sources)
+    return combine(sources).any().reshape(1)
+
+
+def to_list(value: Any) -> list[Any]:
+    """Return a value or a sequence of values as a list."""
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def combine(sources: Sequence[Tensor]) -> Tensor:
+    """Return which channels of any of the sources depend on the input; of sources of different lengths, all in one."""
+    lengths = {len(source) for source in sources} - {1}
+    if len(lengths) > 1:
+        sources = [source.any().reshape(1) for source in sources]
+    return functools.reduce(torch.logical_or, sources, torch.tensor([False]))
+
+
+def follow_layer(layer: nn.Module, source: Tensor, mask: Tensor | None) -> Tensor:
+    """Return which outputs of a layer have a kept weight that reads an input channel which depends on the input."""
+    groups = getattr(layer, "groups", 1)
+    if groups > 1 and isinstance(layer, _ConvTransposeNd):
+        return source.any().reshape(1)
+    weight = torch.ones_like(layer.weight, dtype=torch.bool) if mask is None else mask  # type: ignore[arg-type]
+    kept = outputs_first(weight, output_dim(layer))
+    kept = kept.reshape(*kept.shape[:2], -1).any(2).cpu()
+    outputs, inputs = len(kept), kept.shape[1] * groups
+    if inputs % len(source) == 0:
+        source = source.repeat_interleave(inputs // len(source))  # a flattened image has its pixels side by side
+    else:
+        source = source.any().expand(inputs)
+    return (kept & source.view(groups, -1).repeat_interleave(outputs // groups, 0)).any(1)

@@ -1,0 +1,151 @@
+"""Warnings about layers that keep too little, and about layers that nothing of the input passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pomona as pm
+from pomona.core.connectivity import find_blocked_layers, follow_layer
+
+
+class Chain(nn.Module):
+    """Two convolutions, one of them in a residual branch, and two linear layers behind a flattened image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.branch = nn.Conv2d(4, 4, 3, padding=1)
+        self.hidden = nn.Linear(4 * 4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.max_pool2d(x + self.branch(x), 2)
+        return self.head(torch.sigmoid(self.hidden(x.view(x.size(0), -1))))
+
+
+def blocked(model: nn.Module, **removed: Tensor) -> list[str]:
+    """Return the layers that nothing passes when the marked weights of some layers are removed."""
+    parameters = dict(model.named_parameters())
+    return find_blocked_layers(model, {parameters[f"{name}.weight"]: ~mask for name, mask in removed.items()})
+
+
+def mark(shape: tuple[int, ...], *places: tuple[object, ...]) -> Tensor:
+    """Return a mask that is true at the given places."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for place in places:
+        mask[place] = True
+    return mask
+
+
+def test_blocked_layers_by_hand() -> None:
+    model, everything = Chain(), slice(None)
+    assert blocked(model) == []
+    # The stem keeps filter 2 only, and the branch reads filters 0, 1 and 3: the shortcut still passes filter 2 on.
+    stem = mark((4, 1, 3, 3), (0,), (1,), (3,))
+    branch = mark((4, 4, 3, 3), (everything, 2))
+    assert blocked(model, stem=stem) == []
+    assert blocked(model, stem=stem, branch=branch) == ["branch.weight"]
+    # Channel 2 of the stream is pixels 8 to 11 of the flattened image.
+    columns = mark((6, 16), (everything, slice(8, 12)))
+    assert blocked(model, stem=stem, branch=branch, hidden=columns) == ["branch.weight", "hidden.weight"]
+    assert blocked(model, hidden=columns) == []
+    assert blocked(model, stem=mark((4, 1, 3, 3), (everything,))) == ["stem.weight"], "only the cause is named"
+    assert blocked(model, hidden=mark((6, 16), (slice(0, 5),)), head=mark((3, 6), (everything, 5))) == ["head.weight"]
+
+
+def test_groups_and_transposed_convolutions_by_hand() -> None:
+    depthwise = nn.Conv2d(3, 3, 1, groups=3)
+    kept = mark((3, 1, 1, 1), (0,), (2,))
+    assert follow_layer(depthwise, torch.tensor([True, True, False]), kept).tolist() == [True, False, False]
+    transposed = nn.ConvTranspose2d(2, 3, 1)  # (in, out, …)
+    kept = mark((2, 3, 1, 1), (0, 1), (1, 2))
+    assert follow_layer(transposed, torch.tensor([True, False]), kept).tolist() == [False, True, False]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.floats(0.5, 0.99))
+def test_a_network_without_blocked_layers_depends_on_its_input(seed: int, sparsity: float) -> None:
+    """Positive weights cancel nothing, so that the gradient of the input tells whether the network is connected."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5), nn.Linear(5, 2)
+    )
+    masks = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.abs_()
+            if parameter.ndim > 1:
+                masks[parameter] = torch.rand_like(parameter) > sparsity
+                parameter.mul_(masks[parameter])
+    x = torch.rand(1, 1, 4, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert bool(x.grad.any()) == (not find_blocked_layers(model, masks))
+
+
+@pytest.mark.parametrize("forward", ["traced", "not traced"])
+def test_a_layer_without_weights_is_named(forward: str) -> None:
+    model = Chain()
+    if forward == "not traced":
+        plain = model.forward
+        model.forward = lambda x: plain(x) if bool(x.sum() < 1e9) else x  # type: ignore[method-assign]
+    with torch.no_grad():
+        model.branch.weight.mul_(1e-6)
+    pruner = pm.OneShot(sparsity=0.6, allocation="global(floor=0)", exclude=["head"])
+    with pytest.warns(UserWarning, match=r"passes branch\.weight, which has no weight left\. Lower .*'branch\.weight'"):
+        pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pruner.finish()  # a layer is named once
+
+
+def wide_network() -> nn.Sequential:
+    """Return a network whose last hidden layer has much smaller weights than the first."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 4)
+    )
+
+
+def test_a_layer_far_below_the_others_is_named_with_its_numbers() -> None:
+    model = wide_network()
+    with torch.no_grad():
+        model[4].weight.mul_(0.1)
+    pruner = pm.OneShot(sparsity=0.95)
+    message = r"4\.weight keeps 256 of 131,072 weights \(0\.20%\), where all layers together keep 5\.00%"
+    with pytest.warns(UserWarning, match=message):
+        pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform", "erk"])
+def test_no_layer_is_named_where_an_allocation_explains_its_density(allocation: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.normal_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm.OneShot(sparsity=0.99, allocation=allocation).attach(
+            model, torch.optim.SGD(model.parameters(), 0.1)
+        ).finish()
+
+
+@pytest.mark.parametrize("make", [pm.OneShot, pm.DPF, pm.RigL, pm.EdgePopup])
+def test_a_sparsity_without_room_is_refused_and_changes_nothing(make: Callable[..., pm.Pruner]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    message = (
+        r"a sparsity of 0\.995 keeps 1 weights, and one unit of Unstructured\(\) .* is [34]: ask .* at most 0\.9[78]"
+    )
+    with pytest.raises(pm.PomonaError, match=message):
+        make(sparsity=0.995).attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=10)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
