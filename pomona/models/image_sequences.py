@@ -64,7 +64,7 @@ class VisionTransformer(nn.Module):
         in_channels: int = 1,
         image_size: int = 8,
         patch: int = 2,
-        width: int = 48,
+        width: int = 32,
         heads: int = 4,
         layers: int = 2,
     ) -> None:
