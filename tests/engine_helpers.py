@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from pomona.compressors import Threshold
+
 
 class Net(nn.Module):
     """Two convolutions, batch norm, a hidden and a last linear layer; the size of every row is a multiple of four."""
@@ -98,8 +100,10 @@ def is_identical(one: Any, other: Any) -> bool:
 def obeys_masks(model: nn.Module, pruner: Any, grown: bool = False) -> bool:
     """Return whether pruned weights are zero, without −0.0, and kept weights are not zero.
 
-    Kept weights may be zero with `grown=True`: a weight that has just grown starts at zero.
+    Kept weights may be zero with `grown=True`, since a weight that has just grown starts at zero, and under thresholds,
+    since a kept weight may fall below the threshold of the last mask update.
     """
+    grown = grown or isinstance(getattr(pruner.method, "compressor", None), Threshold)
     weights = dict(model.named_parameters())
     return all(
         not weights[name][~mask].any()

@@ -61,8 +61,8 @@ class BoundedFeedback(Method):
     Batch norm divides an output by its deviation, and its gradient with it: several hundredfold where the output has
     no weights, or reads only inputs that have none, and only √ε is left to divide by. Steps of that length destroy
     what the network has learned. The gradient is inversely proportional to the norm of the weights, so an output is
-    *weak* where that norm is below a tenth of the layer's mean, or its gradient above ten times the median of the
-    outputs whose norm is not. The gradient norm of a weak output is at most `feedback` times that median.
+    *weak* where that norm is below a tenth of the layer's mean. Its gradient is at most `feedback` times as long as the
+    median of the others, leaving out those without a gradient; the others' are at most ten times as long.
     """
 
     feedback: float | None = 1.0  # in median gradient norms of the layer's other outputs; None or inf: no bound
@@ -90,14 +90,12 @@ class BoundedFeedback(Method):
         inner = [dim for dim in range(gradient.ndim) if dim != output_dim]
         weight_norm = torch.linalg.vector_norm(projected.float(), dim=inner, keepdim=True)
         norm = torch.linalg.vector_norm(gradient.float(), dim=inner, keepdim=True)
-        empty = weight_norm < WEAK * weight_norm.mean()
-        median = median_where(norm, ~empty)  # the largest output is never empty
-        weak = empty | (WEAK * norm > median)
-        largest = self.feedback * median
-        return gradient * torch.where(weak & (norm > largest), largest / norm, 1).to(gradient.dtype)
+        weak = weight_norm < WEAK * weight_norm.mean()
+        largest = median_where(norm, ~weak & (norm > 0)) * torch.where(weak, self.feedback, 1 / WEAK)
+        return gradient * torch.where(norm > largest, largest / norm, 1).to(gradient.dtype)
 
 
 def median_where(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the lower median of the chosen values, without a host sync (`torch.nanmedian` has one)."""
+    """Return the lower median of the chosen values, inf for none, without a host sync (`torch.nanmedian` has one)."""
     ranked = values.masked_fill(~chosen, torch.inf).flatten().sort().values
-    return ranked.take((chosen.sum() - 1) // 2)
+    return ranked.take((chosen.sum() - 1).clamp(min=0) // 2)

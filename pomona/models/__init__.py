@@ -9,7 +9,17 @@ summary(model, (3, 32, 32))              count parameters, non-zeros and MACs, l
 
 from __future__ import annotations
 
-from . import conv, densenet, lstm, mlp, resnet, resnet_cifar, vgg, wide_resnet  # noqa: F401  (importing them registers them)
+from . import (  # noqa: F401  (importing them registers them)
+    conv,
+    densenet,
+    image_sequences,
+    lstm,
+    mlp,
+    resnet,
+    resnet_cifar,
+    vgg,
+    wide_resnet,
+)
 from .registry import ModelInfo, build, info, names
 from .summary import Layer, Summary, summary
 

@@ -35,13 +35,20 @@ def test_the_bound_by_hand():
 
 def test_an_output_that_reads_only_dead_inputs_is_bounded_by_hand():
     weights, gradient = torch.ones(4, 1), torch.tensor([[2.0], [-1.0], [10.1], [-9.9]])
-    # The median is 2, and five times as much is too little to be weak: nothing is bounded.
+    # The median is 2, and none is ten times as long.
     assert torch.equal(bound(gradient, weights), gradient)
-    # Of 1, 1, 1 and 10.1 it is 1; 10.1 is more than ten times as much, and 9.9 is not.
+    # The median is 1, and the output without a gradient does not count.
     torch.testing.assert_close(
-        bound(torch.tensor([[1.0], [-1.0], [10.1], [9.9], [1.0]]), torch.ones(5, 1)),
-        torch.tensor([[1.0], [-1.0], [0.5], [9.9], [1.0]]),
+        bound(torch.tensor([[1.0], [-1.0], [300.0], [9.9], [0.0]]), torch.ones(5, 1)),
+        torch.tensor([[1.0], [-1.0], [10.0], [9.9], [0.0]]),
     )
+
+
+def test_outputs_without_a_gradient_do_not_count_by_hand():
+    gradient = torch.tensor([[0.0], [0.0], [0.0], [2.0], [30.0]])
+    torch.testing.assert_close(bound(gradient, torch.ones(5, 1)), torch.tensor([[0.0], [0.0], [0.0], [2.0], [20.0]]))
+    # Only the weak output has a gradient, so that there is nothing to compare it with.
+    assert torch.equal(bound(gradient[:, :1] * 0 + torch.eye(5)[:, :1], 1 - torch.eye(5)[:, :1]), torch.eye(5)[:, :1])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -68,11 +75,10 @@ def test_gradients_keep_their_direction_and_weak_ones_are_bounded(rows: int, inn
     gradient, weights = draw(), draw() * (torch.rand(rows, 1, 1, generator=generator) < 0.7)
     bounded = bound(gradient, weights, feedback=feedback)
     norms, lengths = [w.norm().item() for w in weights], [g.norm().item() for g in gradient]
-    empty = [norm < 0.1 * statistics.fmean(norms) for norm in norms]
-    median = statistics.median_low(length for length, e in zip(lengths, empty, strict=True) if not e)
-    for before, after, length, is_empty in zip(gradient, bounded, lengths, empty, strict=True):
-        is_weak = is_empty or length > 10 * median
-        factor = min(1, feedback * median / length) if is_weak else 1
+    weak = [norm < 0.1 * statistics.fmean(norms) for norm in norms]
+    median = statistics.median_low(length for length, is_weak in zip(lengths, weak, strict=True) if not is_weak)
+    for before, after, length, is_weak in zip(gradient, bounded, lengths, weak, strict=True):
+        factor = min(1, (feedback if is_weak else 10) * median / length)
         torch.testing.assert_close(after, before * factor, rtol=1e-5, atol=1e-6)
 
 
@@ -145,7 +151,7 @@ def test_a_filter_that_reads_a_dead_channel_is_bounded():
     bounded, gradient, kept = measure_step(1.0, **options)
     assert kept.all()
     torch.testing.assert_close(bounded[1:], gradient[1:])
-    assert bounded[0] <= gradient.median()
+    torch.testing.assert_close(bounded[0], 10 * gradient.median().minimum(gradient[0] / 10))
 
 
 @pytest.mark.parametrize("name", ["dpf", "st3", "feather"])

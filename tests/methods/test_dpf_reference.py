@@ -16,6 +16,7 @@ import pomona as pm
 from pomona.patterns import Pattern
 
 STEPS, EVERY = 200, 16
+PLAIN = {"compressor": "none", "feedback": None, "allocation": "global(floor=0)"}  # as the reference is
 
 
 # Coupled parameters, removed with a filter at the last mask update: its bias, and the batch norm behind it.
@@ -96,7 +97,7 @@ def test_dpf_matches_straight_through_training(
 
     model = Net().double()
     optimizer = make(model)
-    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY, allocation="global(floor=0)")
+    pruner = pm.DPF(sparsity=sparsity, pattern=pattern, every=EVERY, **PLAIN)
     pruner.attach(model, optimizer, total_steps=STEPS)
     returned = 0
     for step in range(STEPS):

@@ -23,9 +23,8 @@ def cubic_threshold(weight: Tensor, mask: Tensor, threshold: float) -> Tensor:
 
 @pytest.mark.parametrize(("sparsity", "theta", "used"), [(0.8, None, 1.0), (0.96, None, 0.5), (0.8, 0.25, 0.25)])
 def test_feather_matches_the_reference(sparsity: float, theta: float | None, used: float) -> None:
-    model, optimizer, pruner = attach_to_network(
-        pm.Feather(sparsity=sparsity, theta=theta, allocation="global(floor=0)"), total=TOTAL
-    )
+    method = pm.Feather(sparsity=sparsity, theta=theta, allocation="global(floor=0)", feedback=None)
+    model, optimizer, pruner = attach_to_network(method, total=TOTAL)
     assert pruner.method.theta == used
     train(model, optimizer, range(TOTAL))
     expected = train_reference(cubic_threshold, final=sparsity, until=0.5, total=TOTAL, theta=used)

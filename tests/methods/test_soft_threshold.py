@@ -118,9 +118,14 @@ def train_straight_through(rescale: bool, settle: float) -> tuple[list[Tensor], 
 
 
 def make_soft_dpf(settle: float = 0.3, **options: object) -> pm.Pruner:
-    """Return DPF with soft thresholds."""
+    """Return DPF with soft thresholds and no bound on the gradient, which the reference has not."""
     return pm.DPF(
-        sparsity=0.8, every=EVERY, settle=settle, schedule="cubic(until=0.5)", compressor=SoftThreshold(**options)
+        sparsity=0.8,
+        every=EVERY,
+        settle=settle,
+        schedule="cubic(until=0.5)",
+        compressor=SoftThreshold(**options),
+        feedback=None,
     )
 
 

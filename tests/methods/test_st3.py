@@ -23,7 +23,7 @@ def soft_threshold(weight: Tensor, mask: Tensor, threshold: float) -> Tensor:
 
 
 def test_st3_matches_the_reference() -> None:
-    model, optimizer, pruner = attach_to_network(pm.ST3(sparsity=0.8), total=TOTAL)
+    model, optimizer, pruner = attach_to_network(pm.ST3(sparsity=0.8, feedback=None), total=TOTAL)
     train(model, optimizer, range(TOTAL))
     expected = train_reference(soft_threshold, final=0.8, until=0.75, total=TOTAL)
     for name, parameter in model.named_parameters():

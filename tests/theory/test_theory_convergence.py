@@ -335,7 +335,7 @@ def test_bound_from_a_traced_run_holds():
     optimum = 0.5 ** torch.arange(6, dtype=torch.float64)
     model = linear_model(torch.ones(6, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"every": 1, "settle": 0, "schedule": pm.Constant(), "include": "*"}
+    options = {"every": 1, "printed": True, "schedule": pm.Constant(), "include": "*"}
     pruner = pm.DPF(sparsity=1 / 3, **options).attach(model, optimizer, total_steps=T + 1)
     trace, gaps = theory.Trace(optimizer, pruner), []
     for rate in theory.rates(1.0, T):

@@ -82,19 +82,19 @@ def _measure_norms(
 def _compute_factors(
     norms, factors, outputs_before, counts, outputs, feedback, weak, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the factor of every output of one target: below 1 for weak outputs with a long gradient."""
+    """Compute the factor of every output of one target: below 1 where its gradient is too long."""
     target = tl.program_id(0)
     count, index = tl.load(counts + target), tl.arange(0, RANKED)
     inside, output = index < count, tl.load(outputs_before + target) + index
     weight_norm = tl.load(norms + output, mask=inside, other=0.0)
     norm = tl.load(norms + outputs + output, mask=inside, other=0.0)
-    empty = weight_norm < weak * (tl.sum(weight_norm, 0) / count)
-    compared = inside & (empty == 0)
-    ranked = tl.sort(tl.where(compared, norm, float("inf")))
-    middle = (tl.sum(compared.to(tl.int32), 0) - 1) // 2
+    is_weak = weight_norm < weak * (tl.sum(weight_norm, 0) / count)
+    compared = inside & (is_weak == 0) & (norm > 0)
+    ranked = tl.sort(tl.where(compared, norm, float("inf")))  # where none is compared the median is inf: no bound
+    middle = tl.maximum(tl.sum(compared.to(tl.int32), 0) - 1, 0) // 2
     median = tl.sum(tl.where(index == middle, ranked, 0.0), 0)
-    largest = feedback * median
-    bounded = (empty | (weak * norm > median)) & (norm > largest)
+    largest = median * tl.where(is_weak, feedback, 1 / weak)
+    bounded = norm > largest
     factor = largest / tl.where(bounded, norm, 1.0)  # without a division by zero
     tl.store(factors + output, tl.where(bounded, factor, 1.0), mask=inside)
 
