@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..allocation import LAYERWISE_ALLOCATIONS, parse_allocation
-from .coupled import NORMS, ZERO_FUNCTIONS, ZERO_PRESERVING
+from .coupled import ZERO_FUNCTIONS, ZERO_PRESERVING
 from .slot import Slot, outputs_first
 from .targets import output_dim, unwrap
-from .tracing import callee, trace
+from .tracing import called_name, trace
 
 LAYERS = (_ConvNd, nn.Linear)
-CHANNELWISE_MODULES = (*ZERO_PRESERVING, *NORMS, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardsigmoid, nn.Flatten)
-CHANNELWISE_FUNCTIONS = ZERO_FUNCTIONS | {"add", "iadd", "add_", "sub", "mul", "imul", "mul_", "sigmoid", "hardswish"}
+# Group and layer norms are not among these: they mix channels.
+CHANNELWISE_MODULES = (*ZERO_PRESERVING, _BatchNorm, _InstanceNorm, nn.Sigmoid, nn.Softplus, nn.Hardsigmoid)
+CHANNELWISE_FUNCTIONS = ZERO_FUNCTIONS | {"add", "iadd", "sub", "mul", "imul", "sigmoid", "hardswish"}
 CHANNELWISE_FUNCTIONS |= {"max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d"}
 CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
 
@@ -83,20 +86,19 @@ def find_blocked_layers(model: nn.Module, masks: Mapping[Tensor, Tensor]) -> lis
         if node.op in ("placeholder", "get_attr"):
             depends[node] = torch.tensor([node.op == "placeholder"])
             continue
-        call = callee(model, node)
-        depends[node] = follow_call(call, node.args, sources, masks)
+        call = model.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        depends[node] = follow_call(call, called_name(node), node.args, sources, masks)
         if isinstance(call, LAYERS) and combine(sources).any() and not depends[node].any():
             blocked.append(f"{node.target}.weight")
     return list(dict.fromkeys(blocked))
 
 
 def follow_call(
-    call: Any, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[Tensor, Tensor]
+    call: Any, name: str, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[Tensor, Tensor]
 ) -> Tensor:
-    """Return which channels of a call's output depend on the input, given those of its arguments."""
+    """Return which channels of the output of a call, by its name, depend on the input, given those of its arguments."""
     if isinstance(call, LAYERS) and len(sources) == 1:
         return follow_layer(call, sources[0], masks.get(call.weight))
-    name = getattr(call, "__name__", call)
     if name in ("size", "dim") or (call is getattr and arguments[1] == "shape"):
         return torch.tensor([False])  # a shape does not depend on values
     # Other forms of these do not keep the order of channels.

@@ -58,10 +58,10 @@ def validate_every(every: int | None) -> None:
 
 
 class GradientBound(NamedTuple):
-    """A bound on the gradients of weak outputs, as `methods._latent.BoundedFeedback` defines it."""
+    """A bound on the gradients of outputs, as `methods._latent.BoundedFeedback` defines it."""
 
     feedback: float  # the longest gradient of a weak output, in medians of the others
-    weak: float  # the share of the layer's typical norm at which an output is weak
+    weak: float  # the share of the layer's mean norm below which an output is weak; others may have 1/weak medians
 
 
 @dataclass(frozen=True)

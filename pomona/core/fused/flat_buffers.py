@@ -165,7 +165,7 @@ class FlatBuffers:
         targets = [slot for slot in slots if slot.leader is None] if self.method.transforms_gradient else []
         if len(targets) == len(self.targets) and self._bounds_gradients():
             views = self.bounded_views
-            torch._foreach_copy_([*views.values()], [slot.parameter.grad for slot in views])  # type: ignore[arg-type]
+            torch._foreach_copy_([*views.values()], [slot.parameter.grad for slot in views])  # type: ignore[misc]
             self.launch("bound_gradients")
             for slot, view in views.items():
                 slot.parameter.grad = view
