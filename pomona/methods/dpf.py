@@ -34,7 +34,7 @@ class DPF(Compressed, BoundedFeedback, Periodic):
     compressor: Compressor | None = "auto"  # type: ignore[assignment]
     printed: InitVar[bool] = False  # the algorithm as printed: settle=0, compressor=None and feedback=None
 
-    def __post_init__(self, printed: bool) -> None:  # type: ignore[override]
+    def __post_init__(self, printed: bool) -> None:
         given = {key: getattr(self, key) for key in PRINTED}
         super().__post_init__()
         if printed:
