@@ -93,17 +93,20 @@ def build_spec(spec: type[SpecT], kind: str, options: Mapping[str, Any]) -> Spec
     return spec(**options)
 
 
-@functools.cache
 def spec_options(spec: Any) -> Mapping[str, inspect.Parameter]:
     """Return the options that a spec class takes, also those of type InitVar, which only set other options."""
-    return inspect.signature(spec).parameters
+    return _read_signature(spec).parameters
 
 
-@functools.cache
 def resolve_type_hints(spec: Any) -> dict[str, Any]:
-    """Return the types of a spec's fields, cached: resolving them takes longer than building the spec."""
-    hints = typing.get_type_hints(spec)
+    """Return the types of a spec's fields."""
+    hints = _read_type_hints(spec)
     return {key: hint.type if isinstance(hint, dataclasses.InitVar) else hint for key, hint in hints.items()}
+
+
+# Cached, because both take longer than building a spec.
+_read_signature = functools.cache(inspect.signature)
+_read_type_hints = functools.cache(typing.get_type_hints)
 
 
 def validate_type(key: str, value: Any, hint: Any) -> None:

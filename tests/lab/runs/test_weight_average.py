@@ -195,7 +195,7 @@ def test_fingerprints_of_earlier_runs_are_unchanged() -> None:
     assert recipe(average=0.25).fingerprint() != before.fingerprint()
     assert recipe(average=0.25).differences(before) == ["train.average: 0.25, not None"]
     records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
-    told = {r["fingerprint"]: Recipe.load(r["recipe"]).fingerprint() for r in records if "recipe" in r}
+    told = {r["fingerprint"]: Recipe.load_stored(r["recipe"]).fingerprint() for r in records if "recipe" in r}
     assert told
     assert all(name == now for name, now in told.items())
 
