@@ -230,7 +230,7 @@ def test_output_layers_are_found_behind_the_outputs(model: nn.Module, outputs: l
 
 
 BUNDLED = {
-    "bilstm": "linear.weight",
+    **dict.fromkeys(("bilstm", "digits_lstm", "digits_transformer"), "linear.weight"),
     **dict.fromkeys(("conv2", "conv4", "conv6"), "classifier.4.weight"),
     **dict.fromkeys(("lenet300", "mlp"), "layers.5.weight"),
     "lstm": "linear.weight",

@@ -168,5 +168,8 @@ def masks_outputs_first(targets: Sequence[Target], found: Masks | None) -> Masks
 
 
 def attach_pruner(pruner: Pruner, run: Run, **options: Any) -> Pruner:
-    """Attach a pruner to the run's model and optimizer for this stage."""
-    return pruner.attach(run.model, run.optimizer, run.stage_steps, run.steps_per_epoch, **options)
+    """Attach a pruner to the run's model and optimizer for this stage.
+
+    The weights may be those of another run. A run that is resumed loads its state from its checkpoint after this.
+    """
+    return pruner.attach(run.model, run.optimizer, run.stage_steps, run.steps_per_epoch, resume=False, **options)
