@@ -1,10 +1,14 @@
-"""Whether a pruned network still passes its input on: layers that keep too little, and layers that nothing passes."""
+"""Whether a pruned network still passes its input on: layers that keep too little, and layers that nothing passes.
+
+A layer is blocked where some of its inputs depend on the network's, but all weights that it keeps read others, which
+were removed. `reconnect` exchanges these weights for ones that read what is left.
+"""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +18,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..allocation import LAYERWISE_ALLOCATIONS, parse_allocation
+from ..patterns import Pattern
 from .coupled import ZERO_FUNCTIONS, ZERO_PRESERVING
+from .method import Masks, Targets
 from .slot import Slot, outputs_first
 from .targets import output_dim, unwrap
-from .tracing import called_name, trace
+from .tracing import cached_trace, called_name
 
 LAYERS = (_ConvNd, nn.Linear)
 # Group and layer norms are not among these: they mix channels.
@@ -26,6 +32,7 @@ CHANNELWISE_FUNCTIONS = ZERO_FUNCTIONS | {"add", "iadd", "sub", "mul", "imul", "
 CHANNELWISE_FUNCTIONS |= {"max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d"}
 CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
 
+LEAST_SCORE = 1e-6  # of a weight that a blocked layer may choose: its square must not round to zero
 LOW_DENSITY = 0.02  # a layer is reported below this density
 LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
 
@@ -72,33 +79,74 @@ def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[s
 
 
 def find_blocked_layers(model: nn.Module, masks: Mapping[Tensor, Tensor]) -> list[str]:
-    """Return the weights of the layers whose outputs do not depend on the input any more, although their inputs do.
+    """Return the weights of the layers that are blocked under masks, which come by parameter and in its layout."""
+    kept = {parameter: to_outputs_first(model, parameter, mask) for parameter, mask in masks.items()}
+    blocked: dict[str, None] = {}
+    follow_masks(model, kept, lambda name, *_: blocked.setdefault(name))
+    return list(blocked)
 
-    The masks of the layers are followed through a symbolic forward. Where an operation is not known, all its outputs
-    depend on all its inputs, so that no layer is named without a reason. The list is empty where the forward cannot
-    be traced.
+
+def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks, only_prunes: bool) -> Masks:
+    """Return masks in which blocked layers keep as many weights as before, the largest of those that read live inputs.
+
+    With `only_prunes`, a layer can only choose among the weights that it has.
     """
-    graph = trace(model)
+    names = {parameter: name for name, parameter in model.named_parameters() if name in masks}
+    connected = dict(masks)
+
+    def exchange(name: str, layer: nn.Module, reads: Tensor) -> Tensor | None:
+        """Return the new mask of a blocked layer; `reads` is (outputs, inputs), true where an input is live."""
+        if name not in masks:
+            return None
+        mask, latent = masks[name], targets.latent[name]
+        candidates = reads.to(mask.device).reshape(*reads.shape, *[1] * (mask.ndim - 2)).expand_as(mask)
+        candidates = candidates & targets.masks[name] if only_prunes else candidates
+        scores = torch.where(candidates, latent.abs() + LEAST_SCORE, 0)
+        chosen = pattern.select_masks([scores], 1 - int(mask.sum()) / mask.numel())[0]
+        connected[name] = chosen & targets.masks[name] if only_prunes else chosen
+        return connected[name]
+
+    follow_masks(model, {parameter: masks[name] for parameter, name in names.items()}, exchange)
+    return connected
+
+
+def to_outputs_first(model: nn.Module, parameter: Tensor, mask: Tensor) -> Tensor:
+    """Return the mask of a layer's weight with the output dimension in front."""
+    owner = next(module for module in model.modules() if any(p is parameter for p in module._parameters.values()))
+    return outputs_first(mask, output_dim(owner))
+
+
+# Called for a blocked layer with its weight's name, the layer and (outputs, inputs) of what it could read; may return a
+# new mask.
+OnBlocked = Callable[[str, nn.Module, Tensor], Any]
+
+
+def follow_masks(model: nn.Module, masks: Mapping[Tensor, Tensor], on_blocked: OnBlocked) -> None:
+    """Follow masks, by parameter and with outputs first, through a symbolic forward, and report blocked layers.
+
+    Where an operation is not known, all its outputs depend on all its inputs, so that no layer is named without a
+    reason. Nothing is reported where the forward cannot be traced.
+    """
+    graph = cached_trace(model)
     depends: dict[Any, Tensor] = {}  # for each channel of a node, or for all in one, whether it depends on the input
-    blocked = []
     for node in () if graph is None else graph.nodes:
         sources = [depends[source] for source in node.all_input_nodes]
         if node.op in ("placeholder", "get_attr"):
             depends[node] = torch.tensor([node.op == "placeholder"])
             continue
         call = model.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        depends[node] = follow_call(call, called_name(node), node.args, sources, masks)
-        if isinstance(call, LAYERS) and combine(sources).any() and not depends[node].any():
-            blocked.append(f"{node.target}.weight")
-    return list(dict.fromkeys(blocked))
+        if not isinstance(call, LAYERS) or len(sources) != 1:
+            depends[node] = follow_call(call, called_name(node), node.args, sources)
+            continue
+        mask = masks.get(call.weight)
+        depends[node] = follow_layer(call, sources[0], mask)
+        if sources[0].any() and not depends[node].any():
+            new = on_blocked(f"{node.target}.weight", call, readable_inputs(call, sources[0]))
+            depends[node] = depends[node] if new is None else follow_layer(call, sources[0], new)
 
 
-def follow_call(
-    call: Any, name: str, arguments: Sequence[Any], sources: Sequence[Tensor], masks: Mapping[Tensor, Tensor]
-) -> Tensor:
+def follow_call(call: Any, name: str, arguments: Sequence[Any], sources: Sequence[Tensor]) -> Tensor:
     """Return which channels of the output of a call, by its name, depend on the input, given those of its arguments."""
-    if isinstance(call, LAYERS) and len(sources) == 1:
-        return follow_layer(call, sources[0], masks.get(call.weight))
     if name in ("size", "dim") or (call is getattr and arguments[1] == "shape"):
         return torch.tensor([False])  # a shape does not depend on values
     # Other forms of these do not keep the order of channels.
@@ -123,16 +171,25 @@ def combine(sources: Sequence[Tensor]) -> Tensor:
 
 
 def follow_layer(layer: nn.Module, source: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which outputs of a layer have a kept weight that reads an input channel which depends on the input."""
-    groups = getattr(layer, "groups", 1)
-    if groups > 1 and isinstance(layer, _ConvTransposeNd):
+    """Return which outputs of a layer have a kept weight that reads an input channel which depends on the input.
+
+    The mask has its outputs in front; without one all weights are kept.
+    """
+    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _ConvTransposeNd):
         return source.any().reshape(1)
-    weight = torch.ones_like(layer.weight, dtype=torch.bool) if mask is None else mask  # type: ignore[arg-type]
-    kept = outputs_first(weight, output_dim(layer))
-    kept = kept.reshape(*kept.shape[:2], -1).any(2).cpu()
-    outputs, inputs = len(kept), kept.shape[1] * groups
+    reads = readable_inputs(layer, source)
+    if mask is not None:
+        reads = reads & mask.reshape(*mask.shape[:2], -1).any(2).cpu()
+    return reads.any(1)
+
+
+def readable_inputs(layer: nn.Module, source: Tensor) -> Tensor:
+    """Return (outputs, inputs of an output), true where an input channel depends on the input of the network."""
+    groups = getattr(layer, "groups", 1)
+    weight = outputs_first(layer.weight, output_dim(layer))  # type: ignore[arg-type]
+    outputs, inputs = len(weight), weight.shape[1] * groups
     if inputs % len(source) == 0:
         source = source.repeat_interleave(inputs // len(source))  # a flattened image has its pixels side by side
     else:
         source = source.any().expand(inputs)
-    return (kept & source.view(groups, -1).repeat_interleave(outputs // groups, 0)).any(1)
+    return source.view(groups, -1).repeat_interleave(outputs // groups, 0)

@@ -24,7 +24,7 @@ from .slot import Slot
 from .sparsity import Sparsity, measure_sparsity
 from .state import collect_state, require_same_shapes, restore_state
 from .targets import unwrap
-from .updates import install_masks, read_targets, snapshot_masks
+from .updates import compute_masks, connect_masks, install_masks, read_targets, snapshot_masks
 
 NOT_ATTACHED = "the pruner is not attached: call attach(model, optimizer, total_steps=…) first."
 
@@ -168,7 +168,7 @@ class Pruner:
                 f"{self.method.name} needs the gradient of this step, which a replay hides: step eagerly where "
                 "pruner.wants_gradient().",
             )
-            self.complete_step()
+            self.complete_step(replayed=True)
 
     def steps_to_update(self, limit: int) -> int:
         """Return how many steps can be replayed, at most `limit`, before `tick` must be called for them.
@@ -296,13 +296,13 @@ class Pruner:
             self.zeros_at_attach = 0.0
 
     @torch.no_grad()
-    def complete_step(self) -> None:
-        """Count a step that was taken or replaced, and update the masks when due."""
+    def complete_step(self, replayed: bool = False) -> None:
+        """Count a step that was taken, replaced or replayed, and update the masks when due."""
         self.step += 1
         if isinstance(self.method, ScoreMethod):
             self._follow_scores(self.method)
         elif not self.method.updates_before_step and self.method.is_update_due(self.progress):
-            self._update(self.method.scheduled_sparsity(self.progress))
+            self._update(self.method.scheduled_sparsity(self.progress), replayed=replayed)
 
     # ---- mask updates
 
@@ -322,26 +322,26 @@ class Pruner:
             gradients = compute_gradients(self.model, self.slots, loss)  # type: ignore[arg-type]
             self._update(sparsity, require_gradients(gradients, self.method.name))
             return
-        masks = self.method.initial_masks(read_targets(self), sparsity)
+        targets = read_targets(self)
+        masks = self.method.initial_masks(targets, sparsity)
         if masks is None:
             self.attached_engine().apply_masks()
             return
         for slot in self.attached_engine().slots:
             slot.save_initial_value()
-        self._install(masks, sparsity)
+        self._install(connect_masks(self, targets, masks), sparsity)
         if isinstance(self.method, ScoreMethod):
             self._redraw_weights(self.method)
 
     @torch.no_grad()
-    def _update(self, sparsity: float, gradients: dict[str, Tensor] | None = None) -> None:
+    def _update(self, sparsity: float, gradients: dict[str, Tensor] | None = None, replayed: bool = False) -> None:
         """Install new masks from the method, or from kernels that select for all layers at once."""
         buffers = self.attached_engine().buffers
         if self.method.ranks_by_magnitude and len(buffers) == 1 and buffers[0].set_sparsity(sparsity):
             self._install(None, sparsity)
             return
-        targets = read_targets(self, gradients)
-        masks = self.method.restrict(targets, self.method.update(targets, sparsity))
-        self._install(masks, sparsity, targets.reset)
+        targets = compute_masks(self, sparsity, gradients, replayed)
+        self._install(targets.masks, sparsity, targets.reset)
 
     def _install(self, masks: Mapping[str, Tensor] | None, sparsity: float, reset: Masks | None = None) -> None:
         """Install masks, append a history entry and project the model; without masks, kernels select them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ def trace(model: nn.Module) -> torch.fx.Graph | None:
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         graph = try_to_trace(model, defaults) if defaults else None
     return graph
+
+
+def cached_trace(model: nn.Module) -> torch.fx.Graph | None:
+    """Return the model's symbolic forward as `trace` does, traced again only where modules were replaced."""
+    modules = [*map(id, model.modules())]
+    known = _traces.get(model)
+    if known is None or known[0] != modules:
+        known = _traces[model] = modules, trace(model)
+    return known[1]
+
+
+_traces: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], torch.fx.Graph | None]] = weakref.WeakKeyDictionary()
 
 
 def try_to_trace(model: nn.Module, fixed: dict[str, Any]) -> torch.fx.Graph | None:

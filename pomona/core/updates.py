@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import guards
+from .connectivity import reconnect
 from .fused.flat_buffers import FlatBuffers
-from .method import Targets
+from .method import Masks, Targets
 from .slot import Slot, outputs_first
+from .targets import unwrap
 
 if TYPE_CHECKING:
     from .pruner import Pruner
@@ -36,6 +39,23 @@ def read_targets(pruner: Pruner, gradients: dict[str, Tensor] | None = None) -> 
         memory=pruner.memory,
         output_layers=frozenset(slot.name for slot in pruner.slots if "classifier" in slot.target.tags),
     )
+
+
+def compute_masks(pruner: Pruner, sparsity: float, gradients: dict[str, Tensor] | None, replayed: bool) -> Targets:
+    """Return the targets of an update, with the method's new masks in place of the installed ones.
+
+    A replayed step does not wait for the device, so that its masks are not checked for blocked layers.
+    """
+    targets = read_targets(pruner, gradients)
+    masks = pruner.method.restrict(targets, pruner.method.update(targets, sparsity))
+    return replace(targets, masks=masks if replayed else connect_masks(pruner, targets, masks))
+
+
+def connect_masks(pruner: Pruner, targets: Targets, masks: Masks) -> Masks:
+    """Return masks under which no layer is blocked, for methods whose pruned weights receive no gradient."""
+    if pruner.method.weights not in ("hard", "free"):
+        return masks
+    return reconnect(unwrap(pruner.model), pruner.method.pattern, targets, masks, pruner.method.only_prunes)  # type: ignore[arg-type]
 
 
 def snapshot_masks(buffers: Sequence[FlatBuffers]) -> list[Tensor]:

@@ -35,9 +35,9 @@ class MaskHolder(Pruner):
         """Install the given masks: a weight may be zero and kept."""
         self._install({slot.name: self.given_masks[slot.name].to(slot.mask.device) for slot in self.slots}, 0.0)
 
-    def complete_step(self) -> None:
+    def complete_step(self, replayed: bool = False) -> None:
         """Count a step, and take the snapshot when it is due."""
-        super().complete_step()
+        super().complete_step(replayed)
         self._take_snapshot()
 
     def _take_snapshot(self) -> None:

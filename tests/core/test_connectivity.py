@@ -1,4 +1,4 @@
-"""Warnings about layers that keep too little, and about layers that nothing of the input passes."""
+"""Layers that keep too little, and layers that nothing of the input passes: warnings, and the exchange of weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pomona as pm
 from pomona.core.connectivity import find_blocked_layers, follow_layer
+from pomona.methods import make_pruner
 
 
 class Chain(nn.Module):
@@ -68,7 +69,7 @@ def test_groups_and_transposed_convolutions_by_hand() -> None:
     kept = mark((3, 1, 1, 1), (0,), (2,))
     assert follow_layer(depthwise, torch.tensor([True, True, False]), kept).tolist() == [True, False, False]
     transposed = nn.ConvTranspose2d(2, 3, 1)  # (in, out, …)
-    kept = mark((2, 3, 1, 1), (0, 1), (1, 2))
+    kept = mark((3, 2, 1, 1), (1, 0), (2, 1))  # with outputs in front
     assert follow_layer(transposed, torch.tensor([True, False]), kept).tolist() == [False, True, False]
 
 
@@ -149,3 +150,40 @@ def test_a_sparsity_without_room_is_refused_and_changes_nothing(make: Callable[.
     with pytest.raises(pm.PomonaError, match=message):
         make(sparsity=0.995).attach(model, torch.optim.SGD(model.parameters(), 0.1), total_steps=10)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+# ---- weights that read nothing are exchanged
+
+
+def test_a_blocked_layer_exchanges_its_weights_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[9.0, 8.0], [0.1, 0.2], [0.1, 0.2]]))
+        model[2].weight.copy_(torch.tensor([[0.3, 0.1, 9.0], [0.4, 8.0, 0.2]]))
+    pruner = pm.OneShot(sparsity=2 / 3, allocation="uniform").attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert pruner.masks()["0.weight"].tolist() == [[True, True], [False, False], [False, False]]
+    # By magnitude the second layer would keep 9 and 8, which read the outputs that the first one lost.
+    assert pruner.masks()["2.weight"].tolist() == [[True, False, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "kernel", "block(shape=(2, 2))"])
+@pytest.mark.parametrize("method", ["oneshot", "random", "acdc", "sparse_momentum", "sfp", "set"])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 999))
+def test_hard_methods_leave_a_path(method: str, pattern: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 2, padding=1), nn.ReLU())))
+    model.append(nn.Flatten()).append(nn.LazyLinear(4))
+    x = torch.randn(4, 8, 4, 4)
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    pruner = make_pruner({"name": method, "sparsity": 0.95, "pattern": pattern, "allocation": "uniform"})
+    pruner.attach(model, optimizer, total_steps=8, steps_per_epoch=2)
+    before = pruner.sparsity()
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    masks = {slot.parameter: slot.mask for slot in pruner.slots}
+    assert find_blocked_layers(model, masks) == []
+    assert method not in ("oneshot", "random") or pruner.sparsity() == before
