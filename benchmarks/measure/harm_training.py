@@ -4,9 +4,9 @@ A user's loop: a constant learning rate, no clipping, `attach`, the steps, `fini
 these exceptions.
 
 - SNIP gets the loss of one batch at `attach`, as its documentation asks.
-- Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, small
-  layers keep a larger share (`allocation="erk"`; for kernels "global" with a floor), and scores have a learning rate
-  of their own.
+- Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, scores have
+  a learning rate of their own, and kernels are ranked over all layers with a floor (within layers, one of the first
+  layer's 16 kernels would be left).
 - A lottery trains three times, each time as long as other methods, and prunes in two steps.
 - Fine-tuning holds the zeros that are there: the first half of training is dense, then pm.OneShot prunes the network,
   and the second half is fine-tuning. The matrix takes this cell as the reference of its pattern and sparsity.
@@ -46,7 +46,7 @@ PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "filter": {},
 }
 SCORE_RATES = {"sgd": 0.5, "adam": 0.01}  # learning rates of scores
-SCORE_ALLOCATIONS = {"kernel": "global(floor=0.01)"}  # of patterns for which the choice is not "erk"
+KERNEL_ALLOCATION = "global(floor=0.01)"  # of scores of kernels
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {
     "iterand": {"every": 20},  # K_per of recipes/iterand-digits.toml
     "lottery": {"retrainings": 2},
@@ -76,8 +76,8 @@ class Cell:
         options = {"sparsity": self.sparsity, "pattern": pattern, **METHOD_OPTIONS.get(name, {})}
         if pattern.sparsity is not None:
             options["allocation"] = "uniform"  # every layer has the sparsity of the pattern; SET's default is refused
-        elif METHODS[name].weights == "score":
-            options["allocation"] = SCORE_ALLOCATIONS.get(self.pattern, "erk")
+        elif METHODS[name].weights == "score" and self.pattern == "kernel":
+            options["allocation"] = KERNEL_ALLOCATION
         allowed = {field.name for field in fields(METHODS[name]) if field.init}
         options = {key: value for key, value in options.items() if key in allowed}
         spec = METHODS.resolve({"name": name, **options})
