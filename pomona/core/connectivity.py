@@ -89,7 +89,8 @@ def find_blocked_layers(model: nn.Module, masks: Mapping[Tensor, Tensor]) -> lis
 def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks, only_prunes: bool) -> Masks:
     """Return masks in which blocked layers keep as many weights as before, the largest of those that read live inputs.
 
-    With `only_prunes`, a layer can only choose among the weights that it has.
+    Where these are too few, the layer also keeps the largest of its own. With `only_prunes`, it can only choose among
+    the weights that it has.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if name in masks}
     connected = dict(masks)
@@ -101,9 +102,12 @@ def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks
         mask, latent = masks[name], targets.latent[name]
         candidates = reads.to(mask.device).reshape(*reads.shape, *[1] * (mask.ndim - 2)).expand_as(mask)
         candidates = candidates & targets.masks[name] if only_prunes else candidates
-        scores = torch.where(candidates, latent.abs() + LEAST_SCORE, 0)
-        chosen = pattern.select_masks([scores], 1 - int(mask.sum()) / mask.numel())[0]
-        connected[name] = chosen & targets.masks[name] if only_prunes else chosen
+        if not candidates.any():
+            return None
+        scores = latent.abs() + LEAST_SCORE
+        first = scores.max() * mask.numel() ** 0.5  # ranks any unit with a candidate above all units without one
+        scores = torch.where(candidates, scores + first, torch.where(mask, scores, 0))
+        connected[name] = pattern.select_masks([scores], 1 - int(mask.sum()) / mask.numel())[0]
         return connected[name]
 
     follow_masks(model, {parameter: masks[name] for parameter, name in names.items()}, exchange)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..allocation import parse_allocation
 from . import guards
 from .connectivity import reconnect
 from .fused.flat_buffers import FlatBuffers
@@ -52,8 +53,11 @@ def compute_masks(pruner: Pruner, sparsity: float, gradients: dict[str, Tensor] 
 
 
 def connect_masks(pruner: Pruner, targets: Targets, masks: Masks) -> Masks:
-    """Return masks under which no layer is blocked, for methods whose pruned weights receive no gradient."""
-    if pruner.method.weights not in ("hard", "free"):
+    """Return masks under which no layer is blocked, for methods whose pruned weights receive no gradient.
+
+    "global(floor=0)" is one threshold and nothing else.
+    """
+    if pruner.method.weights not in ("hard", "free") or parse_allocation(pruner.method.allocation) == ("global", 0):
         return masks
     return reconnect(unwrap(pruner.model), pruner.method.pattern, targets, masks, pruner.method.only_prunes)  # type: ignore[arg-type]
 
