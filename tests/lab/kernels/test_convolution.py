@@ -322,9 +322,11 @@ def test_large_convolutions_are_left_to_cudnn(monkeypatch, most, outputs):
 @pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_one_compilation_serves_two_models():
+    from torch._dynamo.testing import CompileCounter  # it takes seconds to import
+
     torch._dynamo.reset()
     x = torch.randn(4, 3, 6, 6)
-    count = torch._dynamo.testing.CompileCounter()
+    count = CompileCounter()
     forward = torch.compile(lambda model, x: model(x), backend=count, fullgraph=True, dynamic=False)
     for model in (small(), small()):
         with fast_convolutions(model):
