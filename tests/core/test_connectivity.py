@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_after
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -167,7 +168,7 @@ def test_a_blocked_layer_exchanges_its_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "kernel", "block(shape=(2, 2))"])
-@pytest.mark.parametrize("method", ["oneshot", "random", "acdc", "sparse_momentum", "sfp", "set"])
+@pytest.mark.parametrize("method", slow_after(2, ["oneshot", "acdc", "random", "sparse_momentum", "sfp", "set"]))
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 999))
 def test_hard_methods_leave_a_path(method: str, pattern: str, seed: int) -> None:

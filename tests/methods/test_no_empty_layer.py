@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_unless
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,7 +79,10 @@ def make_pruner(name: str, **options: Any) -> pm.Pruner | None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in NOT_ATTACHED])
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(["dpf", "oneshot", "rigl", "sparse_momentum"], [name for name in METHODS if name not in NOT_ATTACHED]),
+)
 def test_no_layer_is_ever_empty(name: str, pattern: Pattern) -> None:
     for index, sparsity in enumerate(SPARSITIES):
         allocation = ALLOCATIONS[(index + len(name)) % len(ALLOCATIONS)]
