@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shrink_networks import Residual, assert_equal_outputs, randomize_norms, two_convolutions, zero_filters
 from torch import Tensor, nn
@@ -226,6 +226,7 @@ def test_concatenated_channels(first: set[int], second: set[int], seed: int) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 4)), st.sets(st.integers(0, 5)), st.booleans())
+@example({0, 1, 2, 3, 4}, {0, 1, 2, 3}, {0, 1, 2, 3}, True)
 def test_added_channels(stem: set[int], inner: set[int], outer: set[int], norms: bool) -> None:
     """Outputs agree for any zero filters; with zero norms the residual sum loses the channels zero in both layers."""
     model = randomize_norms(Residual())

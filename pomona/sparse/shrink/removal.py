@@ -66,7 +66,8 @@ def refuse_constant_output(model: nn.Module, batch: Tensor, output: Any) -> None
     """Raise PomonaError if a model gives the same output for the example and for random inputs, whatever they are."""
     if not batch.is_floating_point():
         return
-    inputs = torch.cat([randomize(batch, seed) for seed in (0, 1)])
+    # Large inputs too, because a unit whose bias keeps it at zero for small ones is not dead.
+    inputs = torch.cat([scale * randomize(batch, seed) for seed, scale in enumerate((1, 1, 100, 10_000))])
     for one, other in zip(tree_leaves(output), tree_leaves(model(inputs)), strict=True):
         if not isinstance(one, Tensor) or one.ndim == 0 or one.shape[1:] != other.shape[1:]:
             return  # not one output for each sample
