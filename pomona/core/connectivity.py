@@ -47,7 +47,8 @@ def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: 
     if model is None or sum(kept) == sum(slot.mask.numel() for slot in slots):
         return
     messages = describe_low_densities(slots, kept)
-    for name in find_blocked_layers(unwrap(model), {slot.parameter: slot.mask for slot in slots}):
+    masks: dict[Tensor, Tensor] = {slot.parameter: outputs_first(slot.mask, slot.target.output_dim) for slot in slots}
+    for name in find_blocked_layers(unwrap(model), masks):
         messages[name] = f"nothing of the input passes {name}: all weights it keeps read outputs that were removed."
     empty = [slot.name for slot, count in zip(slots, kept, strict=True) if not count]
     messages |= {name: f"nothing passes {name}, which has no weight left." for name in empty}
@@ -79,10 +80,9 @@ def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[s
 
 
 def find_blocked_layers(model: nn.Module, masks: Mapping[Tensor, Tensor]) -> list[str]:
-    """Return the weights of the layers that are blocked under masks, which come by parameter and in its layout."""
-    kept = {parameter: to_outputs_first(model, parameter, mask) for parameter, mask in masks.items()}
+    """Return the weights of the layers that are blocked under masks, by parameter and with outputs first."""
     blocked: dict[str, None] = {}
-    follow_masks(model, kept, lambda name, *_: blocked.setdefault(name))
+    follow_masks(model, masks, lambda name, *_: blocked.setdefault(name))
     return list(blocked)
 
 
@@ -112,12 +112,6 @@ def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks
 
     follow_masks(model, {parameter: masks[name] for parameter, name in names.items()}, exchange)
     return connected
-
-
-def to_outputs_first(model: nn.Module, parameter: Tensor, mask: Tensor) -> Tensor:
-    """Return the mask of a layer's weight with the output dimension in front."""
-    owner = next(module for module in model.modules() if any(p is parameter for p in module._parameters.values()))
-    return outputs_first(mask, output_dim(owner))
 
 
 # Called for a blocked layer with its weight's name, the layer and (outputs, inputs) of what it could read; may return a
