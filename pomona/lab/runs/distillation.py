@@ -85,7 +85,7 @@ def find_teacher_file(recipe: Recipe) -> Path:
     summary = read_summary(folder)
     if summary is None:
         raise PomonaError(f"the teacher of this run, '{folder}', is not a finished run: train it first.")
-    trained = Recipe.load(folder / RECIPE_FILE)
+    trained = Recipe.load_stored(folder / RECIPE_FILE)
     require(
         teacher.fingerprint in (trained.fingerprint(), summary["fingerprint"]),
         f"the run in '{folder}' has the fingerprint {trained.fingerprint()}, and the teacher of this run has "
