@@ -143,7 +143,8 @@ class SoftThreshold(Threshold):
     def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
         assert calibration is not None
         scale, threshold = calibration
-        weights.sub_(weights.clamp(-threshold, threshold)).mul_(scale)
+        shrunk = weights.sub(weights.clamp(-threshold, threshold)).mul_(scale)
+        apply_mask(shrunk, mask, weights)  # zero also where a diverged layer has a scale of NaN
 
     @property
     def fused_projection(self) -> FusedProjection:

@@ -247,3 +247,13 @@ def test_a_recipe_may_finetune_after_soft_thresholds() -> None:
     assert Recipe.load({**given, "method": "dpf(compressor='soft')"}).finetune.epochs == 1
     with pytest.raises(pm.PomonaError, match="finetune would undo"):
         Recipe.load({**given, "method": "dpf(compressor='binary')"})
+
+
+def test_a_diverged_layer_still_obeys_its_mask() -> None:
+    """A kept weight of NaN makes the scale of its output NaN; pruned weights are zero all the same."""
+    weights, mask = torch.tensor([[torch.nan, 3.0, 0.5, 2.0]]), torch.tensor([[True, True, False, True]])
+    compressor = pm.SoftThreshold()
+    calibration = compressor.calibrate(weights, mask, 0)
+    out = torch.where(mask, weights, 0)
+    compressor.compress(out, mask, calibration)
+    assert out[0, 2] == 0
