@@ -13,7 +13,6 @@ from torch import nn
 from triton_interpreter import DEVICE, INTERPRETED, needs_interpreter, run_in_interpreter
 
 import pomona as pm
-from pomona.core.fused.flat_buffers import FlatBuffers
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
@@ -36,13 +35,9 @@ def set_gradients(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
+@pytest.mark.usefixtures("launch_directly")
 class TestKernels:
     pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-
-    @pytest.fixture(autouse=True)
-    def launch_directly(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if INTERPRETED:
-            monkeypatch.setattr(FlatBuffers, "launch", FlatBuffers._run_kernels)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("feedback", [0.0, 0.5, 1.0])

@@ -76,14 +76,9 @@ def enable_kernels(pruner: pm.Pruner) -> FlatBuffers:
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
+@pytest.mark.usefixtures("launch_directly")
 class TestKernels:
     pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-
-    @pytest.fixture(autouse=True)
-    def launch_directly(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if INTERPRETED:
-            monkeypatch.setattr(FlatBuffers, "launch", FlatBuffers._run_kernels)
-            monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
     @pytest.mark.parametrize(("method", "layout"), zip(METHODS, LAYOUTS * 2, strict=True))
     def test_training_matches_that_without_kernels(self, method, layout) -> None:
