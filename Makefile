@@ -1,6 +1,7 @@
 # Every target creates the environment in .venv when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
+EXTRAS := test,images,shrink,privacy,report,huggingface,lightning,onnx,openvino,track,docs
 
 .PHONY: setup demo test test-all lint bench docs clean
 
@@ -11,7 +12,7 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,images,shrink,privacy]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: setup
