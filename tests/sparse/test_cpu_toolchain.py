@@ -41,6 +41,73 @@ def test_the_library_is_built_into_the_cache(tmp_path: Path, monkeypatch: pytest
     assert path.parent == tmp_path / "pomona"
     assert toolchain.build_library(path) == path
     assert list(path.parent.iterdir()) == [path]  # no temporary files are left
+    assert toolchain.is_trusted(path)
+
+
+@pytest.fixture
+def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a library in a cache of its own, built from one function in a moment."""
+    source = tmp_path / "kernels.c"
+    source.write_text("int NAME(void) { return 42; }\n")
+    monkeypatch.setattr(toolchain, "SOURCE", source)
+    monkeypatch.setattr(toolchain, "FLAGS", ("-fPIC",))
+    monkeypatch.setattr(backend, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    backend.load_cached_library()
+    return toolchain.cached_library_path()
+
+
+def plant(library: Path) -> None:
+    """Replace a library by another one that works, as a stranger would who can write to the folder."""
+    other = library.with_name("other.so")
+    library.parent.joinpath("other.c").write_text("int plain(void) { return 13; }\n")
+    subprocess.run([toolchain.find_compiler(), "-shared", "-o", other, other.with_suffix(".c")], check=True)
+    other.replace(library)
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["truncated", "changed", "planted", "writable"])
+def test_a_library_that_was_changed_is_built_again(small_library: Path, damage: str, caplog) -> None:
+    contents = small_library.read_bytes()
+    caplog.clear()
+    if damage == "truncated":
+        small_library.write_bytes(contents[: len(contents) // 2])
+    elif damage == "changed":
+        small_library.write_bytes(contents[:200] + bytes([contents[200] ^ 1]) + contents[201:])
+    elif damage == "planted":
+        plant(small_library)
+    else:
+        small_library.chmod(0o777)
+    assert not toolchain.is_trusted(small_library)
+    backend.load_cached_library()
+    assert "compiling the CPU kernels" in caplog.text
+    assert toolchain.is_trusted(small_library)
+    assert small_library.stat().st_mode & toolchain.WRITABLE_BY_OTHERS == 0
+
+
+@needs_compiler
+def test_a_library_that_is_there_is_not_built_again(small_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "build_library", lambda _: pytest.fail("built again"))
+    assert backend.load_cached_library().plain() == 42
+
+
+@needs_compiler
+def test_the_cache_is_the_users_alone(small_library: Path) -> None:
+    folder = small_library.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    backend.load_cached_library()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
+def test_the_cache_of_another_user_is_refused(small_library: Path) -> None:
+    os.chown(small_library, 12345, 12345)
+    assert not toolchain.is_trusted(small_library)
+    os.chown(small_library.parent, 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        backend.load_cached_library()
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

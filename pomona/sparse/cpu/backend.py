@@ -8,8 +8,10 @@ disables them. The instruction set is the one torch reports for the processor, s
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import subprocess
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -17,7 +19,18 @@ import torch
 from torch import Tensor
 
 from ..format import DTYPE_CODES
-from .toolchain import INSTRUCTION_SETS, LIBRARY_NAME, SOURCE, X86, build_library, cached_library_path
+from .toolchain import (
+    INSTRUCTION_SETS,
+    LIBRARY_NAME,
+    SOURCE,
+    X86,
+    build_library,
+    cached_library_path,
+    is_trusted,
+    make_private_folder,
+)
+
+logger = logging.getLogger(__name__)
 
 NO_MEMORY, NOT_FINITE = 1, 2  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
@@ -38,14 +51,29 @@ def load_library() -> ctypes.CDLL | None:
     """Load the compiled kernels, built first where needed; return None where there are none and PyTorch is used."""
     if os.environ.get("POMONA_NATIVE") == "0":
         return None
-    for path in (SOURCE.with_name(LIBRARY_NAME), cached_library_path()):
+    for load in (load_installed_library, load_cached_library):
         try:
-            if not path.exists() and path.name != LIBRARY_NAME:
-                build_library(path)
-            return ctypes.CDLL(str(path))
+            return load()
+        except PermissionError as error:
+            warnings.warn(f"the CPU kernels are not used: {error}; set XDG_CACHE_HOME to another one.", stacklevel=2)
         except (OSError, subprocess.SubprocessError):
             continue
     return None
+
+
+def load_installed_library() -> ctypes.CDLL:
+    """Load the kernels that the package's install built; raise OSError where there are none."""
+    return ctypes.CDLL(str(SOURCE.with_name(LIBRARY_NAME)))
+
+
+def load_cached_library() -> ctypes.CDLL:
+    """Load the kernels from the user's cache; build them where they are missing, damaged or not the user's alone."""
+    path = cached_library_path()
+    make_private_folder(path.parent)
+    if not is_trusted(path):
+        logger.warning("compiling the CPU kernels into '%s'; this takes about half a minute, once.", path)
+        build_library(path)
+    return ctypes.CDLL(str(path))
 
 
 @cache

@@ -15,6 +15,8 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("kernels.c")
 LIBRARY_NAME = "kernels.so"  # beside the source, where the package's install built it
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
+WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
+DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
 # The instruction sets, best first: torch's name for a processor that has it, and the compiler's flags.
 INSTRUCTION_SETS = {
@@ -36,12 +38,35 @@ def cached_library_path() -> Path:
     return Path(root) / "pomona" / f"kernels-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
+def make_private_folder(folder: Path) -> None:
+    """Create a folder that only this user can write, or make it one; raise PermissionError where it is another's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_owned(folder):
+        raise PermissionError(f"the folder '{folder}' belongs to another user")
+    if folder.stat().st_mode & WRITABLE_BY_OTHERS:
+        folder.chmod(0o700)
+
+
+def is_trusted(library: Path) -> bool:
+    """Return whether a library exists, is this user's alone and has the contents that were built."""
+    if not library.is_file() or not is_owned(library) or library.stat().st_mode & WRITABLE_BY_OTHERS:
+        return False
+    contents = library.read_bytes()
+    return hashlib.sha256(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
+
+
+def is_owned(path: Path) -> bool:
+    """Return whether a file or folder, and no link to one, belongs to the user of this process."""
+    return not hasattr(os, "getuid") or (path.lstat().st_uid == os.getuid() and not path.is_symlink())
+
+
 def build_library(path: Path, verify: bool = True) -> Path:
     """Compile the kernels for every instruction set and link them into one file; return its path.
 
-    The file appears complete or not at all. OpenMP is used but not linked: torch has one in memory, and two would
-    compete for the cores. With `verify`, the file is therefore tested by loading it, which needs a process that has
-    imported torch. Raise FileNotFoundError without a compiler, and SubprocessError or OSError where it fails.
+    The file appears complete or not at all, and ends with its SHA-256, which the loader ignores. OpenMP is used but not
+    linked: torch has one in memory, and two would compete for the cores. With `verify`, the file is therefore tested by
+    loading it, which needs a process that has imported torch. Raise FileNotFoundError without a compiler, and
+    SubprocessError or OSError where it fails.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -58,6 +83,9 @@ def build_library(path: Path, verify: bool = True) -> Path:
             except (OSError, subprocess.SubprocessError):
                 if not thread_flags:
                     raise
+        with library.open("ab") as file:
+            file.write(hashlib.sha256(library.read_bytes()).digest())
+        library.chmod(0o755)
         library.replace(path)
     return path
 
