@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..core.fused.captured_graphs import pause_garbage_collection
 
 FLUSH_BYTES = 256 << 20  # more than almost any cache holds
 DEFAULT_CACHE_BYTES = 32 << 20  # assumed for a last-level cache whose size the system does not report
+CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # where Linux describes the caches of a processor
 WARMUP_TURNS = 2  # turns whose times are discarded
 # Calls, and seconds at most, that run before a timed call: it takes several to fill a last-level cache.
 WARMUP_CALLS, WARMUP_SECONDS = 8, 0.01
@@ -59,10 +61,15 @@ def last_cache_bytes(device: torch.device) -> int:
     """Return the size of the last-level cache of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
-    try:
-        return max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0) or DEFAULT_CACHE_BYTES
-    except (AttributeError, OSError, ValueError):  # the system has no such query, or no answer to it
-        return DEFAULT_CACHE_BYTES
+    return read_cpu_cache_bytes() or DEFAULT_CACHE_BYTES
+
+
+@cache
+def read_cpu_cache_bytes(folder: Path = CPU_CACHES) -> int:
+    """Return the size of the largest cache that Linux reports for the processor, or 0."""
+    texts = [file.read_text().strip() for file in folder.glob("index*/size")]
+    found = filter(None, (re.fullmatch(r"(\d+)([KMG]?)", text) for text in texts))
+    return max((int(one[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[one[2]] for one in found), default=0)
 
 
 def make_cache_flusher(device: torch.device) -> Callable[[], None]:
