@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm
 
 from ..errors import PomonaError, require
+from .example_inputs import Example, ModelInputs
 
 NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -92,38 +93,26 @@ def format_cells(of: Layer | Summary) -> tuple[str, ...]:
     return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
 
 
-def summary(model: nn.Module, input_shape: Sequence[int] | torch.Tensor) -> Summary:
+def summary(model: nn.Module, input_shape: Example) -> Summary:
     """Count parameters, non-zeros and MACs with one forward pass, which does not change the model.
 
-    `input_shape` is the shape of one sample, or an example batch. Models that begin with an embedding receive token
-    ids. On the meta device nothing is computed and every weight counts as non-zero. Raises PomonaError for an invalid
-    shape, and if the model does not run on samples of that shape.
+    `input_shape` is the shape of one sample, a batch, or a tuple or dictionary of the model's arguments. Models that
+    begin with an embedding receive token ids. On the meta device nothing is computed and every weight counts as
+    non-zero. Raises PomonaError for an invalid shape, and if the model does not run on samples of that shape.
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model does not call the hooks of its modules
-    batch = input_shape if isinstance(input_shape, torch.Tensor) else make_example_batch(model, input_shape)
-    shape = tuple(batch.shape)
-    require(batch.ndim > 0 and len(batch) > 0, f"an example needs a batch of samples, got shape {shape}.")
-    counter = CostCounter(len(batch))
+    inputs = ModelInputs.from_example(model, input_shape)
+    shape = tuple(next(inputs.tensors()).shape)
+    require(len(shape) > 0 and shape[0] > 0, f"an example needs a batch of samples, got shape {shape}.")
+    counter = CostCounter(shape[0])
     with counting_hooks(model, counter):
         try:
-            model(batch)
+            inputs.call(model)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             name = type(model).__name__
             raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
     return counter.summarize(model)
-
-
-def make_example_batch(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    """Return a batch of one sample of zeros, with the device and dtype of the model, or token ids for an embedding."""
-    valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
-    message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
-    require(valid and not isinstance(shape, str), message)
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = tensors[0] if tensors else torch.empty(())
-    first = next((m for m in model.modules() if any(True for _ in m.parameters(recurse=False))), model)
-    tokens = isinstance(first, nn.Embedding | nn.EmbeddingBag)
-    return torch.zeros(1, *shape, device=like.device, dtype=torch.long if tokens else like.dtype)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.targets import unwrap
 from ...errors import PomonaError, require
-from ...models.summary import make_example_batch, summary
+from ...models.example_inputs import make_example_batch
+from ...models.summary import summary
 from . import latency as latencies
 from .channel_group import ChannelGroup
 from .constant_inputs import measure_constant_inputs

@@ -1,0 +1,78 @@
+"""Example inputs of a model: a batch, the shape of one sample, or everything that its forward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import require
+
+# A batch; the shape of one sample; several positional arguments; or keyword arguments, as Hugging Face's models take.
+Example = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The arguments of one call of a model."""
+
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_example(cls, model: nn.Module, example: Example) -> ModelInputs:
+        """Return the arguments that an example stands for. Raise PomonaError where it has no tensor."""
+        if isinstance(example, Mapping):
+            inputs = cls(keywords=dict(example))
+        elif isinstance(example, (Tensor, PackedSequence)):
+            inputs = cls((example,))
+        elif isinstance(example, (list, tuple)) and not all(isinstance(part, (int, float)) for part in example):
+            inputs = cls(tuple(example))
+        else:
+            inputs = cls((make_example_batch(model, example),))
+        require(any(True for _ in inputs.tensors()), f"an example needs a tensor, got {example!r}.")
+        return inputs
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """Return the outputs of a model, or of one of its layers, for these arguments."""
+        return model(*self.arguments, **self.keywords)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors among the arguments, also in sequences and dictionaries."""
+        pending = [*self.keywords.values(), *self.arguments[::-1]]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, PackedSequence):
+                pending.append(value.data)
+            elif isinstance(value, Mapping):
+                pending.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                pending.extend(value[::-1])
+
+    @property
+    def batch_size(self) -> int:
+        """The length of the first tensor that has one, or 1."""
+        return next((len(tensor) for tensor in self.tensors() if tensor.ndim), 1)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tensor."""
+        return next(self.tensors()).device
+
+
+def make_example_batch(model: nn.Module, shape: Any) -> Tensor:
+    """Return a batch of one sample of zeros, with the device and dtype of the model, or token ids for an embedding."""
+    valid = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
+    message = f"input_shape takes the shape of one sample, such as (3, 32, 32), or a tensor, got {shape!r}."
+    require(valid and not isinstance(shape, str), message)
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    like = tensors[0] if tensors else torch.empty(())
+    first = next((m for m in model.modules() if any(True for _ in m.parameters(recurse=False))), model)
+    tokens = isinstance(first, nn.Embedding | nn.EmbeddingBag)
+    return torch.zeros(1, *shape, device=like.device, dtype=torch.long if tokens else like.dtype)
