@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
 from ..masking import matrix_shape
-from ..models.summary import make_example_batch
+from ..models.example_inputs import Example, ModelInputs
 from .compression_report import DENSE_FUSED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer
 from .layers.base import is_channels_last
 from .surgery import (
+    choose_encoder_paths,
     copy_with_dense_layers,
+    find_other_weights,
     find_packable_layers,
     find_relus_after_layers,
     find_replaced_layers,
@@ -54,7 +56,7 @@ class LayerOptions:
 @torch.no_grad()
 def compress(
     model: nn.Module,
-    example: Tensor | Sequence[int] | None = None,
+    example: Example | None = None,
     *,
     block: int | None = None,
     dtype: torch.dtype | None = None,
@@ -65,9 +67,10 @@ def compress(
     """Return a copy of the model that runs on packed weights; its `compression` reports the outcome for each layer.
 
     Linear, Conv2d and LSTM layers are packed where that is faster than the dense layer on this machine for the
-    `example`, a batch or the shape of one sample; without one, a linear layer and an LSTM are timed on one vector. A
-    ReLU that follows a layer in a Sequential is part of it: packed layers compute it themselves, and so do convolutions
-    that stay dense on a GPU, where cuDNN's single kernel for both is faster.
+    `example`: a batch, the shape of one sample, or a tuple or dictionary of the model's arguments. Without one, a
+    linear layer and an LSTM are timed on one vector, and a convolution stays dense. A ReLU that follows a layer in a
+    Sequential is part of it: packed layers compute it themselves, and so do convolutions that stay dense on a GPU,
+    where cuDNN's single kernel for both is faster.
 
     Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
     caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
@@ -84,19 +87,22 @@ def compress(
         raise unknown_name_error("policy", policy, POLICIES)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = unwrap(model)
-    batch = None if example is None else example if isinstance(example, Tensor) else make_example_batch(dense, example)
+    occupied = isinstance(getattr(dense, "compression", None), (nn.Module, Tensor))
+    require(not occupied, "the model has a part of its own called 'compression', where the report would be: rename it.")
+    refuse_computed_weights(dense)
+    inputs = None if example is None else ModelInputs.from_example(dense, example)
     options = LayerOptions(block, dtype, policy, patience * LAYER_PATIENCE, cache_flusher_for(dense))
-    packed, layers = pack_layers(dense, batch, options)
+    packed, layers = pack_layers(dense, inputs, options)
     fused = [layer.name for layer in layers if layer.saved]
     fuse_relus(packed, fused)
     result = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers if not layer.packed]), fused)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
-    if batch is not None and any(layer.seconds or layer.saved for layer in layers):
+    if inputs is not None and any(layer.seconds or layer.saved for layer in layers):
         models = {"dense": dense, "all packed": packed, "compressed": result}
         if fused:
             models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers]), fused)
-        seconds, called = time_models(models, batch, patience)
+        seconds, called = time_models(models, inputs, patience)
         best = min((way for way in ("dense", DENSE_FUSED) if way in models), key=seconds.__getitem__)
         # Layers that gain alone may not gain together.
         if policy == "faster" and seconds["compressed"] > TIMING_TOLERANCE * seconds[best]:
@@ -104,8 +110,9 @@ def compress(
             result = copy.deepcopy(models[best])
             for times in filter(None, (seconds, called)):
                 times["compressed"] = times[best]
-    caches, count = "warm" if options.flush is None else "cold", 1 if batch is None else len(batch)
-    result.compression = Compression(tuple(layers), count, seconds, called, caches)  # type: ignore
+    caches, count = "warm" if options.flush is None else "cold", 1 if inputs is None else inputs.batch_size
+    reports = (*layers, *report_other_weights(dense))
+    result.compression = Compression(reports, count, seconds, called, caches)  # type: ignore
     return result
 
 
@@ -117,6 +124,17 @@ def decompress(model: nn.Module) -> nn.Module:
     return plain
 
 
+def refuse_computed_weights(model: nn.Module) -> None:
+    """Raise PomonaError for a layer with a hook that computes its weight anew at each call."""
+    for name, layer in find_packable_layers(model):
+        leaves = [leaf for leaf, _ in layer.named_parameters() if leaf.startswith("weight")]
+        permanent = isinstance(layer, nn.LSTM) or leaves == ["weight"]
+        message = f"{name} computes its weight from {', '.join(leaves)} at each call"
+        require(
+            permanent, f"{message}: make it permanent first, by torch.nn.utils' prune.remove or remove_weight_norm."
+        )
+
+
 def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
     """Return a function that empties the caches for a model larger than the last-level cache, else None."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -124,23 +142,35 @@ def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
     return make_cache_flusher(device) if sum(t.nbytes for t in tensors) > last_cache_bytes(device) else None
 
 
-def pack_layers(dense: nn.Module, batch: Tensor | None, options: LayerOptions) -> tuple[nn.Module, list[LayerReport]]:
+def pack_layers(
+    dense: nn.Module, inputs: ModelInputs | None, options: LayerOptions
+) -> tuple[nn.Module, list[LayerReport]]:
     """Return a copy of the model with every layer packed that can be, and the report of each layer."""
     fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
     model = copy_with_dense_layers(dense, fused)
-    inputs = {} if batch is None else collect_layer_inputs(model, batch)
+    layer_inputs = {} if inputs is None else collect_layer_inputs(model, inputs)
     relus = {layer: children[relu] for layer, children, relu in find_relus_after_layers(model)}
     reports = []
     for name, layer in list(find_packable_layers(model)):
-        report, packed = assess_layer(name, layer, relus.get(layer), inputs.get(name), options)
+        report, packed = assess_layer(name, layer, relus.get(layer), layer_inputs.get(name), options)
         reports.append(report)
         if packed is not None:
             model = replace_module(model, layer, packed)
+    choose_encoder_paths(model)
     return model, reports
 
 
+def report_other_weights(model: nn.Module) -> Iterator[LayerReport]:
+    """Yield a report of each module whose weights are sparse but have no packed form."""
+    for name, module, matrices in find_other_weights(model):
+        sparsity = 1 - sum(int(m.count_nonzero()) for m in matrices) / sum(m.numel() for m in matrices)
+        if sparsity >= MIN_SPARSITY:
+            kind = type(module).__name__
+            yield LayerReport(name, kind, tuple(matrices[0].shape), sparsity, False, f"{kind} has no packed form")
+
+
 def assess_layer(
-    name: str, layer: nn.Module, relu: nn.Module | None, inputs: Any, options: LayerOptions
+    name: str, layer: nn.Module, relu: nn.Module | None, inputs: ModelInputs | None, options: LayerOptions
 ) -> tuple[LayerReport, PackedLayer | None]:
     """Return the report of a layer, and its packed form where it has one. `relu` is the module that follows it."""
     weights = {leaf: p.detach() for leaf, p in layer.named_parameters() if leaf.startswith("weight")}
@@ -148,7 +178,7 @@ def assess_layer(
     first = next(iter(weights.values()))
     fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
     fields["sparsity"] = sparsity
-    obstacle = find_obstacle(layer, first)
+    obstacle = find_obstacle(layer, weights, options.dtype)
     packed_weights = {} if obstacle else pack_weights(weights, options.block, options.dtype)
     packed = build_packed_layer(layer, packed_weights) if packed_weights else None
     if isinstance(packed, PackedWeightLayer):
@@ -168,16 +198,21 @@ def assess_layer(
     )
     seconds = (dense_seconds, times["packed"]) if times else None
     fields |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
-    if seconds is None or options.policy == "all" or seconds[1] < seconds[0]:
+    if options.policy == "all" or (seconds is not None and seconds[1] < seconds[0]):
         reason = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
         return LayerReport(**fields, packed=True, reason=reason), packed
-    return LayerReport(**fields, packed=False, reason="dense is faster here" + with_relu), packed
+    slower = "not timed without an example" if seconds is None else "dense is faster here"
+    return LayerReport(**fields, packed=False, reason=slower + with_relu), packed
 
 
-def find_obstacle(layer: nn.Module, weight: Tensor) -> str | None:
+def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype | None) -> str | None:
     """Return why a layer cannot be packed whatever its zeros, or None."""
+    weight = next(iter(weights.values()))
     if weight.dtype not in DTYPES:
         return f"{weight.dtype} has no packed form"
+    largest = max(float(w.abs().amax()) for w in weights.values() if w.numel()) if dtype is not None else 0.0
+    if dtype is not None and torch.finfo(dtype).max < largest < math.inf:
+        return f"a weight of {largest:.3g} is too large for {dtype}"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return "a grouped convolution"
     if isinstance(layer, nn.LSTM) and layer.proj_size:
@@ -214,22 +249,29 @@ def find_block(weight: Tensor) -> int:
     return min((w for w in CANDIDATE_BLOCKS if w <= max(2, columns)), key=lambda w: (cost(w), abs(w - 32)))
 
 
-def collect_layer_inputs(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    """Return the arguments that each packable layer receives when the model runs on the batch, by layer name."""
-    inputs: dict[str, Any] = {}
+def collect_layer_inputs(model: nn.Module, inputs: ModelInputs) -> dict[str, ModelInputs]:
+    """Return the arguments that each packable layer receives when the model runs on its inputs, by layer name."""
+    collected: dict[str, ModelInputs] = {}
+
+    def collect(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            collected.setdefault(name, ModelInputs(arguments, keywords))
+
+        return hook
+
     hooks = [
-        module.register_forward_pre_hook(lambda _, given, name=name: inputs.setdefault(name, given))
+        module.register_forward_pre_hook(collect(name), with_kwargs=True)
         for name, module in find_packable_layers(model)
     ]
     modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()(batch)
+        inputs.call(model.eval())
     finally:
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    return inputs
+    return collected
 
 
 def time_layer(
@@ -237,7 +279,7 @@ def time_layer(
     packed: PackedLayer | None,
     relu: nn.Module | None,
     weight: Tensor,
-    inputs: Any,
+    inputs: ModelInputs | None,
     flush: Callable[[], None] | None,
     patience: float,
 ) -> dict[str, float]:
@@ -251,11 +293,11 @@ def time_layer(
         if isinstance(dense, nn.Conv2d):
             return {}
         size = weight.shape[1]
-        inputs = (torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),)
+        inputs = ModelInputs((torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),))
     layers = {"dense": dense}
     if relu is not None and Conv2dReLU.can_replace(dense):
         fused = Conv2dReLU.from_conv2d(dense)
-        if fused.can_use_cudnn(*inputs):
+        if inputs.call(fused.can_use_cudnn):
             layers["fused"] = fused
     if packed is not None:
         layers["packed"] = packed
@@ -264,17 +306,17 @@ def time_layer(
     modes = {way: layer.training for way, layer in layers.items()}
     for layer in layers.values():
         layer.eval()
-    channels_last = isinstance(dense, nn.Conv2d) and is_channels_last(dense(*inputs))
+    channels_last = isinstance(dense, nn.Conv2d) and is_channels_last(inputs.call(dense))
 
     def call_dense() -> Any:
-        y = dense(*inputs)
+        y = inputs.call(dense)
         return y if relu is None else relu(y)
 
     def call_packed() -> Any:
-        y = packed(*inputs)  # type: ignore[misc]
+        y = inputs.call(packed)  # type: ignore[arg-type]
         return y.contiguous(memory_format=torch.channels_last) if channels_last else y
 
-    calls = {"dense": call_dense, "fused": lambda: fused(*inputs), "packed": call_packed}
+    calls = {"dense": call_dense, "fused": lambda: inputs.call(fused), "packed": call_packed}
     seconds = median_seconds([calls[way] for way in layers], weight.device, before=flush, patience=patience)
     for way, layer in layers.items():
         layer.train(modes[way])
@@ -282,14 +324,14 @@ def time_layer(
 
 
 def time_models(
-    models: dict[str, nn.Module], batch: Tensor, patience: float
+    models: dict[str, nn.Module], inputs: ModelInputs, patience: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of each model for the batch, and on a GPU also those of plain calls, in evaluation mode."""
+    """Return the seconds of each model for its inputs, and on a GPU also those of plain calls, in evaluation mode."""
     ready = [copy.deepcopy(model).eval() for model in models.values()]
-    calls = [lambda model=model: model(batch) for model in ready]
+    calls = [lambda model=model: inputs.call(model) for model in ready]
 
     def measure(include_host: bool) -> dict[str, float]:
-        seconds = median_seconds(calls, batch.device, patience=patience, include_host=include_host)
+        seconds = median_seconds(calls, inputs.device, patience=patience, include_host=include_host)
         return dict(zip(models, seconds, strict=True))
 
-    return measure(include_host=False), measure(include_host=True) if batch.is_cuda else {}
+    return measure(include_host=False), measure(include_host=True) if inputs.device.type == "cuda" else {}

@@ -22,7 +22,7 @@ from .. import models
 from ..errors import PomonaError, require
 from .format import BalancedTensor
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer
-from .surgery import fuse_relus, replace_module
+from .surgery import choose_encoder_paths, fuse_relus, replace_module
 
 VERSION = 1  # of the file format
 METADATA_KEY = "pomona"
@@ -119,6 +119,7 @@ def fill_network(
             require(matches, f"the file has {name}.{leaf} as {stored}, the model as {tuple(expected)}.")
         model = replace_module(model, layer, build_packed_layer(layer, weights))
     fuse_relus(model, fused)
+    choose_encoder_paths(model)
     wrong = [name for name in fused if not isinstance(model.get_submodule(name), Conv2dReLU)]
     require(
         not wrong, f"the file fuses a ReLU into {', '.join(wrong[:3])}, where the model has no convolution with a ReLU."

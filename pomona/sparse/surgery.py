@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer
+from .layers.base import has_call_hooks
 
 PACKABLE_LAYERS = (nn.Linear, nn.Conv2d, nn.LSTM)
 Children = dict[str, Any]  # the modules of a container by name
@@ -26,6 +28,15 @@ class Fused(nn.Identity):
 def find_packable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and layer of each Linear, Conv2d and LSTM; not of subclasses, which may use their weight otherwise."""
     return ((name, module) for name, module in model.named_modules() if type(module) in PACKABLE_LAYERS)
+
+
+def find_other_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
+    """Yield name, module and matrices of each module that has weights but no packed form."""
+    for name, module in model.named_modules():
+        if type(module) not in PACKABLE_LAYERS and not isinstance(module, (PackedLayer, Conv2dReLU)):
+            matrices = [p.detach() for p in module.parameters(recurse=False) if p.ndim > 1]
+            if matrices:
+                yield name, module, matrices
 
 
 def find_replaced_layers(model: nn.Module) -> list[str]:
@@ -51,12 +62,15 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Modul
 def find_relus_after_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Children, str]]:
     """Yield each layer with a ReLU after it in a Sequential: the layer, the Sequential's children, the ReLU's name.
 
-    A layer that is in more than one place of the model is left out: a ReLU may follow it in one of them only.
+    A layer that is in more than one place of the model is left out: a ReLU may follow it in one of them only. So is one
+    with hooks, and one whose ReLU has them: they see what is between the two.
     """
     for container in [m for m in model.modules() if type(m) is nn.Sequential]:
         for name, next_name in pairwise(container._modules):
-            layer = container._modules[name]
-            if type(container._modules[next_name]) is nn.ReLU and len(list(find_places(model, layer))) == 1:
+            layer, relu = container._modules[name], container._modules[next_name]
+            if type(relu) is not nn.ReLU or has_call_hooks(relu) or has_call_hooks(layer):
+                continue
+            if len(list(find_places(model, layer))) == 1:
                 yield layer, container._modules, next_name
 
 
@@ -89,4 +103,24 @@ def copy_with_dense_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
     for name in names:
         if isinstance(layer := model.get_submodule(name), (PackedLayer, Conv2dReLU)):
             model = restore_dense_layer(model, layer)
+    choose_encoder_paths(model)
     return model
+
+
+def choose_encoder_paths(model: nn.Module) -> None:
+    """Let transformer encoder layers with packed parts call them one by one.
+
+    The fast path of `nn.TransformerEncoderLayer` calls none of its parts: it reads their dense weights, which a packed
+    layer would have to unpack each time. The layer takes that path only for an activation that it knows.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            packed = any(isinstance(part, PackedLayer) for part in layer.modules())
+            layer.activation_relu_or_gelu = 0 if packed else classify_activation(layer.activation)
+
+
+def classify_activation(activation: Any) -> int:
+    """Return the code of an activation in `nn.TransformerEncoderLayer`: 1 for ReLU, 2 for GELU, 0 for any other."""
+    if activation is torch.nn.functional.relu or isinstance(activation, nn.ReLU):
+        return 1
+    return 2 if activation is torch.nn.functional.gelu or isinstance(activation, nn.GELU) else 0

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..format import BalancedTensor
 from ..ops import balanced
+from ..ops.product import unpack_once, warn_about_dense_product
 
 # Device types with one operator for a whole convolution or LSTM; elsewhere these layers are made of products.
 WHOLE_LAYER_DEVICES = {"cuda"}
+# The attributes of a module that hold the hooks of its calls; those of state dicts are about dense parameters.
+CALL_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records operations on any of these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Return whether autograd records operations on any of these tensors, backwards or in forward mode."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    in_forward_mode = forward_ad._current_level >= 0
+    return in_forward_mode and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype in which autocast would run a dense layer, where it is enabled."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that see its inputs, outputs or their gradients."""
+    return any(getattr(module, name) for name in CALL_HOOKS)
+
+
+def copy_call_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Give a module the hooks of another one's calls."""
+    for name in CALL_HOOKS:
+        setattr(target, name, copy.copy(getattr(source, name)))
+    target._is_full_backward_hook = source._is_full_backward_hook
 
 
 def is_channels_last(images: Tensor) -> bool:
@@ -28,7 +58,7 @@ def is_channels_last(images: Tensor) -> bool:
 class PackedLayer(nn.Module):
     """A layer with packed weights, whose values and indices are among its buffers.
 
-    It has the options of the dense layer that it replaces, under the same names.
+    It has the options of the dense layer that it replaces, under the same names, and the hooks of its calls.
     """
 
     options: ClassVar[tuple[str, ...]]  # attributes that rebuild the dense layer
@@ -40,6 +70,7 @@ class PackedLayer(nn.Module):
         self.sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and block, as the operator takes them
         for option in self.options:
             setattr(self, option, getattr(layer, option))
+        copy_call_hooks(layer, self)
         self.train(layer.training)
 
     def register_packed_weight(self, name: str, packed: BalancedTensor) -> None:
@@ -77,13 +108,19 @@ class PackedLayer(nn.Module):
         packed = self.read_buffer(f"{name}_values"), self.read_buffer(f"{name}_indices")
         return balanced(x, *packed, bias, *self.sizes[name], relu, transposed)
 
+    def unpack_for_autograd(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the dense weight `name` in a dtype, kept for the next call, for inputs that need a gradient."""
+        warn_about_dense_product("an input that needs a gradient")
+        packed = self.read_buffer(f"{name}_values"), self.read_buffer(f"{name}_indices")
+        return unpack_once(*packed, *self.sizes[name], dtype).view(self.shapes[name])
+
     def empty_dense_layer(self) -> nn.Module:
         """Return the dense layer on the meta device, without values."""
         raise NotImplementedError
 
     @torch.no_grad()
     def dense(self) -> nn.Module:
-        """Return the dense layer with its weights unpacked, as trainable parameters."""
+        """Return the dense layer with its weights unpacked, as trainable parameters, and with the hooks of this one."""
         layer = self.empty_dense_layer()
         state = {name: packed.dense() for name, packed in self.packed_weights()}
         state |= {
@@ -91,6 +128,7 @@ class PackedLayer(nn.Module):
         }
         state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
         layer.load_state_dict(state, assign=True)
+        copy_call_hooks(self, layer)
         return layer.train(self.training)
 
     def file_metadata(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..conv_geometry import ConvGeometry
 from ..cuda.conv2d import supports_convolution
 from ..format import BalancedTensor
 from ..ops import balanced_conv2d
-from .base import WHOLE_LAYER_DEVICES, PackedWeightLayer, is_channels_last, needs_gradient
+from .base import WHOLE_LAYER_DEVICES, PackedWeightLayer, cast_for_autocast, is_channels_last, needs_gradient
 
 
 class PackedConv2d(PackedWeightLayer):
@@ -39,9 +39,12 @@ class PackedConv2d(PackedWeightLayer):
         self.geometry = ConvGeometry(self.kernel_size, self.stride, padding, self.dilation)
         self.layout = torch.channels_last if is_channels_last(layer.weight) else torch.contiguous_format
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = cast_for_autocast(input)
         if needs_gradient(x):
-            y = F.conv2d(self.pad(x), self.weight.to(x.dtype), self.bias, self.stride, 0, self.dilation)
+            y = F.conv2d(
+                self.pad(x), self.unpack_for_autograd("weight", x.dtype), self.bias, self.stride, 0, self.dilation
+            )
             return y.relu() if self.relu else y
         images = x if x.ndim == 4 else x.unsqueeze(0)
         if self.has_whole_operator(images):

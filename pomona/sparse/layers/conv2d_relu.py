@@ -35,28 +35,28 @@ class Conv2dReLU(nn.Conv2d):
         """Return the plain convolution, which shares its parameters with this layer."""
         return change_class(self, nn.Conv2d)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.can_use_cudnn(x):
+    def forward(self, input: Tensor) -> Tensor:
+        if self.can_use_cudnn(input):
             parameters, options = self._parameters, (self.stride, self.padding, self.dilation, self.groups)
             weight, bias = parameters["weight"], parameters["bias"]
             try:
-                return torch.cudnn_convolution_relu(x, weight, bias, *options)  # type: ignore[arg-type]
+                return torch.cudnn_convolution_relu(input, weight, bias, *options)  # type: ignore[arg-type]
             except RuntimeError:  # cuDNN has no such kernel, or the input is invalid and the plain layer explains it
                 pass
-        return super().forward(x).relu()
+        return super().forward(input).relu()
 
-    def can_use_cudnn(self, x: Tensor) -> bool:
+    def can_use_cudnn(self, input: Tensor) -> bool:
         """Return whether cuDNN may compute it all: its operator has no derivative, few checks and no autocast."""
         parameters, cudnn = self._parameters, torch.backends.cudnn  # `self.weight` would take the host more time
-        if x.device.type not in CUDNN_DEVICES or parameters.keys() != {"weight", "bias"}:
+        if input.device.type not in CUDNN_DEVICES or parameters.keys() != {"weight", "bias"}:
             return False
-        if is_traced(x, *parameters.values()):
+        if is_traced(input, *parameters.values()):
             return False
         weight: Any = parameters["weight"]
-        matches = x.dtype == weight.dtype and x.device == weight.device
+        matches = input.dtype == weight.dtype and input.device == weight.device
         deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-        enabled = cudnn.enabled and not deterministic and not torch.is_autocast_enabled(x.device.type)
-        return enabled and matches and x.dtype in DTYPES and x.ndim == 4 and x.shape[1] == self.in_channels
+        enabled = cudnn.enabled and not deterministic and not torch.is_autocast_enabled(input.device.type)
+        return enabled and matches and input.dtype in DTYPES and input.ndim == 4 and input.shape[1] == self.in_channels
 
 
 def change_class(layer: nn.Module, new_class: type[Conv]) -> Conv:

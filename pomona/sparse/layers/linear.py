@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import PomonaError
-from .base import PackedWeightLayer, needs_gradient
+from .base import PackedWeightLayer, cast_for_autocast, needs_gradient
 
 
 class PackedLinear(PackedWeightLayer):
@@ -16,9 +16,10 @@ class PackedLinear(PackedWeightLayer):
     in_features: int
     out_features: int
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = cast_for_autocast(input)
         if needs_gradient(x):
-            y = F.linear(x, self.weight.to(x.dtype), self.bias)
+            y = F.linear(x, self.unpack_for_autograd("weight", x.dtype), self.bias)
             return y.relu() if self.relu else y
         *outer, features = x.shape
         if features != self.in_features:

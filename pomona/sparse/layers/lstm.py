@@ -15,6 +15,7 @@ from ..cuda.lstm import MAX_VECTORS
 from ..format import DTYPES, BalancedTensor
 from ..ops import balanced_lstm
 from ..ops.lstm import pack_joint_weights
+from ..ops.product import warn_about_dense_product
 from .base import WHOLE_LAYER_DEVICES, PackedLayer, needs_gradient
 
 JOINT_PARTS = ("values", "indices", "biases")
@@ -92,9 +93,11 @@ class PackedLSTM(PackedLayer):
             return like.new_zeros(4 * self.hidden_size)
         return self.read_buffer(f"bias_ih{suffix}").float() + self.read_buffer(f"bias_hh{suffix}").float()
 
-    def forward(self, x: Any, state: States | None = None) -> Any:
+    def forward(self, input: Any, hx: States | None = None) -> Any:
+        x, state = input, hx
         if isinstance(x, PackedSequence) or needs_gradient(x, *(state or ())):
-            return self.dense()(x, state)
+            warn_about_dense_product("a packed sequence, or an input that needs a gradient, of an LSTM")
+            return self.dense().forward(x, state)
         unbatched = x.ndim == 2
         if unbatched:
             x, state = x.unsqueeze(1), state and (state[0].unsqueeze(1), state[1].unsqueeze(1))

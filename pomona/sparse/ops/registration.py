@@ -30,16 +30,25 @@ def is_observed(x: Tensor, *arguments: Any) -> bool:
     return is_traced(x, *arguments) or torch.autograd._profiler_enabled()
 
 
-def register_operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register_operator(
+    schema: str,
+    compute: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradients: Callable[..., Any] | None = None,
+    save: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """Define `torch.ops.pomona.<name>` by its schema; return a function that calls it.
 
-    `compute` is its implementation on every device, `fake` the one that gives shapes alone. The function returned calls
-    `compute` directly where nothing observes the operator: torch's dispatcher takes as long as a product.
+    `compute` is its implementation on every device, `fake` the one that gives shapes alone; `gradients` and `save` are
+    the two functions of `torch.library.register_autograd`, where the operator is differentiable. The function returned
+    calls `compute` directly where nothing observes the operator: torch's dispatcher takes as long as a product.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pomona::{name}", fake, lib=LIBRARY)
+    if gradients is not None:
+        torch.library.register_autograd(f"pomona::{name}", gradients, setup_context=save, lib=LIBRARY)
     registered = getattr(torch.ops.pomona, name)
 
     @wraps(compute)

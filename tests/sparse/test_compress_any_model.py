@@ -1,0 +1,302 @@
+"""`compress` on models as users have them: hooks, several inputs, fast paths, other layers, odd dtypes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from packing import prune_balanced
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import pomona as pm
+from pomona.sparse import BalancedTensor, compress, decompress
+from pomona.sparse.layers import PackedConv2d, PackedLinear, PackedLSTM
+from pomona.sparse.ops import product
+
+
+def dense_reasons(model: nn.Module) -> dict[str, str]:
+    return model.compression.dense  # type: ignore[union-attr, return-value]
+
+
+def make_linear(columns: int = 64, rows: int = 32) -> nn.Linear:
+    torch.manual_seed(0)
+    return prune_balanced(nn.Linear(columns, rows), 32, 3)  # type: ignore[return-value]
+
+
+class TestHooks:
+    def test_the_hooks_of_a_layer_are_called_once_with_what_they_saw_before(self) -> None:
+        model = nn.Sequential(make_linear(), nn.Tanh())
+        model[0].register_forward_pre_hook(lambda _, given: (2 * given[0],))
+        model[0].register_forward_hook(lambda _, given, output: output + 1)
+        x = torch.randn(3, 64)
+        compressed = compress(model, x, policy="all")
+        assert isinstance(compressed[0], PackedLinear)
+        torch.testing.assert_close(compressed(x), model(x))
+        torch.testing.assert_close(decompress(compressed)(x), model(x))
+        torch.testing.assert_close(copy.deepcopy(compressed)(x), model(x))
+
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_a_relu_is_not_part_of_a_layer_where_a_hook_sees_what_is_between_them(self, place: int) -> None:
+        model = nn.Sequential(make_linear(), nn.ReLU())
+        seen: list[Tensor] = []
+        if place == 0:
+            model[0].register_forward_hook(lambda _, given, output: seen.append(output))
+        else:
+            model[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        x = torch.randn(3, 64)
+        compressed = compress(model, x, policy="all")
+        seen.clear()
+        expected, y = model(x), compressed(x)
+        torch.testing.assert_close(y, expected)
+        assert len(seen) == 2
+        torch.testing.assert_close(*seen)
+        assert seen[0].min() < 0
+
+    def test_backward_hooks(self) -> None:
+        layer = make_linear()
+        seen: list[Tensor] = []
+        layer.register_full_backward_hook(lambda _, grad_in, grad_out: seen.append(grad_in[0]))
+        x = torch.randn(3, 64, requires_grad=True)
+        for model in (layer, compress(layer, policy="all")):
+            model(x).sum().backward()
+        torch.testing.assert_close(*seen)
+
+    def test_an_lstm_calls_its_hooks_once_for_an_input_that_needs_a_gradient(self) -> None:
+        lstm = compress(prune_balanced(nn.LSTM(64, 32), 32, 3), policy="all")
+        calls: list[int] = []
+        lstm.register_forward_hook(lambda *_: calls.append(1))
+        lstm(torch.randn(2, 1, 64, requires_grad=True))
+        assert calls == [1]
+
+
+class TestAutograd:
+    @pytest.mark.parametrize("relu", [False, True])
+    def test_forward_mode(self, relu: bool) -> None:
+        model = nn.Sequential(make_linear(), *[nn.ReLU()] * relu)
+        compressed = compress(model, policy="all")
+        x, tangent = torch.randn(3, 64), torch.randn(3, 64)
+        expected = torch.func.jvp(model, (x,), (tangent,))
+        torch.testing.assert_close(torch.func.jvp(compressed, (x,), (tangent,)), expected)
+        with forward_ad.dual_level():
+            y, dy = forward_ad.unpack_dual(compressed(forward_ad.make_dual(x, tangent)))
+            torch.testing.assert_close((y, dy), expected)
+
+    def test_forward_mode_of_a_convolution(self) -> None:
+        layer = prune_balanced(nn.Conv2d(64, 8, 3), 32, 3)
+        x, tangent = torch.randn(2, 64, 5, 5), torch.randn(2, 64, 5, 5)
+        expected = torch.func.jvp(layer, (x,), (tangent,))
+        torch.testing.assert_close(torch.func.jvp(compress(layer, policy="all"), (x,), (tangent,)), expected)
+
+    def test_forward_mode_of_an_lstm_is_refused_as_that_of_a_dense_one(self) -> None:
+        lstm = prune_balanced(nn.LSTM(64, 32), 32, 3)
+        x = torch.randn(3, 2, 64)
+        for model in (lstm, compress(lstm, policy="all")):
+            with pytest.raises(NotImplementedError, match="forward AD"):
+                torch.func.jvp(lambda x, model=model: model(x)[0], (x,), (x,))
+
+    @pytest.mark.parametrize("relu", [False, True])
+    def test_the_product_is_differentiable(self, relu: bool) -> None:
+        weight = make_linear().weight.detach()
+        packed = BalancedTensor.from_dense(weight, 32)
+        x, bias = torch.randn(5, 64, requires_grad=True), torch.randn(32, requires_grad=True)
+        upstream = torch.randn(5, 32)
+        dense = nn.functional.linear(x, weight, bias)
+        expected = torch.autograd.grad(dense.relu() if relu else dense, (x, bias), upstream)
+        found = torch.autograd.grad(packed.linear(x, bias, relu), (x, bias), upstream)
+        torch.testing.assert_close(found, expected)
+
+    def test_packed_values_have_no_gradient(self) -> None:
+        packed = BalancedTensor.from_dense(make_linear().weight.detach(), 32)
+        packed.values.requires_grad_()
+        with pytest.raises(pm.PomonaError, match="packed values have no gradient"):
+            packed.linear(torch.randn(2, 64)).sum().backward()
+
+
+class TestExamples:
+    class TwoInputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make_linear(), make_linear()
+
+        def forward(self, left: Tensor, *, right: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+            return {"sum": self.first(left) + scale * self.second(input=right)}
+
+    def test_a_dictionary_of_arguments(self) -> None:
+        model, example = self.TwoInputs(), {"left": torch.randn(4, 64), "right": torch.randn(4, 64), "scale": 0.5}
+        compressed = compress(model, example, policy="all")
+        torch.testing.assert_close(compressed(**example), model(**example))
+        assert compressed.compression.batch == 4
+        assert compressed.compression.seconds["dense"] > 0
+
+    def test_a_tuple_of_arguments(self) -> None:
+        model = nn.Bilinear(4, 4, 64)
+
+        class Net(nn.Sequential):
+            def forward(self, a: Tensor, b: Tensor) -> Tensor:
+                return self[1](self[0](a, b))
+
+        net = Net(model, make_linear())
+        example = torch.randn(2, 4), torch.randn(2, 4)
+        compressed = compress(net, example, policy="all")
+        torch.testing.assert_close(compressed(*example), net(*example))
+
+    def test_a_packed_sequence(self) -> None:
+        lstm = prune_balanced(nn.LSTM(64, 32), 32, 3)
+        example = nn.utils.rnn.pack_sequence([torch.randn(5, 64), torch.randn(3, 64)])
+        compressed = compress(lstm, example, policy="all")
+        assert isinstance(compressed, PackedLSTM)
+        torch.testing.assert_close(compressed(example)[0].data, lstm(example)[0].data)
+
+    def test_an_example_without_a_tensor_is_refused(self) -> None:
+        with pytest.raises(pm.PomonaError, match="an example needs a tensor"):
+            compress(make_linear(), {"x": 3})
+
+    def test_summary_takes_the_same_examples(self) -> None:
+        model = self.TwoInputs()
+        example = {"left": torch.randn(4, 64), "right": torch.randn(4, 64)}
+        assert pm.summary(model, example).macs == 2 * 64 * 32
+
+
+def test_convolutions_stay_dense_without_an_example() -> None:
+    """Whether a packed convolution is faster depends on its images: ResNet-20 became slower untimed."""
+    model = nn.Sequential(prune_balanced(nn.Conv2d(32, 32, 3), 32, 3), nn.ReLU())
+    assert dense_reasons(compress(model)) == {"0": "not timed without an example"}
+    assert isinstance(compress(model, policy="all")[0], PackedConv2d)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_transformer_encoder_layer_calls_its_packed_parts(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast path would read dense weights from packed layers."""
+    layer = nn.TransformerEncoderLayer(64, 2, 128, activation=activation, batch_first=True).eval()
+    for part in (layer.linear1, layer.linear2):
+        prune_balanced(part, 32, 3)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        expected = model(x)
+        compressed = compress(model, x, policy="all")
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedLinear, "weight", property(lambda _: pytest.fail("the weight is unpacked")))
+            torch.testing.assert_close(compressed(x), expected, rtol=1e-4, atol=1e-5)
+        back = decompress(compressed)
+        assert [one.activation_relu_or_gelu for one in back.layers] == [
+            one.activation_relu_or_gelu for one in model.layers
+        ]
+        torch.testing.assert_close(back(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sparse_layers_without_a_packed_form_are_listed() -> None:
+    model = nn.Sequential(nn.GRU(64, 32), nn.Conv1d(32, 32, 3), nn.MultiheadAttention(32, 2), nn.LayerNorm(32))
+    pm.prune(model, sparsity=0.5, allocation="uniform") if hasattr(pm, "prune") else halve(model)
+    reasons = dense_reasons(compress(model))
+    assert reasons["0"] == "GRU has no packed form"
+    assert reasons["1"] == "Conv1d has no packed form"
+    assert reasons["2"] == "MultiheadAttention has no packed form"
+    assert "3" not in reasons
+
+
+def halve(model: nn.Module) -> None:
+    """Set the first half of every row of every matrix to zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter[:, : parameter.shape[1] // 2] = 0
+
+
+class TestWeightsThatAreComputed:
+    """A layer whose weight is computed anew at each call is refused, or left dense where it is parametrized."""
+
+    @pytest.mark.parametrize("kind", ["pruned", "weight norm"])
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_old_style_hooks(self, kind: str) -> None:
+        layer = make_linear()
+        if kind == "pruned":
+            prune.l1_unstructured(layer, "weight", 0.9)
+        else:
+            nn.utils.weight_norm(layer)
+        with pytest.raises(pm.PomonaError, match="0 computes its weight from weight_.*make it permanent first"):
+            compress(nn.Sequential(layer), policy="all")
+
+    def test_parametrizations(self) -> None:
+        model, x = nn.Sequential(parametrizations.weight_norm(make_linear())), torch.randn(2, 64)
+        torch.testing.assert_close(compress(model, policy="all")(x), model(x))
+        parametrize.remove_parametrizations(model[0], "weight")
+        assert isinstance(compress(model, policy="all")[0], PackedLinear)
+
+
+class TestTypes:
+    def test_a_weight_that_overflows_stays_dense(self) -> None:
+        layer = make_linear()
+        with torch.no_grad():
+            layer.weight[layer.weight != 0] *= 1e6
+        compressed = compress(nn.Sequential(layer), policy="all", dtype=torch.float16)
+        assert "too large for torch.float16" in dense_reasons(compressed)["0"]
+
+    @pytest.mark.parametrize(
+        "layer", [make_linear(), prune_balanced(nn.Conv2d(64, 8, 3), 32, 3)], ids=["linear", "conv"]
+    )
+    def test_autocast(self, layer: nn.Module) -> None:
+        x = torch.randn(2, 64) if isinstance(layer, nn.Linear) else torch.randn(2, 64, 6, 6)
+        packed = compress(layer, policy="all")
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            y, expected = packed(x), layer(x)
+        assert y.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+
+    def test_double_is_refused_in_a_sentence(self) -> None:
+        with pytest.raises(pm.PomonaError, match="packed values are four-dimensional and of"):
+            compress(make_linear(), policy="all").double()(torch.randn(1, 64).double())
+
+    def test_a_part_called_compression(self) -> None:
+        model = nn.Sequential()
+        model.add_module("compression", make_linear())
+        with pytest.raises(pm.PomonaError, match="a part of its own called 'compression'"):
+            compress(model)
+
+
+class TestDenseProducts:
+    """Inputs that no kernel takes are multiplied with a dense matrix, which is kept, and there is a warning."""
+
+    CASES: tuple[tuple[str, Any], ...] = (
+        ("float64", lambda x: x.double()),
+        ("an infinity or NaN", lambda x: torch.cat([x, torch.full_like(x[:1], torch.inf)])),
+        ("needs a gradient", lambda x: x.requires_grad_()),
+    )
+
+    @pytest.mark.parametrize(("reason", "change"), CASES, ids=["float64", "infinity", "gradient"])
+    @pytest.mark.skipif(product.cpu.load_library() is None, reason="needs the compiled kernels")
+    def test_a_warning_once_and_one_dense_matrix(self, reason: str, change: Any, monkeypatch) -> None:
+        layer = make_linear()
+        packed, x = compress(layer, policy="all"), change(torch.randn(3, 64))
+        made: list[Tensor] = []
+        unpack = product.unpack_matrix
+        monkeypatch.setattr(product, "unpack_matrix", lambda *given: made.append(y := unpack(*given)) or y)
+        product.warn_about_dense_product.cache_clear()
+        with pytest.warns(UserWarning, match=f"multiplied as dense ones for .*{reason}"):
+            y = packed(x)
+        again = packed(x)  # a second warning would be an error
+        assert len(made) == 1
+        torch.testing.assert_close(again, y, equal_nan=True)
+        torch.testing.assert_close(y.float(), layer(x.float()), equal_nan=True)
+
+    def test_the_kept_matrix_follows_the_weights(self) -> None:
+        first, second = (compress(nn.Sequential(make_linear()), policy="all") for _ in range(2))
+        x = torch.randn(2, 64, dtype=torch.float64)
+        before = first(x)
+        with torch.no_grad():
+            second[0].weight_values.mul_(2)
+        first.load_state_dict(second.state_dict())
+        torch.testing.assert_close(first(x) - first[0].bias, 2 * (before - first[0].bias))
+
+    def test_a_matrix_from_inference_mode_is_not_used_for_gradients(self) -> None:
+        packed = compress(make_linear(), policy="all")
+        with torch.inference_mode():
+            packed(torch.randn(2, 64, dtype=torch.float64))
+            packed(torch.full((2, 64), torch.inf))
+        x = torch.randn(2, 64, requires_grad=True)
+        packed(x).sum().backward()
+        assert x.grad is not None
