@@ -41,5 +41,13 @@ def test_on_a_gpu_several_calls_in_a_row_are_captured(monkeypatch: pytest.Monkey
     assert 0 < cold < 1
 
 
+def test_the_largest_cache_that_linux_reports_is_read(tmp_path) -> None:
+    for index, size in enumerate(["32K", "1024K", "33M", "?"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert timing.read_cpu_cache_bytes(tmp_path) == 33 << 20
+    assert timing.read_cpu_cache_bytes(tmp_path / "none") == 0
+
+
 def test_the_last_level_cache_has_a_size() -> None:
     assert timing.last_cache_bytes(torch.device("cpu")) >= 1 << 18

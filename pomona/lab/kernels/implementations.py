@@ -92,15 +92,23 @@ def two_of_four_implementation(name: str, weight: Tensor, sparsity: float) -> Im
 
 
 def measure_error(implementation: Implementation, x: Tensor) -> float:
-    """Return the error of an output relative to float64; raise AssertionError if rounding does not explain it."""
+    """Return the largest error of an output compared with float64, relative to the largest value.
+
+    Raise AssertionError where it is our own implementation and rounding does not explain the error.
+    """
     exact = x.double() @ implementation.weight.double().T
     output = implementation.run(implementation.arrange(x)).double()
     error = float((output - exact).abs().max() / exact.abs().max())
-    if not error <= ROUNDING_LIMITS[x.dtype]:
+    if implementation.name == BALANCED and not is_rounding(error, x.dtype):
         raise AssertionError(
             f"{implementation.name} is wrong: it differs from float64 by {error:.1e} of the largest value"
         )
     return error
+
+
+def is_rounding(error: float, dtype: torch.dtype) -> bool:
+    """Return whether rounding explains an error; it does not explain NaN."""
+    return error <= ROUNDING_LIMITS[dtype]
 
 
 def first_line(error: Exception) -> str:

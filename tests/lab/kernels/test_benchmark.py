@@ -46,11 +46,30 @@ def test_a_matrix_that_no_tile_divides_is_still_measured() -> None:
     assert [r.note for r in found.rows if r.side == "block-sparse"] == ["tiles of 8×8 do not divide it"]
 
 
-def test_a_wrong_implementation_is_reported() -> None:
+def test_a_wrong_implementation_of_ours_is_an_error() -> None:
     weight = torch.eye(4)
-    wrong = implementations.Implementation("wrong", lambda x: x @ weight * 1.001, weight, 0)
-    with pytest.raises(AssertionError, match="wrong is wrong: it differs from float64 by 1.0e-03"):
+    wrong = implementations.Implementation("balanced", lambda x: x @ weight * 1.001, weight, 0)
+    with pytest.raises(AssertionError, match="balanced is wrong: it differs from float64 by 1.0e-03"):
         implementations.measure_error(wrong, torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_an_inaccurate_implementation_of_others_is_marked(factor: float) -> None:
+    """It does not end the benchmark, and an accurate variant is preferred to a faster one that is not."""
+    weight = torch.eye(4)
+    sides = [
+        implementations.Implementation("dense", lambda x: x @ weight, weight, 64),
+        implementations.Implementation("CSR", lambda x: x @ weight * factor, weight, 1),
+        implementations.Implementation("BSR", lambda x: x @ weight * factor, weight, 1),
+        implementations.Implementation("BSR", lambda x: (x @ weight).double().float(), weight, 2),
+    ]
+    head = {"rows": 4, "columns": 4, "batch": 3, "state": "warm"}
+    rows = tuple(bench.time_implementations(sides, {}, torch.randn(3, 4), head, None, 1.0, 0.0))
+    assert [row.note for row in rows] == ["", bench.INACCURATE, ""]
+    assert rows[2].nbytes == 2
+    table = bench.Benchmark(rows, "cpu", "float32", 1, 32, 3, 1.0).__rich__()
+    assert [cell.endswith("!") for cell in table.columns[-1].cells] == [False, True, False]
+    assert table.caption == "! less accurate than rounding explains"
 
 
 def test_the_fastest_of_several_variants_counts(monkeypatch: pytest.MonkeyPatch) -> None:
