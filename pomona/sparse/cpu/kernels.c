@@ -415,7 +415,9 @@ static void load_tile(const Matrix *m, const Operands *v, int64_t first, int64_t
 }
 
 /* Add the products of the blocks from `from` to `to` to the sums of one row. A word is widened to 64 bits: GCC would
- * spill 16 bits to the stack and read 32 back, and each survivor would wait for that. */
+ * spill 16 bits to the stack and read 32 or 64 back, and each survivor would wait for that. The empty assembly keeps the
+ * word in a register for the same reason. */
+#define KEEP_IN_REGISTER(word) __asm__("" : "+r"(word))
 INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, int64_t to, const float *tile,
                     float *sums, int value_type, int bits) {
   const int per_word = 16 / bits, mask = (1 << bits) - 1;
@@ -433,12 +435,14 @@ INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, i
     int64_t left = m->kept;
     for (; left >= per_word; left -= per_word, words += LANES, values += per_word * LANES * value_bytes(value_type)) {
       uint64_t word = *words;
+      KEEP_IN_REGISTER(word);
       ADD(0);
       if (per_word > 1) ADD(1);
       if (per_word > 2) ADD(2);
     }
     if (left) {
       uint64_t word = *words;
+      KEEP_IN_REGISTER(word);
       ADD(0);
       if (left > 1) ADD(1);
       words += LANES, values += left * LANES * value_bytes(value_type);
