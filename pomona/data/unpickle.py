@@ -2,7 +2,8 @@
 
 A pickle is a program. The interpreter in this module supports only the few instructions that these files consist of:
 literals, lists, dictionaries, tuples, the memo, and the call sequence with which numpy writes a uint8 array. It imports
-and calls nothing that a file names, and refuses everything else.
+and calls nothing that a file names, and refuses everything else. Lists hold literals and keys are text, so that a file
+cannot nest values so deeply, or repeat them so often, that a later step fails or never ends.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class PickleMachine:
             "EMPTY_LIST": lambda _: push([]),
             "EMPTY_DICT": lambda _: push({}),
             "EMPTY_TUPLE": lambda _: push(()),
-            "LIST": lambda _: push(pop_to_mark()),
+            "LIST": lambda _: push(_require_literals(pop_to_mark())),
             "DICT": lambda _: push(_to_dict(pop_to_mark())),
             "TUPLE": lambda _: push(tuple(pop_to_mark())),
             "TUPLE1": lambda _: push(tuple(pop(1))),
@@ -120,7 +121,7 @@ class PickleMachine:
         """Add values to the list or dictionary on top of the stack."""
         container = self.stack[-1]
         if kind is list and isinstance(container, list):
-            container.extend(values)
+            container.extend(_require_literals(values))
         elif kind is dict and isinstance(container, dict):
             container.update(_to_dict(values))
         else:
@@ -128,8 +129,18 @@ class PickleMachine:
 
 
 def _to_dict(values: list[Any]) -> dict[Any, Any]:
-    """Return a dictionary of alternating keys and values."""
+    """Return a dictionary of alternating keys and values; raise ValueError for a key that is not text."""
+    if any(type(key) not in (str, bytes) for key in values[::2]):
+        raise ValueError("a dictionary with a key that is not text")
     return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _require_literals(values: list[Any]) -> list[Any]:
+    """Return the items of a list; raise ValueError if one is a container."""
+    wrong = next((value for value in values if not isinstance(value, (int, float, str, bytes, type(None)))), None)
+    if wrong is not None:
+        raise ValueError(f"a {type(wrong).__name__} in a list")
+    return values
 
 
 def _resolve_global(name: str) -> AllowedGlobal:
@@ -143,7 +154,7 @@ def _interpret_call(function: Any, arguments: Any) -> PendingArray | Uint8Dtype:
     """Recognize `_reconstruct(ndarray, (0,), 'b')` and `dtype('u1', …)` without calling them."""
     if isinstance(function, AllowedGlobal) and function == "array" and isinstance(arguments[0], AllowedGlobal):
         return PendingArray()
-    if isinstance(function, AllowedGlobal) and function == "dtype" and _to_text(arguments[0]) == "u1":
+    if isinstance(function, AllowedGlobal) and function == "dtype" and arguments[0] in ("u1", b"u1"):
         return Uint8Dtype()
     raise ValueError("a call other than those that make a uint8 array")
 
@@ -162,6 +173,6 @@ def _set_state(target: Any, state: Any) -> PendingArray | Uint8Dtype:
     return target
 
 
-def _to_text(value: Any) -> str:
-    """Return bytes decoded as Latin-1, and any other value as a string."""
-    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+def _to_text(value: str | bytes) -> str:
+    """Return bytes decoded as Latin-1, and a string as it is."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value

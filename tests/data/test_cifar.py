@@ -256,6 +256,21 @@ def test_broken_pickles_are_refused():
         unpickle(floats)
 
 
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        (b"\x80\x02})" + b"\x85" * 2_000_000 + b"K\x01s.", "a key that is not text"),  # hashing it crashed
+        (b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.", "a key that is not text"),  # hashing it never ended
+        (b"\x80\x02}U\x04data]" + b"q\x00]h\x00ah\x00a" * 60 + b"s.", "a list in a list"),
+        (b"\x80\x02cnumpy\ndtype\n)" + b"q\x00h\x00\x86" * 60 + b"\x85R.", "a call other than"),
+    ],
+    ids=["deep key", "repeated key", "repeated list", "repeated argument"],
+)
+def test_values_that_are_nested_or_repeated_without_end_are_refused(hostile: bytes, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        unpickle(hostile)
+
+
 def test_a_string_is_not_taken_for_a_global():
     forged = b"\x80\x02}(U\x04dataU\x05dtypeU\x02u1\x85Ru."
     with pytest.raises(ValueError, match="a call other than"):
