@@ -26,10 +26,19 @@ from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
 from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import normalize_choice
 
+MAX_NAME_BYTES = 200  # file systems take 255 bytes, and folders add a fingerprint
+
 
 def parse_name(given: Any) -> str:
-    """Return the name of a run."""
+    """Return the name of a run, which is also the name of its folder: one part of a path, and printable."""
     validate_type("name", given, str)
+    is_one_part = given not in ("", ".", "..") and not set(given) & {"/", "\\"}
+    fits = is_one_part and given.isprintable() and len(given.encode(errors="replace")) <= MAX_NAME_BYTES
+    require(
+        fits,
+        f"name must be a folder's name, printable, without slashes and of at most {MAX_NAME_BYTES} bytes, "
+        f"got {given[:60]!a}.",
+    )
     return str(given)
 
 

@@ -153,6 +153,16 @@ def test_overrides():
     assert source == {**BASE, "method": "dpf(sparsity=0.8)", "train": {"epochs": 4}}  # left as it was
 
 
+@pytest.mark.parametrize(
+    "name", ["../escaped", "/tmp/escaped", "a/b", "a\\b", "..", "", "\x1b[31mred", "n" * 201, "a\nb"]
+)
+def test_a_name_that_is_no_folder_is_refused(name):
+    """The name is the run's folder: it must stay inside `runs/`, and print nothing but itself."""
+    with pytest.raises(PomonaError, match="name must be a folder's name") as error:
+        Recipe.load({"name": name, "data": "digits", "model": "mlp"})
+    assert str(error.value).isprintable()
+
+
 def test_a_whole_section_is_replaced_by_a_name():
     recipe = Recipe.load({**BASE, "method": {"name": "dpf", "every": 4}}, ["method=incremental(every=8)"])
     assert (recipe.method["name"], recipe.method["every"]) == ("incremental", 8)
