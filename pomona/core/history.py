@@ -1,7 +1,8 @@
 """The history of mask updates: how many entries flip, how alike consecutive masks are, what pruning costs.
 
-Nothing here changes a weight or a mask. Figures stay on the device until `to_plain` reads them, so that an update
-needs no host synchronization.
+Nothing here changes a weight or a mask. Figures on a GPU stay there until `to_plain` reads them, so that an update
+needs no host synchronization. On a CPU they become numbers at once: small tensors that live on keep the memory of large
+ones around them from being returned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def observe_update(
     Where mask entries are tracked, the step at which each last changed is noted.
     """
     parts = [
-        {"names": group.names, "sizes": group.sizes, "figures": measure(group, old)}
+        {"names": group.names, "sizes": group.sizes, "figures": to_numbers(measure(group, old))}
         for group, old in zip(buffers, before, strict=True)
         if group.targets
     ]
@@ -82,9 +83,20 @@ def to_plain(entry: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def to_lists(figures: Tensor | list[Tensor]) -> list[list[float]]:
+Figures = Tensor | list[Tensor] | list[list[float]]
+
+
+def to_numbers(figures: Tensor | list[Tensor]) -> Figures:
+    """Return figures on the CPU as numbers, and those on another device as they are."""
+    first = figures if isinstance(figures, Tensor) else figures[0]
+    return to_lists(figures) if first.device.type == "cpu" else figures
+
+
+def to_lists(figures: Figures) -> list[list[float]]:
     """Return figures as lists on the host."""
-    return figures.tolist() if isinstance(figures, Tensor) else [figure.tolist() for figure in figures]
+    if isinstance(figures, Tensor):
+        return figures.tolist()
+    return [figure.tolist() if isinstance(figure, Tensor) else figure for figure in figures]
 
 
 def settled_shares(last_flips: Sequence[Tensor], steps_per_epoch: int) -> list[float]:

@@ -231,3 +231,16 @@ def test_delta_of_zero_weights_is_zero() -> None:
     pruner = pm.OneShot(sparsity=0.5, include=["0"]).attach(model, make_sgd(model))
     assert pruner.history[0]["delta"] == 0.0
     assert pruner.history[0]["flips"] == 8
+
+
+def test_on_a_cpu_entries_hold_numbers_and_no_tensors():
+    """Small tensors that live on keep the heap around them from being returned to the system."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = pm.DPF(sparsity=0.5, every=1)
+    pruner.attach(model, optimizer, total_steps=10)
+    for _ in range(5):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    assert len(pruner._history) == 6  # with the one at `attach`
+    assert all(isinstance(row, list) for entry in pruner._history for part in entry["parts"] for row in part["figures"])
