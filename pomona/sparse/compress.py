@@ -17,7 +17,7 @@ from ..masking import matrix_shape
 from ..models.example_inputs import Example, ModelInputs
 from .compression_report import DENSE_FUSED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
-from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer
+from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
 from .layers.base import is_channels_last
 from .surgery import (
     choose_encoder_paths,
@@ -66,11 +66,11 @@ def compress(
 ) -> nn.Module:
     """Return a copy of the model that runs on packed weights; its `compression` reports the outcome for each layer.
 
-    Linear, Conv2d and LSTM layers are packed where that is faster than the dense layer on this machine for the
-    `example`: a batch, the shape of one sample, or a tuple or dictionary of the model's arguments. Without one, a
-    linear layer and an LSTM are timed on one vector, and a convolution stays dense. A ReLU that follows a layer in a
-    Sequential is part of it: packed layers compute it themselves, and so do convolutions that stay dense on a GPU,
-    where cuDNN's single kernel for both is faster.
+    Linear, Conv2d and LSTM layers, and GPT-2's Conv1D, are packed where that is faster than the dense layer on this
+    machine for the `example`: a batch, the shape of one sample, or a tuple or dictionary of the model's arguments.
+    Without one, a linear layer and an LSTM are timed on one vector, and a convolution stays dense. A ReLU that follows
+    a layer in a Sequential is part of it: packed layers compute it themselves, and so do convolutions that stay dense
+    on a GPU, where cuDNN's single kernel for both is faster.
 
     Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
     caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
@@ -173,7 +173,7 @@ def assess_layer(
     name: str, layer: nn.Module, relu: nn.Module | None, inputs: ModelInputs | None, options: LayerOptions
 ) -> tuple[LayerReport, PackedLayer | None]:
     """Return the report of a layer, and its packed form where it has one. `relu` is the module that follows it."""
-    weights = {leaf: p.detach() for leaf, p in layer.named_parameters() if leaf.startswith("weight")}
+    weights = read_weights(layer)
     sparsity = 1 - sum(int(w.count_nonzero()) for w in weights.values()) / sum(w.numel() for w in weights.values())
     first = next(iter(weights.values()))
     fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import models
 from ..errors import PomonaError, require
 from .format import BalancedTensor
-from .layers import Conv2dReLU, PackedLayer, build_packed_layer
+from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .surgery import choose_encoder_paths, fuse_relus, replace_module
 
 VERSION = 1  # of the file format
@@ -113,7 +113,7 @@ def fill_network(
             for leaf, size in metadata.items()
         }
         for leaf, weight in weights.items():
-            expected = layer.get_parameter(leaf).shape
+            expected = read_weights(layer)[leaf].shape
             matches = weight.shape == expected
             stored = tuple(weight.shape)
             require(matches, f"the file has {name}.{leaf} as {stored}, the model as {tuple(expected)}.")

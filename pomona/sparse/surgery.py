@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer
+from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, is_packable
 from .layers.base import has_call_hooks
 
-PACKABLE_LAYERS = (nn.Linear, nn.Conv2d, nn.LSTM)
 Children = dict[str, Any]  # the modules of a container by name
 
 
@@ -26,14 +25,14 @@ class Fused(nn.Identity):
 
 
 def find_packable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and layer of each Linear, Conv2d and LSTM; not of subclasses, which may use their weight otherwise."""
-    return ((name, module) for name, module in model.named_modules() if type(module) in PACKABLE_LAYERS)
+    """Yield name and layer of each layer that has a packed form."""
+    return ((name, module) for name, module in model.named_modules() if is_packable(module))
 
 
 def find_other_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
     """Yield name, module and matrices of each module that has weights but no packed form."""
     for name, module in model.named_modules():
-        if type(module) not in PACKABLE_LAYERS and not isinstance(module, (PackedLayer, Conv2dReLU)):
+        if not is_packable(module) and not isinstance(module, (PackedLayer, Conv2dReLU)):
             matrices = [p.detach() for p in module.parameters(recurse=False) if p.ndim > 1]
             if matrices:
                 yield name, module, matrices

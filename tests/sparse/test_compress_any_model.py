@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import pomona as pm
 from pomona.sparse import BalancedTensor, compress, decompress
-from pomona.sparse.layers import PackedConv2d, PackedLinear, PackedLSTM
+from pomona.sparse.layers import PackedConv1D, PackedConv2d, PackedLinear, PackedLSTM
 from pomona.sparse.ops import product
 
 
@@ -187,6 +187,37 @@ def test_a_transformer_encoder_layer_calls_its_packed_parts(activation: str, mon
             one.activation_relu_or_gelu for one in model.layers
         ]
         torch.testing.assert_close(back(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def make_gpt2() -> nn.Module:
+    """Return a small GPT-2 from a config, with balanced blocks in its Conv1D layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=50, n_positions=16, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if type(module).__name__ == "Conv1D":
+                weight = module.weight.T  # (out, in), as blocks are
+                mask = pm.Balanced(block=32).select_masks([weight.abs()], 0.9)[0]
+                module.weight.copy_(torch.where(mask, weight, 0).T)
+    return model
+
+
+def test_the_conv1d_of_hugging_face_is_packed(tmp_path) -> None:
+    model = make_gpt2()
+    example = {"input_ids": torch.randint(50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    with torch.no_grad():
+        expected = model(**example).logits
+        compressed = compress(model, example, policy="all")
+        packed = [name for name, module in compressed.named_modules() if isinstance(module, PackedConv1D)]
+        assert len(packed) == 8
+        assert compressed.get_submodule(packed[0]).weight.shape == model.get_submodule(packed[0]).weight.shape
+        torch.testing.assert_close(compressed(**example).logits, expected, rtol=1e-4, atol=1e-5)
+        back = decompress(compressed)
+        assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+        loaded = pm.load(pm.save(compressed, tmp_path / "gpt2.safetensors"), make_gpt2())
+        torch.testing.assert_close(loaded(**example).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sparse_layers_without_a_packed_form_are_listed() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from .base import PackedLayer, PackedWeightLayer
-from .build import build_packed_layer
+from .build import PACKABLE_LAYERS, build_packed_layer, is_packable, read_weights
 from .conv2d import PackedConv2d
 from .conv2d_relu import Conv2dReLU
-from .linear import PackedLinear
+from .linear import PackedConv1D, PackedLinear
 from .lstm import PackedLSTM
 
 __all__ = [
+    "PACKABLE_LAYERS",
     "Conv2dReLU",
+    "PackedConv1D",
     "PackedConv2d",
     "PackedLSTM",
     "PackedLayer",
     "PackedLinear",
     "PackedWeightLayer",
     "build_packed_layer",
+    "is_packable",
+    "read_weights",
 ]

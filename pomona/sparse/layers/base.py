@@ -118,14 +118,16 @@ class PackedLayer(nn.Module):
         """Return the dense layer on the meta device, without values."""
         raise NotImplementedError
 
+    def dense_state(self) -> dict[str, Tensor]:
+        """Return the parameters of the dense layer, with its weights unpacked; other buffers may be among them."""
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        return buffers | {name: packed.dense() for name, packed in self.packed_weights()}
+
     @torch.no_grad()
     def dense(self) -> nn.Module:
         """Return the dense layer with its weights unpacked, as trainable parameters, and with the hooks of this one."""
         layer = self.empty_dense_layer()
-        state = {name: packed.dense() for name, packed in self.packed_weights()}
-        state |= {
-            name: buffer for name, buffer in self._buffers.items() if name in layer._parameters and buffer is not None
-        }
+        state = {name: tensor for name, tensor in self.dense_state().items() if name in layer._parameters}
         state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
         layer.load_state_dict(state, assign=True)
         copy_call_hooks(self, layer)

@@ -1,11 +1,13 @@
-"""A linear layer with a packed weight."""
+"""Linear layers with a packed weight: `nn.Linear`, and the `Conv1D` of Hugging Face's GPT-2."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import PomonaError
+from ..format import BalancedTensor
 from .base import PackedWeightLayer, cast_for_autocast, needs_gradient
 
 
@@ -29,5 +31,29 @@ class PackedLinear(PackedWeightLayer):
         y = self.multiply_packed("weight", x.reshape(-1, features), self.bias, self.relu)
         return y.view(*outer, self.out_features)
 
-    def empty_dense_layer(self) -> nn.Linear:
+    def empty_dense_layer(self) -> nn.Module:
         return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+
+
+class PackedConv1D(PackedLinear):
+    """Hugging Face's `Conv1D`, a linear layer whose dense weight is (in, out), with a packed weight of (out, in)."""
+
+    options = ("nx", "nf")
+    nx: int
+    nf: int
+
+    def __init__(self, layer: nn.Module, weight: BalancedTensor) -> None:
+        super().__init__(layer, weight)  # type: ignore[arg-type]
+        self.in_features, self.out_features, self.dense_class = self.nx, self.nf, type(layer)
+
+    def empty_dense_layer(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.dense_class(self.nf, self.nx)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, (in, out), unpacked at every access."""
+        return super().weight.T
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return {**super().dense_state(), "weight": self.weight}
