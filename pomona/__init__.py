@@ -6,48 +6,53 @@ pruner = pm.DPF(sparsity=0.9)
 pruner.attach(model, optimizer, total_steps=steps)
 ...                                                  # the training loop, as it is
 pruner.finish()
+
+A name is imported when it is first used, so that `import pomona` and `pomona --help` do not wait for torch.
 """
 
 import importlib
+import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import cpu_features as _cpu_features  # noqa: F401  first: it must run before torch is imported
 
 # isort: split
-from . import data, models, theory
-from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
-from .core.pruner import Pruner
-from .core.targets import prunable
 from .errors import PomonaError
-from .methods import (
-    ACDC,
-    DPF,
-    DSR,
-    SET,
-    SFP,
-    SNIP,
-    ST3,
-    EdgePopup,
-    Feather,
-    Finetune,
-    Incremental,
-    IteRand,
-    Lottery,
-    OneShot,
-    Random,
-    RigL,
-    SparseMomentum,
-    SRigL,
-)
-from .models import summary
-from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
-from .schedules import Constant, Cosine, Cubic, Linear
-from .sparse import BalancedTensor, compress, decompress, load, save, shrink
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import privacy
+    from . import data, models, privacy, theory
+    from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
+    from .core.pruner import Pruner
+    from .core.targets import prunable
+    from .methods import (
+        ACDC,
+        DPF,
+        DSR,
+        SET,
+        SFP,
+        SNIP,
+        ST3,
+        EdgePopup,
+        Feather,
+        Finetune,
+        Incremental,
+        IteRand,
+        Lottery,
+        OneShot,
+        Random,
+        RigL,
+        SparseMomentum,
+        SRigL,
+    )
+    from .models import summary
+    from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
+    from .schedules import Constant, Cosine, Cubic, Linear
+    from .sparse.compress import compress, decompress
+    from .sparse.files import load, save
+    from .sparse.format import BalancedTensor
+    from .sparse.shrink import shrink
 
 __all__ = [
     "ACDC",
@@ -100,9 +105,66 @@ __all__ = [
     "theory",
 ]
 
+# The module of each public name that is imported when it is first used: the imports for type checkers above.
+_PUBLIC_NAMES = {
+    "compressors": "Binary PowerThreshold Quantize Soft SoftThreshold",
+    "core.pruner": "Pruner",
+    "core.targets": "prunable",
+    "methods": "ACDC DPF DSR EdgePopup Feather Finetune Incremental IteRand Lottery OneShot Random RigL SET SFP SNIP "
+    "SRigL ST3 SparseMomentum",
+    "models": "summary",
+    "patterns": "NM Balanced Block Filter Kernel Unstructured",
+    "schedules": "Constant Cosine Cubic Linear",
+    "sparse.compress": "compress decompress",
+    "sparse.files": "load save",
+    "sparse.format": "BalancedTensor",
+    "sparse.shrink": "shrink",
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()}
+# The modules that are attributes of the package, such as `pm.theory`.
+_MODULES = frozenset(
+    {
+        "allocation",
+        "compressors",
+        "core",
+        "data",
+        "masking",
+        "methods",
+        "models",
+        "patterns",
+        "privacy",
+        "registry",
+        "schedules",
+        "scores",
+        "sparse",
+        "theory",
+    }
+)
 
-def __getattr__(name: str) -> ModuleType:
-    """Private training when it is first asked for: it needs much of scipy."""
-    if name == "privacy":
-        return importlib.import_module(".privacy", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+class _Package(ModuleType):
+    """The package, where a public function keeps its name when a module of the same name is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name or a module of the package, which is imported when it is first used."""
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next use finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return all names of the package, also those that are not imported yet."""
+    return sorted({*globals(), *__all__, *_MODULES})

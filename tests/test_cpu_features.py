@@ -17,6 +17,14 @@ ROOT = Path(__file__).parents[1]
 SAPPHIRE_RAPIDS = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t: none\n"
 WITHOUT_AMX = "processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16\nbugs\t\t: amx_tile\n"
 
+# Ways in which the first import of torch comes about.
+ENTRIES = [
+    "import pomona, torch",
+    "from pomona import DPF",
+    "import pomona.lab",
+    "from pomona.cli import main; main(['methods'])",
+    "import pomona.__main__; pomona.__main__.main(['methods'])",
+]
 # Runs in a fresh interpreter that looks like a machine which refuses AMX, and stops at the first import of torch.
 STOP_AT_TORCH = """
 import builtins, ctypes, importlib.abc, os, sys
@@ -134,7 +142,7 @@ def test_the_sentence_of_pomona_check(cpuinfo, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs x86-64 Linux")
-@pytest.mark.parametrize("entry", ["import pomona", "from pomona.cli import main", "import pomona.__main__"])
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("given", "expected"), [(None, LARGEST_ISA_WITHOUT_AMX), ("AVX2", "AVX2")])
 def test_the_limit_is_there_before_torch_is_imported(cpuinfo, entry, given, expected):
     environ = {key: value for key, value in os.environ.items() if key != VARIABLE}

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from pomona.errors import PomonaError, unknown_name_error
-from pomona.lab.recipes.plugins import add_plugins
 from pomona.version import __version__
 
 from .output import print_note, print_status
@@ -47,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
+def add_plugins(modules: Sequence[str]) -> None:
+    """Import the user's modules; the laboratory, which does it, is imported only where there are any."""
+    if modules or os.environ.get("POMONA_PLUGINS"):
+        from pomona.lab.recipes import plugins
+
+        plugins.add_plugins(modules)
+
+
 def describe_error(error: Exception) -> tuple[int, str]:
     """Return the exit code and the sentence for an exception."""
     if isinstance(error, PomonaError):
@@ -76,6 +83,6 @@ def pomona(
     if version:
         print(f"pomona {__version__}")
         raise typer.Exit
-    add_plugins(plugin or ())
+    add_plugins(plugin or [])
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from cli_helpers import read_files
 
@@ -80,3 +83,20 @@ def test_version_and_help(run_command):
     for command in ("demo", "train", "methods", "data", "check"):
         assert f"  {command} " in out
         assert run_command(command, "--help")[0] == 0
+
+
+def test_help_and_version_import_no_slow_package():
+    code = """
+import sys
+from pomona.cli import app, main
+import typer
+group = typer.main.get_command(app)
+bound = group.commands["bound"]
+for words in ([], ["--version"], *([name] for name in group.commands), *(["bound", name] for name in bound.commands)):
+    assert main(words if words == ["--version"] else [*words, "--help"]) == 0, words
+print("imported:", *(name for name in ("torch", "numpy", "scipy", "sklearn") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "pomona bound iterand" in done.stdout
+    assert done.stdout.splitlines()[-1] == "imported:"

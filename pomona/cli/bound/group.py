@@ -9,6 +9,6 @@ from ..application import CommandGroup, app
 bound = typer.Typer(
     cls=CommandGroup,
     rich_markup_mode=None,
-    help="Compute the bounds of the papers: errors, sparsities and widths, and a certificate for a trained network.",
+    help="Compute the bounds of the papers, or certify a trained network.\n\nErrors, sparsities and widths by theorem.",
 )
 app.add_typer(bound, name="bound")
