@@ -15,6 +15,11 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -98,6 +103,42 @@ def spec_options(spec: Any) -> Mapping[str, inspect.Parameter]:
     return _read_signature(spec).parameters
 
 
+def describe_options(spec: Any) -> dict[str, str]:
+    """Return what each option of a spec class means: the comment beside the option, or above it, in the source."""
+    found: dict[str, str] = {}
+    for base in reversed(spec.__mro__):  # a comment in a subclass replaces that of its base
+        found |= _read_comments(base)
+    return {key: found.get(key, "") for key in spec_options(spec)}
+
+
+@functools.cache
+def _read_comments(spec: type) -> Mapping[str, str]:
+    """Return the comments of the fields in the source of one class; none where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(spec))
+    except (OSError, TypeError):
+        return {}
+    comments = {
+        token.start[0]: re.sub(r"#|type: ignore\S*", "", token.string).strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    previous = 0  # the last line of the statement before
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            lines = range(previous + 1, (statement.end_lineno or 0) + 1)
+            text = " ".join(filter(None, (comments.get(line) for line in lines)))
+            if text.endswith("."):  # a sentence above the option
+                text = text[0].lower() + text[1:-1]
+            if text:
+                found[statement.target.id] = text
+        previous = statement.end_lineno or 0
+    return found
+
+
 def resolve_type_hints(spec: Any) -> dict[str, Any]:
     """Return the types of a spec's fields."""
     hints = _read_type_hints(spec)
@@ -156,6 +197,14 @@ def spec_to_dict(spec: Any) -> dict[str, Any]:
     """Return a spec as a dictionary of its name and all its options, defaults included, as a recipe writes it."""
     options = {f.name: to_plain_data(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
     return {"name": spec.name, **options}
+
+
+def format_plain_data(value: Any) -> str:
+    """Return a value of `to_plain_data` as text for a person: a spec as "name(option=value, …)", the rest as JSON."""
+    if isinstance(value, Mapping) and "name" in value:
+        options = ", ".join(f"{key}={format_plain_data(one)}" for key, one in value.items() if key != "name")
+        return f"{value['name']}({options})" if options else str(value["name"])
+    return json.dumps(value, ensure_ascii=False)
 
 
 def to_plain_data(value: Any) -> Any:

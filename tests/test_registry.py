@@ -1,11 +1,14 @@
-"""Parsing of specs that are written in one line: "dpf(every=4)"."""
+"""Specs in one line, "dpf(every=4)", and the meanings of their options."""
 
 from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, make_dataclass
+from typing import ClassVar
 
 import pytest
 
 from pomona.errors import PomonaError
-from pomona.registry import parse_spec
+from pomona.registry import describe_options, format_plain_data, parse_spec
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,59 @@ def test_parse_name_and_options(text, expected):
 def test_parse_accepts_only_literal_options(text):
     with pytest.raises(PomonaError, match="is not of the form"):
         parse_spec(text)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A spec with options that a subclass changes."""
+
+    count: int = 1  # how many
+    size: int = 2  # how large
+    plain: int = 3
+
+
+@dataclass(frozen=True)
+class Derived(Base):
+    """A spec whose options have comments of each form."""
+
+    kind: ClassVar[str] = "none"  # no option
+
+    size: int = 4
+    # Where it is. The second sentence,
+    # on two lines.
+    place: str = "here"
+    switch: InitVar[bool] = False  # type: ignore[assignment]  # on or off
+    plain: int = 5
+
+    def __post_init__(self, switch: bool) -> None:
+        """Do nothing."""
+
+
+def test_the_meaning_of_an_option_is_its_comment():
+    assert describe_options(Derived) == {
+        "count": "how many",
+        "size": "how large",
+        "plain": "",
+        "place": "where it is. The second sentence, on two lines",
+        "switch": "on or off",
+    }
+
+
+def test_a_class_without_source_has_options_without_meaning():
+    made = make_dataclass("Made", [("count", int, 1)])
+    assert describe_options(made) == {"count": ""}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.9, "0.9"),
+        (None, "null"),
+        ("global", '"global"'),
+        ({"name": "unstructured"}, "unstructured"),
+        ({"name": "cubic", "start": 0.0, "until": 0.75}, "cubic(start=0.0, until=0.75)"),
+        ({"name": "a", "inner": {"name": "b", "c": [1]}}, "a(inner=b(c=[1]))"),
+    ],
+)
+def test_values_are_formatted_for_a_person(value, expected):
+    assert format_plain_data(value) == expected

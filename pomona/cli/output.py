@@ -6,6 +6,7 @@ Results go to stdout. Progress, notes and errors go to stderr.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH_WITHOUT_TERMINAL = 140  # columns of a table that is written to a file or a pipe
+WIDTH_WITHOUT_TERMINAL = 140  # columns of a table in a file or a pipe, unless $COLUMNS says otherwise
 
 
 def print_status(sentence: str) -> None:
@@ -30,7 +31,7 @@ def print_note(sentence: str) -> None:
 def print_table(value: Any) -> None:
     """Print a table, or anything else that rich can render, on stdout."""
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=WIDTH_WITHOUT_TERMINAL)
     console.print(value)
 

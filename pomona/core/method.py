@@ -93,11 +93,11 @@ class Method:
     ranks_by_magnitude: ClassVar[bool] = False  # whether an update is `select(magnitude(latent))` and nothing else
 
     sparsity: float | None = None  # the pruned fraction; None is what the pattern fixes, else the default
-    pattern: Pattern = Unstructured()
+    pattern: Pattern = Unstructured()  # which weights are kept or pruned together
     allocation: str | None = None  # how layers share the sparsity; None is the pattern's default
-    schedule: Schedule = Cubic()
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
+    schedule: Schedule = Cubic()  # how the sparsity rises during training
+    include: Sequence[str] = ()  # globs of parameter names to prune; empty is all that the method prunes
+    exclude: Sequence[str] = ()  # globs of parameter names to leave dense
 
     def __post_init__(self) -> None:
         self._set(pattern=PATTERNS.resolve(self.pattern), schedule=SCHEDULES.resolve(self.schedule))

@@ -15,7 +15,7 @@ from .augment import AUGMENTS, ResizedCrop, Standard
 from .batches import Batches
 from .dataset import IMAGENET, Dataset
 from .fetch import download
-from .sources import SOURCES, CatalogEntry, Source, catalog, load, locate
+from .sources import SOURCES, CatalogEntry, Source, catalog, describe_source, load, locate
 from .split import Split, cut_windows
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Standard",
     "catalog",
     "cut_windows",
+    "describe_source",
     "download",
     "load",
     "locate",

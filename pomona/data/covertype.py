@@ -30,7 +30,7 @@ class Covertype(Source):
     are always the same, with the classes in proportion.
     """
 
-    test: float = 0.2  # fraction of the rows
+    test: float = 0.2  # the fraction of the rows that is the test set
     classes: ClassVar[int] = 7
     contents: ClassVar[str] = "581 012 rows of 54 features, or any part of them"
     licence: ClassVar[str] = "CC BY 4.0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +13,17 @@ from typing import Any, ClassVar
 import torch
 
 from pomona.errors import PomonaError
-from pomona.registry import Registry, parse_spec
+from pomona.registry import Registry, describe_options, parse_spec, spec_to_dict
 
 from .dataset import Dataset
+
+EXAMPLE = """\
+import pomona as pm
+
+data = pm.data.load("{name}")
+for inputs, targets in data.batches(128, seed=0).epoch(0):
+    ...
+"""
 
 DataRoot = str | os.PathLike[str] | None
 
@@ -133,24 +143,42 @@ def locate(name: str, root: DataRoot = None) -> Path:
 
 def catalog(root: DataRoot = None) -> list[CatalogEntry]:
     """Return an entry for every data set: whether it is present, where it is searched, how to get it, its citation."""
-    entries = []
-    for name in SOURCES:
-        source = SOURCES[name]
-        path = source.find_folder(root)
-        entries.append(
-            CatalogEntry(
-                name=name,
-                present=path is not None or not source.folders,
-                path=None if path is None else str(path),
-                looked=[str(f) for f in source.candidate_folders(root)],
-                get=source.how_to_get(),
-                licence=source.licence,
-                citation=source.citation,
-                classes=source.classes,
-                size=source.contents,
-            )
-        )
-    return entries
+    return [catalog_entry(name, root) for name in SOURCES]
+
+
+def catalog_entry(name: str, root: DataRoot = None) -> CatalogEntry:
+    """Return the entry of one data set; raise PomonaError where there is none of this name."""
+    source = SOURCES[name]
+    path = source.find_folder(root)
+    return CatalogEntry(
+        name=name,
+        present=path is not None or not source.folders,
+        path=None if path is None else str(path),
+        looked=[str(f) for f in source.candidate_folders(root)],
+        get=source.how_to_get(),
+        licence=source.licence,
+        citation=source.citation,
+        classes=source.classes,
+        size=source.contents,
+    )
+
+
+def describe_source(name: str, root: DataRoot = None) -> dict[str, Any]:
+    """Return the entry of one data set with its description, its published files, its options and examples."""
+    source, options = SOURCES[name], spec_to_dict(SOURCES.resolve(name))
+    del options["name"]
+    return {
+        **dataclasses.asdict(catalog_entry(name, root)),
+        "about": inspect.cleandoc(source.__doc__ or ""),
+        "downloads": {
+            folder: [{"url": file.url, "checksum": file.checksum} for file in files]
+            for folder, files in source.downloads.items()
+        },
+        "options": options,
+        "meanings": describe_options(source),
+        "python": EXAMPLE.format(name=name),
+        "command": f"pomona train RECIPE --set data={name}",
+    }
 
 
 def load(

@@ -26,8 +26,8 @@ class Text(Source):
 
     length: int = 64  # tokens per window
     unit: str = "char"  # what a token is: a "char" or a "word" (separated by whitespace; a line ends in <eos>)
-    valid: float = 0.05  # fractions taken from the end of input.txt
-    test: float = 0.05
+    valid: float = 0.05  # the fraction of input.txt before the test text that is held out for validation
+    test: float = 0.05  # the fraction at the end of input.txt that is the test text
     licence: ClassVar[str] = "yours"
     citation: ClassVar[str] = "yours"
     folders: ClassVar[tuple[str, ...]] = ("text",)

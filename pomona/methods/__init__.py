@@ -29,6 +29,7 @@ from . import (
     srigl,
     st3,
 )
+from ._description import describe_method, summarize_method
 from .lottery import LotteryRounds
 
 __all__ = [
@@ -52,9 +53,11 @@ __all__ = [
     "RigL",
     "SRigL",
     "SparseMomentum",
+    "describe_method",
     "make_constructor",
     "make_pruner",
     "method",
+    "summarize_method",
 ]
 
 Options = ParamSpec("Options")

@@ -37,7 +37,7 @@ class Regrowing(Method):
 class DropGrow(Regrowing):
     """A method that begins with a random mask of the final sparsity, and moves its entries."""
 
-    seed: int = 0
+    seed: int = 0  # of the first masks and of everything else that is drawn
 
     def initial_masks(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(targets, random_scores(targets.latent, self.seed), sparsity)

@@ -65,7 +65,8 @@ class BoundedFeedback(Method):
     median of the others, leaving out those without a gradient; the others' are at most ten times as long.
     """
 
-    feedback: float | None = 1.0  # in median gradient norms of the layer's other outputs; None or inf: no bound
+    # The longest gradient of a weak output, in medians of the layer's other outputs; None or inf is no bound.
+    feedback: float | None = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,9 +27,9 @@ class DSR(DropGrow):
 
     left_dense: ClassVar[frozenset[str]] = DENSE | {"first", "downsample"}
 
-    every: int = 100  # steps between updates; doubled at each of DOUBLE_INTERVAL_AT
-    churn: float = 0.0137  # N_p over all prunable weights: the authors' 20,000 of WideResNet-28-2
-    threshold: float = 1e-3  # H at the start
+    every: int = 100  # steps between updates at first; the interval doubles during training (DOUBLE_INTERVAL_AT)
+    churn: float = 0.0137  # the share of all weights that an update drops: the authors' N_p = 20,000 of WideResNet-28-2
+    threshold: float = 1e-3  # H, the magnitude below which weights are dropped, at the start; it adapts
     until: float = 0.95  # share of training after which the masks are fixed
     allocation: str = "uniform"
 

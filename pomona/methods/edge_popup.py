@@ -33,7 +33,7 @@ class EdgePopup(ScoreMethod):
     every: int = 300  # steps between two entries of the history
     allocation: str = "uniform"
     schedule: Schedule = Constant()
-    seed: int = 0
+    seed: int = 0  # of the random weights and the initial scores
 
     def __post_init__(self) -> None:
         super().__post_init__()

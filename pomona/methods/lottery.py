@@ -34,9 +34,9 @@ class Lottery(Method):
     after `rewind` steps of the first round. `retrainings` sets the rate so that this many rounds suffice.
     """
 
-    rate: float = 0.2
-    retrainings: int | None = None
-    rewind: int = 0
+    rate: float = 0.2  # the part of the remaining weights that each round prunes
+    retrainings: int | None = None  # rounds after the first training, which then set the rate
+    rewind: int = 0  # the step of the first training to whose weights every round goes back
     schedule: Schedule = field(default=Constant(), init=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ class OneShot(SingleUpdate):
     until then; at 1, after the last step, nothing is fine-tuned.
     """
 
-    at: float = 0.0
+    at: float = 0.0  # the share of training after which the model is pruned; 0 is at `attach`
 
     def __post_init__(self) -> None:
         super().__post_init__()

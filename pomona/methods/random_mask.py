@@ -14,7 +14,7 @@ from ._single_update import SingleUpdate
 class Random(SingleUpdate):
     """A mask drawn at random at `attach` and kept; the weights that are left are trained."""
 
-    seed: int = 0
+    seed: int = 0  # of the random mask
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         return self.select(targets, scores.random_scores(targets.latent, self.seed), sparsity)

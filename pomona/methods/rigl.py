@@ -24,8 +24,8 @@ class RigL(SET):
     updates_before_step: ClassVar[bool] = True
     restarts_at_zero: ClassVar[bool] = False
 
-    every: int | None = 100  # ΔT
-    until: float = 0.75  # T_end, as a share of training
+    every: int | None = 100  # ΔT: steps between updates; None is an epoch
+    until: float = 0.75  # T_end: the share of training after which the masks are fixed
     allocation: str = "uniform"
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class SparseMomentum(DropGrow):
     keeps_pruned_momentum: ClassVar[bool] = True
 
     rate: float = 0.5  # the part of a layer that is dropped at first; it falls to `floor` along a cosine
-    floor: float = 0.005
+    floor: float = 0.005  # the part of a layer that is still dropped at the end
     every: int | None = None  # steps between updates; None is an epoch
     allocation: str = "uniform"
 
