@@ -66,8 +66,10 @@ class ProgressBar:
             self.bar.update(self.task, completed=self.steps, text=self.format_text(), left=self.format_time_left())
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """Show the measurements of an epoch."""
+        """Show the measurements of an epoch; a note about them stays above the bar."""
         self.row |= row
+        if note := self.row.pop("note", None):
+            self.bar.console.print(f"epoch {row['epoch']}: {note}", markup=False, highlight=False)
 
     def steps_per_second(self) -> float | None:
         """Return the steps per second, or None before there are two samples."""
@@ -112,6 +114,8 @@ class ProgressLines:
             f"{format_duration(seconds / epoch * (self.epochs - epoch))} left",
         ]
         self.print_line(" · ".join(parts))
+        if "note" in row:
+            self.print_line(f"note: {row['note']}")
 
     def close(self) -> None:
         """Do nothing: a line has no end."""
@@ -143,9 +147,9 @@ class SeriesProgress:
             self.bar.step(loss)
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """Show the measurements of an epoch."""
+        """Show the measurements of an epoch, without a note: a series is about the results of its runs."""
         if self.bar is not None:
-            self.bar.epoch(row)
+            self.bar.epoch({key: value for key, value in row.items() if key != "note"})
 
     def close(self) -> None:
         """Do nothing: the end of one run is not the end of the bar."""

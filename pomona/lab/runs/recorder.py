@@ -30,7 +30,7 @@ class ProgressListener(Protocol):
         """Report one step, with its loss where it was read from the device."""
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Report the end of an epoch, with its line of the metrics."""
+        """Report the end of an epoch, with its line of the metrics, and where one is due a `note` about them."""
 
     def close(self) -> None:
         """End the run, whether it is complete or not."""

@@ -45,6 +45,7 @@ from pomona.methods._mask_holder import MaskHolder
 
 from . import checkpoint, loops, masks
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
+from .dips import DipWatcher
 from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
@@ -124,6 +125,7 @@ class Run:
         self.loop = self.strategy.make_loop(self, kind)
         self.pruner = self.stage.make_pruner(self)
         self.average = WeightAverage(self.model)
+        self.dips = DipWatcher()
         self.updates_written = 0  # entries of the pruner's history that are in metrics.jsonl
 
     @property
@@ -311,7 +313,8 @@ class Run:
         if self.processes.is_first:
             self.write_updates()
             self.recorder.write_metrics(row)
-        self.recorder.report_epoch(row)
+        dip = self.dips.explain(self, row)
+        self.recorder.report_epoch(row if dip is None else row | {"note": dip})
         self.loss_sum, self.timed_steps, self.timing_start = 0.0, 0, time.perf_counter()
         return row
 

@@ -42,7 +42,12 @@ def score_model(run: Run, model: nn.Module, part: str) -> dict[str, float]:
 
 def has_stale_statistics(run: Run) -> bool:
     """Return whether the mask changed so recently that running batch-norm statistics cannot have adapted."""
-    if run.pruner is None or not run.options.reestimate or not batchnorm_layers(run.model):
+    return bool(run.options.reestimate and batchnorm_layers(run.model)) and changed_recently(run)
+
+
+def changed_recently(run: Run) -> bool:
+    """Return whether the last mask change of this stage is at most one interval between updates ago."""
+    if run.pruner is None:
         return False
     every = getattr(run.pruner.method, "every", 0)  # None is once an epoch
     since_change = run.step - run.stage_start - run.pruner.last_change

@@ -133,3 +133,23 @@ def test_missing_measurements_are_left_out():
 @pytest.mark.parametrize(("seconds", "text"), [(7.4, "0:07"), (59.6, "1:00"), (750, "12:30"), (11100, "3:05:00")])
 def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_about_an_epoch_is_shown_once(now, terminal):
+    out = console(terminal)
+    reporter = make_reporter(out)
+    reporter.start(10, 20, "run")
+    reporter.epoch({**ROW, "note": "accuracy fell [for a reason]."})
+    reporter.epoch(ROW)
+    reporter.close()
+    assert out.file.getvalue().count("accuracy fell [for a reason].") == 1
+
+
+def test_a_series_shows_no_notes(now):
+    out = console(terminal=True)
+    series = SeriesProgress(out, 2)
+    series.start(10, 20, "run")
+    series.epoch({**ROW, "note": "accuracy fell."})
+    series.end()
+    assert "accuracy fell" not in out.file.getvalue()
