@@ -1,12 +1,22 @@
-"""The recipes and table definitions that ship with Pomona, by name. A table definition has sections [[part]]."""
+"""The recipes, table definitions and results that ship with Pomona. A table definition has sections [[part]].
+
+In a checkout they are the folders recipes/ and results/ beside the package. An installation has copies of them in
+pomona/bundled/, where the records of runs are the files of one archive, results/runs.zip (see setup.py).
+"""
 
 from __future__ import annotations
 
 import re
-import sysconfig
+import zipfile
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from pomona.errors import PomonaError, unknown_name_error
+
+PACKAGE = Path(__file__).resolve().parents[2]
+BUNDLED = PACKAGE / "bundled" if (PACKAGE / "bundled").is_dir() else PACKAGE.parent  # of an installation, a checkout
+RECIPES = Path("recipes")
 
 
 def find_recipe(given: str) -> Path:
@@ -15,7 +25,7 @@ def find_recipe(given: str) -> Path:
     bundled = bundled_files()
     if path.is_file():
         return path
-    if path.name == given and path.stem in bundled and path.suffix in ("", ".toml"):
+    if given in (path.stem, f"{path.stem}.toml", str(RECIPES / f"{path.stem}.toml")) and path.stem in bundled:
         return bundled[path.stem]
     if path.suffix == ".toml" or path.name != given:
         names = ", ".join(bundled_recipes())
@@ -48,15 +58,18 @@ def has_section(file: Path, section: str) -> bool:
 
 
 def bundled_files() -> dict[str, Path]:
-    """Return name → file of every bundled TOML file, in natural order.
+    """Return name → file of every bundled TOML file, in natural order."""
+    files = (BUNDLED / RECIPES).glob("*.toml")
+    return {file.stem: file for file in sorted(files, key=lambda file: _natural_order(file.stem))}
 
-    They lie beside the package in a checkout, and under share/pomona in an installation.
-    """
-    root = Path(__file__).resolve().parents[3]  # the root of a checkout, or the folder of `pip install --target`
-    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
-    shared = [Path(place) / "share" / "pomona" / "recipes" for place in (user, sysconfig.get_path("data"), root)]
-    found = {file.stem: file for folder in (*shared, root / "recipes") for file in folder.glob("*.toml")}
-    return dict(sorted(found.items(), key=lambda item: _natural_order(item[0])))
+
+def list_json_files(folder: Path) -> Iterator[Traversable]:
+    """Yield the JSON files of a folder, or of the archive FOLDER.zip where there is no such folder, sorted by name."""
+    archive = folder.with_name(f"{folder.name}.zip")
+    if not folder.is_dir() and not archive.is_file():
+        return
+    files = folder.iterdir() if folder.is_dir() else zipfile.Path(archive).iterdir()
+    yield from sorted((file for file in files if file.name.endswith(".json")), key=lambda file: file.name)
 
 
 def _natural_order(name: str) -> list[int | str]:

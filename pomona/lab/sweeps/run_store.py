@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
 
+from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
 from ..recipes.recipe import Recipe
 from ..runs import durable_files, retrain
@@ -26,7 +28,7 @@ from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
-BUNDLED_RECORDS = Path(__file__).resolve().parents[3] / RECORDS  # the records in the repository of the code
+BUNDLED_RECORDS = BUNDLED / RECORDS  # the records that ship with the code
 READ_ERRORS = (OSError, KeyError, ValueError, SafetensorError)  # what reading damaged files of a run may raise
 REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
 
@@ -83,7 +85,7 @@ class RunStore:
         self.finetuned: dict[str, StoredRun] = {}  # complete runs with fine-tuning, by the fingerprint without it
         self.retrained: dict[tuple[str, str], StoredRun] = {}  # by the parent's fingerprint, and how: "init-flops"
         places = dict.fromkeys(place.resolve() for place in records)
-        for file in [file for place in places for file in sorted(place.glob("*.json"))]:
+        for file in [file for place in places for file in list_json_files(place)]:
             try:
                 self.add_run(read_record(file))
             except PomonaError as error:
@@ -163,7 +165,7 @@ def read_folder(folder: Path) -> StoredRun | None:
     return StoredRun(recipe, folder, None if found is None or find_mismatch(found, recipe) else found)
 
 
-def read_record(file: Path) -> StoredRun | None:
+def read_record(file: Traversable) -> StoredRun | None:
     """Return the run that a record describes; None where the record has no recipe.
 
     Raises:

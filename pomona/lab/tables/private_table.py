@@ -9,6 +9,7 @@ from typing import Any
 
 from pomona.errors import PomonaError
 
+from ..recipes.bundled import BUNDLED
 from ..sweeps.result_table import mean_and_deviation
 
 RECORD = Path("results/private-cifar10.json")
@@ -17,10 +18,10 @@ RECORD = Path("results/private-cifar10.json")
 def private_table(record: Path | str | None = None) -> dict[str, Any]:
     """Private training on CIFAR-10: the accuracy of each arm at each ε over its seeds, with E[i]/m.
 
-    The first line is the title in the list of tables. The record is looked for in the working directory, then in the
-    checkout. The tables of Yang et al. (2023) are not available for comparison.
+    The first line is the title in the list of tables. The record is looked for in the working directory, then among
+    the bundled results. The tables of Yang et al. (2023) are not available for comparison.
     """
-    places = [Path(record)] if record is not None else [RECORD, Path(__file__).resolve().parents[3] / RECORD]
+    places = [Path(record)] if record is not None else [RECORD, BUNDLED / RECORD]
     found = next((place for place in places if place.is_file()), None)
     try:
         cells = [] if found is None else table_cells(json.loads(found.read_bytes())["runs"])

@@ -14,10 +14,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LIBRARY_NAME = "kernels.so"  # beside the source, where the package's install built it
-FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
+# What every x86-64 processor has, whatever a compiler's default is: the wheel's library runs on other machines too.
+BASELINE = ("-march=x86-64", "-mtune=generic") if X86 else ()
+FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi", *BASELINE)
 # The instruction sets, best first: torch's name for a processor that has it, and the compiler's flags.
 INSTRUCTION_SETS = {
     "avx512": ("AVX512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -210,3 +211,16 @@ def test_a_run_is_resumed_with_other_settings_without_effect(tmp_path):
 def test_without_finetune_changes_nothing_else(place):
     assert without_finetune(LONG).fingerprint() == SHORT.fingerprint()
     assert without_finetune(SHORT) == dataclasses.replace(SHORT, finetune=without_finetune(SHORT).finetune)
+
+
+def test_records_in_an_archive_are_those_of_the_folder(place, tmp_path):
+    records = tmp_path / "records"
+    write_record(RunStore((place,), ()).runs[SHORT.fingerprint()], records)
+    (records / "damaged.json").write_text("{")
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
+        for file in records.iterdir():
+            archive.write(file, file.name)
+    with pytest.warns(UserWarning, match="the record 'damaged.json' is ignored"):
+        found = [RunStore((), (folder,)).runs for folder in (records, tmp_path / "packed")]
+    assert found[0] == found[1]
+    assert list(found[0]) == [SHORT.fingerprint()]
