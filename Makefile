@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := test,images,shrink,privacy,report,huggingface,lightning,onnx,openvino,track,docs
 
-.PHONY: setup demo test test-all lint bench docs clean
+.PHONY: setup demo test test-all lint bench docs release-check clean
 
 setup: .venv/.ready
 
@@ -42,5 +42,9 @@ docs: setup
 		$(BIN)/python benchmarks/pages/$${page}_page.py || exit 1; \
 	done
 
+# Build the source distribution and the wheel, install the wheel in new environments and run it there: some minutes.
+release-check: setup
+	$(BIN)/python .ci/release_check.py
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info
