@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..core import carried_state
 from ..errors import PomonaError, require
 from .trainer_pruning import TrainerPruning, count_epoch_steps, find_owners
 
@@ -39,13 +40,18 @@ class PruningCallback(TrainerPruning, Callback):
     if it does not step once a batch.
     """
 
+    has_begun = False  # whether the fit under way has trained
     was_at_target = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.has_begun = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         total, step = trainer.estimated_stepping_batches, trainer.global_step
         per_epoch = count_epoch_steps(trainer.num_training_batches, trainer.accumulate_grad_batches)
         self.begin(pl_module, self._choose_optimizer(pl_module, trainer.optimizers), total, per_epoch, step)
         self.was_at_target = self.is_at_target
+        self.has_begun = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if self.is_at_target and not self.was_at_target:
@@ -62,6 +68,12 @@ class PruningCallback(TrainerPruning, Callback):
         # Batches go to `forward`, which a LightningModule need not have.
         usable = isinstance(loader, DataLoader) and has_forward(pl_module)
         self.end(loader if usable else None)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        # Lightning skips training where the checkpoint was saved after the last step: only finish() is left.
+        if not self.has_begun and carried_state.list_waiting(trainer.optimizers):
+            self.on_train_start(trainer, pl_module)
+            self.on_train_end(trainer, pl_module)
 
     @property
     def is_at_target(self) -> bool:

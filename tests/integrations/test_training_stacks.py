@@ -54,3 +54,15 @@ def test_a_killed_and_an_uninterrupted_training_equal_the_plain_loop(
     assert is_identical(train(METHODS[method], whole), expected)
     train_until_killed(train, METHODS[method], killed)
     assert is_identical(train(METHODS[method], killed, resume=True), expected)
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer was loaded with the state of a pruner at step 24")
+@pytest.mark.parametrize("stack", ["lightning", "huggingface"])
+def test_a_checkpoint_of_the_last_step_is_finished(
+    stack: str, plain_result: Callable[[str], Any], tmp_path: Path
+) -> None:
+    package, train = STACKS[stack]
+    pytest.importorskip(package)
+    expected = plain_result("dpf filters")  # whose biases and norms are pruned by finish()
+    train(METHODS["dpf filters"], tmp_path)
+    assert is_identical(train(METHODS["dpf filters"], tmp_path, resume=True), expected)
