@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core import carried_state
+from ..core.state import restore_state
 from ..errors import PomonaError, require
 from .trainer_pruning import TrainerPruning, count_epoch_steps
 
@@ -66,12 +69,20 @@ class PruningCallback(TrainerPruning, TrainerCallback):
         self.end(train_dataloader)
 
     def _return_to(self, folder: str) -> None:
-        """Set the pruner to the state in a checkpoint, whose weights the model holds."""
-        path = Path(folder) / "optimizer.pt"
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        """Set the pruner to the state in a checkpoint, whose weights the model should hold."""
+        saved = torch.load(Path(folder) / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
         state = carried_state.pop_state(saved, self.pruner.attached_engine().key)
-        require(state is not None, f"{path} was saved without a pruner: the masks of the best model are not known.")
-        self.pruner.load_state_dict(state)  # type: ignore[arg-type]
+        before = copy.deepcopy(self.pruner.state_dict())
+        try:
+            require(state is not None, "it was saved without a pruner")
+            restore_state(self.pruner, state, same_weights=True)  # type: ignore[arg-type]
+        except PomonaError as error:
+            self.pruner.load_state_dict(before)
+            warnings.warn(
+                f"the model keeps the masks of its last step, as {folder} is not what the Trainer has loaded as the "
+                f"best model ({str(error).removesuffix('.')}).",
+                stacklevel=2,
+            )
 
 
 def find_length(loader: Any) -> int | None:

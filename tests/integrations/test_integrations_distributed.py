@@ -42,7 +42,7 @@ def train_rank(rank: int, port: int, folder: Path, resume: bool) -> None:
     }
     model, callback = Classifier(rank + 7 * resume), PruningCallback(make_pruner())
     trainer = make_huggingface_trainer(
-        model, folder, [callback], save_strategy="epoch", gradient_accumulation_steps=1, ddp_find_unused_parameters=False,
+        model, folder, [callback], save_strategy="epoch", gradient_accumulation_steps=1,
     )  # fmt: skip
     last = folder / "huggingface" / f"checkpoint-{2 * EPOCH_STEPS}"
     trainer.train(resume_from_checkpoint=str(last) if resume else None)
@@ -92,9 +92,9 @@ def test_two_ranks_of_lightning_leave_exact_zeros(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return make_sgd(self)
 
-    module = Module()
+    module, callback = Module(), PruningCallback(make_pruner())
     trainer = package.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=EPOCHS, callbacks=[PruningCallback(make_pruner())],
+        accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=EPOCHS, callbacks=[callback],
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         default_root_dir=tmp_path,
     )  # fmt: skip

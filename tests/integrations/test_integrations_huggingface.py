@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,23 @@ def test_the_best_model_has_the_final_sparsity_and_its_own_masks(tmp_path: Path)
     assert is_identical(dict(model.state_dict()), load_file(best / "model.safetensors"))
     assert count_zeros(model, callback.pruner) == count_pruned(callback.pruner)
     assert float(callback.pruner.sparsity()) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_a_best_model_that_was_not_loaded_keeps_its_last_masks(tmp_path: Path) -> None:
+    class Forgetful(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def _load_best_model(self) -> None:
+            """Load nothing, as transformers does where it has renamed a model's layers."""
+
+    losses = Losses({4: 0.1, 8: 0.3, 12: 0.4, 16: 0.5, 20: 0.6, 24: 0.7})
+    models = [Classifier(), Classifier()]
+    for model, kind in zip(models, (Forgetful, None), strict=True):
+        trainer = make_huggingface_trainer(
+            model, tmp_path, [losses, make_callback()], kind, eval_steps=4, save_strategy="steps", save_steps=4,
+            load_best_model_at_end=kind is not None, metric_for_best_model="eval_loss", greater_is_better=False,
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match="keeps the masks of its last step") if kind else nullcontext():
+            trainer.train()
+    assert is_identical(models[0].state_dict(), models[1].state_dict())
 
 
 def test_a_best_model_without_its_masks_is_refused_before_training(tmp_path: Path) -> None:

@@ -98,6 +98,35 @@ def test_the_best_checkpoint_has_the_final_sparsity(tmp_path: Path) -> None:
     assert stopping.wait_count == 1
 
 
+class ResumableLoader(DataLoader[Any]):
+    """A loader that goes on where it was saved, as torchdata's StatefulDataLoader does."""
+
+    start = taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        for self.taken, batch in enumerate(itertools.islice(super().__iter__(), start, None), start + 1):
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["taken"]
+
+
+def test_a_checkpoint_within_an_epoch_is_resumed_by_a_loader_with_state(tmp_path: Path) -> None:
+    def make_resumable() -> Any:
+        return ResumableLoader(Batches(), batch_size=None)
+
+    every = lightning.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=15, save_top_k=-1)
+    whole, resumed = Module(), Module(7)
+    make_trainer(tmp_path, [make_callback(), every], enable_checkpointing=True).fit(whole, make_resumable())
+    trainer = make_trainer(tmp_path, [make_callback()])
+    trainer.fit(resumed, make_resumable(), ckpt_path=tmp_path / "step=15.ckpt")
+    assert is_identical(resumed.state_dict(), whole.state_dict())
+
+
 def test_manual_optimization_equals_automatic(tmp_path: Path) -> None:
     class Manual(Module):
         automatic_optimization = False

@@ -163,7 +163,7 @@ def train_huggingface(make_pruner: MakePruner, folder: Path, resume: bool = Fals
 
 
 def make_huggingface_trainer(
-    model: nn.Module, folder: Path, callbacks: list[Any], trainer_options: dict[str, Any] | None = None, **options: Any
+    model: nn.Module, folder: Path, callbacks: list[Any], kind: Any = None, **options: Any
 ) -> Any:
     """Return a Hugging Face trainer that takes the batches in their order, and evaluates every five steps."""
     from transformers import Trainer, TrainingArguments
@@ -175,9 +175,9 @@ def make_huggingface_trainer(
         "train_sampling_strategy": "sequential", "eval_strategy": "steps", "eval_steps": 5, "report_to": [],
         "disable_tqdm": True, "logging_steps": 1, "dataloader_pin_memory": False, **options,
     })  # fmt: skip
-    return Trainer(
+    return (kind or Trainer)(
         model, arguments, data_collator=lambda items: items[0], train_dataset=Batches(), eval_dataset=Batches(),
-        optimizers=(make_sgd(model), None), callbacks=callbacks, **(trainer_options or {}),
+        optimizers=(make_sgd(model), None), callbacks=callbacks,
     )  # fmt: skip
 
 
