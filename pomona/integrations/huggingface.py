@@ -12,7 +12,7 @@ import torch
 from ..core import carried_state
 from ..core.state import restore_state
 from ..errors import PomonaError, require
-from .trainer_pruning import TrainerPruning, count_epoch_steps
+from .trainer_pruning import TrainerPruning, count_epoch_steps, refuse_sharding
 
 try:
     from transformers import TrainerCallback
@@ -42,6 +42,7 @@ class PruningCallback(TrainerPruning, TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
+        refuse_sharding(args.distributed_state.distributed_type.value)
         require(
             not (args.load_best_model_at_end and args.save_only_model),
             "load_best_model_at_end=True needs the masks of the best model, which are in the optimizer's state, and "

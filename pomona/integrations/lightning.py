@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..core import carried_state
 from ..errors import PomonaError, require
-from .trainer_pruning import TrainerPruning, count_epoch_steps, find_owners
+from .trainer_pruning import TrainerPruning, count_epoch_steps, find_owners, refuse_sharding
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # two names of the same library
 
@@ -47,6 +47,7 @@ class PruningCallback(TrainerPruning, Callback):
         self.has_begun = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        refuse_sharding(type(trainer.strategy).__name__)
         total, step = trainer.estimated_stepping_batches, trainer.global_step
         per_epoch = count_epoch_steps(trainer.num_training_batches, trainer.accumulate_grad_batches)
         self.begin(pl_module, self._choose_optimizer(pl_module, trainer.optimizers), total, per_epoch, step)

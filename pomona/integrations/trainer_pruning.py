@@ -18,6 +18,8 @@ from ..core.pruner import Pruner
 from ..core.targets import unwrap
 from ..errors import PomonaError, require
 
+SHARDED = ("fsdp", "deepspeed", "megatron", "modelparallel")  # in names of ways to distribute training
+
 
 class TrainerPruning:
     """A pruner for a training loop that a trainer owns.
@@ -137,6 +139,14 @@ class TrainerPruning:
         if self.is_attached:
             self.pruner.attached_engine().detach()
         self.pruner = Pruner(self.pruner.method)
+
+
+def refuse_sharding(name: str) -> None:
+    """Raise PomonaError for a way to distribute training that shards weights or replaces the optimizer's step."""
+    require(
+        not any(word in name.lower() for word in SHARDED),
+        f"{name} shards the weights, and sharded weights are not pruned yet: use DistributedDataParallel.",
+    )
 
 
 def count_steps_left(total_steps: int | float | None, step: int) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_helpers import count_hooks, is_identical
 from safetensors.torch import load_file
+from slow_cases import slow_after
 from torch import nn
 from training_stacks import EPOCH_STEPS, STEPS, Batches, Classifier, make_huggingface_trainer
 
@@ -18,6 +19,9 @@ import pomona as pm
 from pomona.errors import PomonaError
 
 transformers = pytest.importorskip("transformers")
+
+from accelerate.state import PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
 
 from pomona.integrations.huggingface import PruningCallback  # noqa: E402
 
@@ -75,6 +79,7 @@ def test_the_best_model_has_the_final_sparsity_and_its_own_masks(tmp_path: Path)
     assert float(callback.pruner.sparsity()) == pytest.approx(0.8, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_best_model_that_was_not_loaded_keeps_its_last_masks(tmp_path: Path) -> None:
     class Forgetful(transformers.Trainer):  # type: ignore[misc, name-defined]
         def _load_best_model(self) -> None:
@@ -117,6 +122,7 @@ def test_an_early_stop_leaves_the_final_sparsity_and_no_hooks(tmp_path: Path) ->
     assert count_hooks(model, trainer.optimizer.optimizer) == before
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_the_final_sparsity(tmp_path: Path) -> None:
     losses = Losses({4: 0.1, 8: 0.3, 12: 0.4, 16: 0.5, 20: 0.6, 24: 0.7})
     callback = make_callback()
@@ -136,7 +142,9 @@ def test_max_steps_is_the_length_of_training(tmp_path: Path) -> None:
     assert (callback.pruner.step, callback.pruner.total) == (7, 7)
 
 
-@pytest.mark.parametrize(("by_epoch", "expected"), [(None, EPOCH_STEPS), (False, None), (True, EPOCH_STEPS)])
+@pytest.mark.parametrize(
+    ("by_epoch", "expected"), slow_after(2, [(None, EPOCH_STEPS), (False, None), (True, EPOCH_STEPS)])
+)
 def test_a_method_that_updates_once_an_epoch_is_told_its_length(
     tmp_path: Path, by_epoch: bool | None, expected: int | None
 ) -> None:
@@ -204,6 +212,7 @@ def test_a_second_training_prunes_again_and_says_that_the_model_was_pruned(tmp_p
     assert float(callback.pruner.sparsity()) == pytest.approx(0.8, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_pruning_can_begin_at_a_dense_checkpoint(tmp_path: Path) -> None:
     make_huggingface_trainer(Classifier(), tmp_path, [], save_strategy="steps", save_steps=10, max_steps=10).train()
     callback = make_callback()
@@ -212,6 +221,7 @@ def test_pruning_can_begin_at_a_dense_checkpoint(tmp_path: Path) -> None:
     assert (callback.pruner.step, callback.pruner.total) == (STEPS - 10, STEPS - 10)
 
 
+@pytest.mark.slow
 def test_a_longer_training_is_resumed_with_the_masks_at_rest(tmp_path: Path) -> None:
     make_huggingface_trainer(Classifier(), tmp_path, [make_callback()], save_strategy="steps", save_steps=20).train()
     callback = make_callback()
@@ -220,7 +230,7 @@ def test_a_longer_training_is_resumed_with_the_masks_at_rest(tmp_path: Path) -> 
     assert (callback.pruner.step, callback.pruner.total) == (STEPS + EPOCH_STEPS, STEPS)
 
 
-@pytest.mark.parametrize("pattern", ["unstructured", pm.Balanced(block=8)], ids=str)
+@pytest.mark.parametrize("pattern", slow_after(1, [pm.Balanced(block=8), "unstructured"]), ids=str)
 def test_a_transformer_is_pruned_and_saved_with_exact_zeros(tmp_path: Path, pattern: Any) -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -243,6 +253,14 @@ def test_a_transformer_is_pruned_and_saved_with_exact_zeros(tmp_path: Path, patt
     for name, mask in masks.items():
         assert torch.equal(dict(loaded.named_parameters())[name] != 0, mask)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_sharded_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    trainer = make_huggingface_trainer(Classifier(), tmp_path, [make_callback()])
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType(kind))
+    with pytest.raises(PomonaError, match=f"{kind} shards the weights.*use DistributedDataParallel"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
 def test_what_is_no_pruner_is_refused() -> None:

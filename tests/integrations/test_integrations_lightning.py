@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ class ResumableLoader(DataLoader[Any]):
         self.start = state["taken"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_within_an_epoch_is_resumed_by_a_loader_with_state(tmp_path: Path) -> None:
     def make_resumable() -> Any:
         return ResumableLoader(Batches(), batch_size=None)
@@ -173,6 +175,12 @@ def test_several_optimizers_of_what_is_pruned_are_refused(tmp_path: Path) -> Non
         make_trainer(tmp_path, [make_callback()]).fit(TwoOptimizers(), make_loader())
 
 
+def test_sharded_training_is_refused() -> None:
+    trainer = SimpleNamespace(strategy=object.__new__(lightning.strategies.FSDPStrategy))
+    with pytest.raises(PomonaError, match="FSDPStrategy shards the weights.*use DistributedDataParallel"):
+        make_callback().on_train_start(trainer, Module())
+
+
 class Endless(IterableDataset[Any]):
     """The batches without an end."""
 
@@ -189,6 +197,7 @@ def test_training_without_an_end_is_refused_and_max_steps_is_one(tmp_path: Path)
     assert (callback.pruner.step, callback.pruner.total) == (9, 9)
 
 
+@pytest.mark.slow
 def test_a_module_without_a_usable_forward_keeps_its_statistics(tmp_path: Path) -> None:
     class Other(Module):
         def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
