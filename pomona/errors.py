@@ -19,9 +19,14 @@ class PomonaError(ValueError):
 def unknown_name_error(kind: str, given: object, known: Iterable[str]) -> PomonaError:
     """Return the error for a name that does not exist, with a suggestion of the most similar known name."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(given), names, n=MAX_SUGGESTIONS, cutoff=MIN_SIMILARITY)
-    # The longest common prefix decides among similar names: for resnet2 it suggests resnet20, not resnet32.
-    best = max(close, key=lambda name: shared_prefix_length(str(given), name), default=None)
+    wanted, by_lower_case = str(given).lower(), {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(wanted, by_lower_case, n=MAX_SUGGESTIONS, cutoff=MIN_SIMILARITY)
+
+    def closeness(name: str) -> tuple[float, int]:
+        # The longest common prefix decides among equals: for resnet2 it suggests resnet20, not resnet32.
+        return difflib.SequenceMatcher(None, name, wanted).ratio(), shared_prefix_length(name, wanted)
+
+    best = by_lower_case.get(max(close, key=closeness, default=""))
     hint = f"did you mean '{best}'?" if best else f"choose one of {', '.join(names)}."
     return PomonaError(f"unknown {kind} '{given}': {hint}")
 

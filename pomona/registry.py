@@ -5,7 +5,7 @@ the only place that converts between them:
 
     Balanced(block=32)                      in Python
     {name = "balanced", block = 32}         in a recipe
-    "balanced(block=32)"                    on the command line, or in a recipe
+    "balanced(block=32)"                    anywhere; "balanced(32)" gives options in their order, as Python does
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from .errors import PomonaError, unknown_name_error
@@ -40,15 +40,22 @@ class Registry(Generic[SpecT]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._specs: dict[str, type[SpecT]] = {}
+        self._shorthands: dict[str, re.Pattern[str]] = {}  # by name
 
-    def register(self, name: str) -> Callable[[type[RegisteredT]], type[RegisteredT]]:
-        """Return a class decorator that registers a frozen dataclass under `name`."""
+    def register(self, name: str, shorthand: str | None = None) -> Callable[[type[RegisteredT]], type[RegisteredT]]:
+        r"""Return a class decorator that registers a frozen dataclass under `name`.
+
+        A `shorthand` is a regular expression for a text that also stands for the spec. Its groups are whole numbers,
+        the spec's first options: r"(\d+):(\d+)" makes "2:4" another form of "nm(2, 4)".
+        """
 
         def register_class(spec: type[RegisteredT]) -> type[RegisteredT]:
             if not dataclasses.is_dataclass(spec):
                 raise TypeError(f"{spec.__name__} must be a dataclass to be registered as '{name}'")
             spec.name = name  # type: ignore[attr-defined]
             self._specs[name] = spec  # type: ignore[assignment]
+            if shorthand is not None:
+                self._shorthands[name] = re.compile(shorthand)
             return spec
 
         return register_class
@@ -70,10 +77,8 @@ class Registry(Generic[SpecT]):
 
         Raises PomonaError for an unknown name or option, a missing option, or a value of the wrong type.
         """
-        if isinstance(choice, str):
-            name, options = parse_spec(choice)
-        elif isinstance(choice, Mapping):
-            options = dict(choice)
+        if isinstance(choice, (str, Mapping)):
+            options = self.parse(choice) if isinstance(choice, str) else dict(choice)
             if "name" not in options:
                 raise PomonaError(f'a {self.kind} needs a name: {{name = "…"}}, got {options!r}.')
             name = options.pop("name")
@@ -82,6 +87,45 @@ class Registry(Generic[SpecT]):
         else:
             raise PomonaError(f"{choice!r} is not a valid {self.kind}: choose one of {', '.join(self)}.")
         return build_spec(self[name], self.kind, options)
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """Return a spec in one line, "balanced(32)" or a shorthand, as a mapping of its name and options.
+
+        The name may be unknown where all options have theirs. Raises PomonaError for text of another form.
+        """
+        for name, shorthand in self._shorthands.items():
+            if found := shorthand.fullmatch(text.strip()):
+                return {"name": name, **bind_arguments(self[name], self.kind, [int(n) for n in found.groups()])}
+        name, arguments, options = parse_call(text)
+        if arguments:
+            options = bind_arguments(self[name], self.kind, arguments, options)
+        return {"name": name, **options}
+
+
+def bind_arguments(
+    spec: Any, kind: str, arguments: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return options together with arguments that have no name and stand for the spec's first options.
+
+    An option that is a tuple also takes its entries one by one: "block(4, 4)" is "block((4, 4))".
+    """
+    names = [key for key, option in spec_options(spec).items() if option.kind is not option.KEYWORD_ONLY]
+    hints, left, bound = resolve_type_hints(spec), list(arguments), dict(options or {})
+    for key in names:
+        if not left:
+            break
+        entries = typing.get_args(hints[key]) if typing.get_origin(hints[key]) is tuple else ()
+        alone = not entries or ... in entries or isinstance(left[0], (tuple, list))
+        count = 1 if alone else len(entries)
+        value = left[0] if alone else tuple(left[:count])
+        if key in bound:
+            raise PomonaError(f"{kind} '{spec.name}' got {key} twice: {value!r} and {bound[key]!r}.")
+        bound[key] = value
+        del left[:count]
+    if left:
+        limit = f"only {', '.join(names)}" if names else "no option"
+        raise PomonaError(f"{kind} '{spec.name}' takes {limit} without a name, got {left[0]!r} too: write name=value.")
+    return bound
 
 
 def build_spec(spec: type[SpecT], kind: str, options: Mapping[str, Any]) -> SpecT:
@@ -174,16 +218,30 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
 
     Values are Python literals, or TOML's `true`, `false` and `inf`. Raises PomonaError for anything else.
     """
+    name, arguments, options = parse_call(text)
+    if arguments:
+        raise form_error(text)
+    return name, options
+
+
+def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Split "name(value, option=value, …)" into the name, the arguments without a name, and the options."""
     text = text.strip()
     if "(" not in text:
-        return text, {}
+        return text, [], {}
     try:
         call = ast.parse(text, mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
             raise ValueError
-        return call.func.id, {str(k.arg): evaluate_literal(k.value) for k in call.keywords}
+        arguments = [evaluate_literal(value) for value in call.args]
+        return call.func.id, arguments, {str(k.arg): evaluate_literal(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise PomonaError(f"'{text}' is not of the form name(option=value, …).") from error
+        raise form_error(text) from error
+
+
+def form_error(text: str) -> PomonaError:
+    """Return the error for text that is no spec in one line."""
+    return PomonaError(f"'{text.strip()}' is not of the form name(option=value, …).")
 
 
 def evaluate_literal(node: ast.expr) -> Any:

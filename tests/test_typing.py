@@ -24,6 +24,7 @@ pruner.attach(model, optimizer, total_steps=100)
 reveal_type(pruner)
 masks: dict[str, torch.Tensor] = pruner.masks()
 share: float = pruner.sparsity()
+pm.SNIP(0.9)
 pm.RigL(share=0.2, every=None, allocation="erk")
 pm.Feather(compressor=pm.PowerThreshold(power=3.0), schedule=pm.Cubic(until=0.5), theta=0.5)
 pm.IteRand(distribution="ku", rate=0.1)
@@ -33,6 +34,7 @@ small: nn.Module = pm.compress(model, (4,))
 
 WRONG = {
     "pm.DPF(sparsty=0.9)": 'Unexpected keyword argument "sparsty"',
+    "pm.DPF(0.9, 16)": 'Argument 2 has incompatible type "int"',
     'pm.DPF(sparsity="high")': 'has incompatible type "str"',
     "pm.DPF(every=0.5)": 'has incompatible type "float"; expected "int"',
     "pm.RigL(settle=0.1)": 'Unexpected keyword argument "settle"',

@@ -1,4 +1,4 @@
-"""Pruning methods, one file each. `pm.DPF(**options)` returns a pruner that holds a frozen record of the method."""
+"""Pruning methods, one file each. `pm.DPF(0.9, …)` returns a pruner that holds a frozen record of the method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ParamSpec
 
 from ..core.method import METHODS, Method, method
 from ..core.pruner import Pruner
-from ..registry import build_spec, spec_options
+from ..errors import require
+from ..registry import bind_arguments, build_spec, spec_options
 from . import (
     acdc,
     dpf,
@@ -70,16 +71,18 @@ def make_pruner(choice: Any) -> Pruner:
 
 
 def make_constructor(spec: Callable[Options, Method]) -> Callable[Options, Pruner]:
-    """Return the public constructor of a method: it takes the method's options and returns a pruner.
+    """Return the public constructor of a method: it takes the sparsity and the method's options, returns a pruner.
 
     Type checkers and editors see the options of the method's dataclass.
     """
     assert isinstance(spec, type)
 
     def construct(*args: Options.args, **options: Options.kwargs) -> Pruner:
-        if args:
-            raise TypeError(f"{spec.__name__} takes its options by name, such as sparsity=0.9.")
-        return make_pruner(build_spec(spec, "method", options))
+        require(
+            not args or "sparsity" in spec_options(spec),
+            f"{spec.__name__} takes no sparsity, got {args[0] if args else None!r}: it keeps the zeros that are there.",
+        )
+        return make_pruner(build_spec(spec, "method", bind_arguments(spec, "method", args, options)))
 
     construct.__name__ = construct.__qualname__ = spec.__name__
     construct.__doc__ = spec.__doc__

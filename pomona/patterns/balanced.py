@@ -96,10 +96,13 @@ def select_per_block(score: Tensor, width: int, keep: int | Tensor) -> Tensor:
     return kept.view(rows, columns + padding)[:, :columns].reshape(score.shape).contiguous()
 
 
-@PATTERNS.register("nm")
+@PATTERNS.register("nm", shorthand=r"(\d+):(\d+)")
 @dataclass(frozen=True)
 class NM(Pattern):
-    """n of every m consecutive weights along in · kh · kw are kept, which fixes the sparsity at 1 − n/m."""
+    """n of every m consecutive weights along in · kh · kw are kept, which fixes the sparsity at 1 − n/m.
+
+    As text it is "2:4" or "nm(2, 4)".
+    """
 
     always_keeps_some: ClassVar[bool] = True
 

@@ -263,12 +263,39 @@ def test_every_method_has_a_constructor(name: str) -> None:
     assert constructor.__doc__ == spec.__doc__
     assert spec.__doc__
     assert spec.paper
-    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in signature.parameters.values())
+    by_name = {key for key, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert set(signature.parameters) - by_name == (set() if name == "finetune" else {"sparsity"})
+    assert all(p.default is not p.empty for p in signature.parameters.values())
     assert isinstance(constructor(), pm.Pruner)
     assert {"include", "exclude"} <= set(signature.parameters)
     assert ("pattern" in signature.parameters) == (name != "srigl")  # its pattern is fixed
     with pytest.raises(pm.PomonaError, match="unknown option"):
         constructor(nonsense=1)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "finetune"])
+def test_the_first_argument_is_the_sparsity(name: str) -> None:
+    constructor = getattr(pm, METHODS[name].__name__)
+    assert constructor(0.75).method == constructor(sparsity=0.75).method != constructor(0.7).method
+    assert make_pruner(f"{name}(0.75)").method == constructor(0.75).method
+    with pytest.raises(pm.PomonaError, match=f"method '{name}' takes only sparsity without a name, got 16 too"):
+        constructor(0.75, 16)
+    with pytest.raises(pm.PomonaError, match="got sparsity twice: 0.75 and 0.5"):
+        constructor(0.75, sparsity=0.5)
+
+
+def test_a_method_without_a_sparsity_says_so() -> None:
+    with pytest.raises(pm.PomonaError, match=r"^Finetune takes no sparsity, got 0\.9: it keeps the zeros"):
+        pm.Finetune(0.9)
+    with pytest.raises(pm.PomonaError, match="method 'finetune' takes no option without a name, got 0.9 too"):
+        make_pruner("finetune(0.9)")
+
+
+@pytest.mark.parametrize(("text", "pattern"), [("2:4", pm.NM(2, 4)), ("balanced(8)", pm.Balanced(8))])
+def test_a_method_takes_its_pattern_as_text(text: str, pattern: Any) -> None:
+    assert pm.DPF(0.5, pattern=text).method == pm.DPF(0.5, pattern=pattern).method
+    with pytest.raises(pm.PomonaError, match="unknown pattern 'blanced': did you mean 'balanced'"):
+        pm.DPF(0.5, pattern="blanced(8)")
 
 
 def test_the_signature_shows_the_defaults() -> None:

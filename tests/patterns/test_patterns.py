@@ -378,6 +378,57 @@ def test_a_pattern_can_be_written_in_three_ways() -> None:
     assert PATTERNS.resolve({"name": "block", "shape": [2, 4]}) == pm.Block((2, 4))
 
 
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("2:4", pm.NM(2, 4)),
+        (" 1:16 ", pm.NM(1, 16)),
+        ("nm(2, 4)", pm.NM(2, 4)),
+        ("nm(2, m=4)", pm.NM(2, 4)),
+        ("balanced(32)", pm.Balanced(block=32)),
+        ("balanced(None, 4)", pm.Balanced(blocks=4)),
+        ("filter", pm.Filter()),
+        ("filter(1)", pm.Filter(norm=1)),
+        ("block(4, 2)", pm.Block((4, 2))),
+        ("block(4, 2, 1)", pm.Block((4, 2), norm=1)),
+        ("block((4, 2), norm=1)", pm.Block((4, 2), norm=1)),
+        ("block([4, 2])", pm.Block((4, 2))),
+    ],
+)
+def test_text_may_leave_the_names_of_options_out(text: str, pattern: Pattern) -> None:
+    assert PATTERNS.resolve(text) == pattern
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.sampled_from([1, 2]))
+def test_text_without_names_is_what_python_makes_of_it(first: int, second: int, norm: int) -> None:
+    kept, group = min(first, second), max(first, second) + 1
+    assert PATTERNS.resolve(f"{kept}:{group}") == PATTERNS.resolve(f"nm({kept}, {group})") == pm.NM(kept, group)
+    assert PATTERNS.resolve(f"balanced({first})") == pm.Balanced(first)
+    assert PATTERNS.resolve(f"block({first}, {second}, {norm})") == pm.Block((first, second), norm)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4:2", r"needs 0 < n < m, got NM\(4, 2\)"),
+        ("2:", "unknown pattern '2:'"),
+        ("nm(2)", "pattern 'nm' needs m"),
+        ("nm(2, 4, 8)", "takes only n, m without a name, got 8 too"),
+        ("nm(2, 4, n=3)", "got n twice: 2 and 3"),
+        ("nm(2.0, 4)", "n takes int, got 2.0"),
+        ("block(4)", r"needs a shape \(h, w\) of whole numbers ≥ 1, got \(4,\)"),
+        ("unstructured(3)", "pattern 'unstructured' takes no option without a name, got 3 too"),
+        ("Balanced(32)", "did you mean 'balanced'"),
+        ("NM(2, 4)", "did you mean 'nm'"),
+        ("blanced(32)", "did you mean 'balanced'"),
+        ("filters", "did you mean 'filter'"),
+    ],
+)
+def test_wrong_text_is_answered_with_what_is_right(text: str, message: str) -> None:
+    with pytest.raises(pm.PomonaError, match=message):
+        PATTERNS.resolve(text)
+
+
 def test_patterns_declare_what_they_rank_and_remove() -> None:
     patterns = [pm.Unstructured(), pm.Balanced(block=4), pm.NM(2, 4), pm.Block((2, 2)), pm.Kernel(), pm.Filter()]
     assert [p.name for p in patterns if p.is_elementwise] == ["unstructured"]

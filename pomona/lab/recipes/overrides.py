@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pomona.errors import PomonaError, require
-from pomona.registry import parse_spec
+from pomona.methods import METHODS
+from pomona.registry import Registry, parse_spec
+
+from .learning_rates import LEARNING_RATES
+from .optimizers import OPTIMIZERS
+
+# The registry of a section that names one spec.
+SECTION_REGISTRIES: dict[str, Registry[Any]] = {"method": METHODS, "optimizer": OPTIMIZERS, "rate": LEARNING_RATES}
 
 
 def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -31,7 +38,7 @@ def set_setting(settings: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
     section = settings
     for depth, part in enumerate(path):
-        inner = normalize_choice(section.get(part, {}))
+        inner = normalize_choice(section.get(part, {}), registry=SECTION_REGISTRIES.get(part))
         if not isinstance(inner, Mapping):
             where = ".".join(path[: depth + 1])
             raise PomonaError(f"'{key}' cannot be set: {where} is {inner!r}, which has no options.")
@@ -49,12 +56,15 @@ def parse_value(text: str) -> Any:
     return values["value"] if len(values) == 1 else text
 
 
-def normalize_choice(given: Any, default: str | None = None) -> Any:
+def normalize_choice(given: Any, default: str | None = None, registry: Registry[Any] | None = None) -> Any:
     """Return a named choice as a mapping with its name.
 
-    A choice is written as text, "sgd(lr=0.2)", or as a mapping; `default` is the name of a mapping without one.
-    Anything else is returned unchanged, for the caller to refuse.
+    A choice is written as text, "sgd(lr=0.2)", or as a mapping; `default` is the name of a mapping without one. With a
+    `registry`, text may give the first options without their names. Anything else is returned unchanged, for the
+    caller to refuse.
     """
+    if isinstance(given, str) and registry is not None:
+        return registry.parse(given)
     if isinstance(given, str):
         name, options = parse_spec(given)
         return {"name": name, **options}

@@ -98,7 +98,7 @@ class _SkipInitialization(TorchFunctionMode):
 
 def parse_method(given: Any) -> dict[str, Any]:
     """Return the method as a mapping with every option; making its spec validates them."""
-    choice = normalize_choice(given)
+    choice = normalize_choice(given, registry=METHODS)
     if isinstance(choice, Mapping) and choice.get("name") == DENSE:
         extra = [key for key in choice if key != "name"]
         require(not extra, f"method '{DENSE}' prunes nothing and has no option '{(extra or [''])[0]}'.")
@@ -147,12 +147,12 @@ def hash_file(key: str, file: str) -> str:
 
 def parse_optimizer(given: Any) -> OptimizerSpec:
     """Return the optimizer spec; without a name it is SGD."""
-    return OPTIMIZERS.resolve(normalize_choice(given, "sgd"))
+    return OPTIMIZERS.resolve(normalize_choice(given, "sgd", OPTIMIZERS))
 
 
 def parse_rate(given: Any) -> LearningRate:
     """Return the learning-rate schedule; without a name it is a step decay."""
-    return LEARNING_RATES.resolve(normalize_choice(given, "step"))
+    return LEARNING_RATES.resolve(normalize_choice(given, "step", LEARNING_RATES))
 
 
 def parse_train(given: Any) -> TrainOptions:
@@ -166,7 +166,7 @@ def parse_finetune(
     """Return the options of the second stage, whose defaults are the optimizer and rate of the first stage."""
     options = parse_options("finetune", given, FinetuneOptions)
     for key, default, registry in (("optimizer", optimizer, OPTIMIZERS), ("rate", rate, LEARNING_RATES)):
-        written = normalize_choice(options.get(key, {}))
+        written = normalize_choice(options.get(key, {}), registry=registry)
         unnamed = isinstance(written, Mapping) and "name" not in written
         options[key] = registry.resolve(spec_to_dict(default) | written if unnamed else written)
     parsed = FinetuneOptions(**options)

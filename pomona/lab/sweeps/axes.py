@@ -24,7 +24,7 @@ from typing import Any
 
 from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
-from pomona.registry import parse_spec, spec_options
+from pomona.registry import spec_options
 
 from ..recipes.options import DENSE
 from ..recipes.overrides import parse_value, read_recipe, set_setting
@@ -154,8 +154,7 @@ def method_section(method: Any) -> dict[str, Any]:
         return dict(method)
     if not isinstance(method, str):
         raise PomonaError(f"an axis of methods takes names, such as 'dpf' or 'dpf(every=4)', got {method!r}.")
-    name, options = parse_spec(method)
-    return {"name": name, **options}
+    return METHODS.parse(method)
 
 
 def has_option(method: Mapping[str, Any], option: str) -> bool:

@@ -279,6 +279,23 @@ def test_mistakes_are_refused(change, says):
         Recipe.load({**BASE, **change})
 
 
+@pytest.mark.parametrize(
+    ("given", "overrides"),
+    [
+        ({"method": "dpf(0.5, pattern='2:4', every=4)"}, []),
+        ({"method": {"name": "dpf", "sparsity": 0.5, "pattern": "nm(2, 4)", "every": 4}}, []),
+        ({"method": "dpf(0.5)"}, ["method.every=4", "method.pattern=2:4"]),
+        ({}, ["method=dpf(0.5, every=4)", "method.pattern=nm(2,4)"]),
+    ],
+)
+def test_text_without_names_has_the_fingerprint_of_the_full_recipe(given, overrides):
+    pattern = {"name": "nm", "n": 2, "m": 4}
+    full = Recipe.load({**BASE, "method": {"name": "dpf", "sparsity": 0.5, "pattern": pattern, "every": 4}})
+    short = Recipe.load({**BASE, **given}, overrides)
+    assert short.method == full.method
+    assert short.fingerprint() == full.fingerprint()
+
+
 @pytest.mark.parametrize("section", ["data", "model"])
 def test_data_and_model_are_needed(section):
     with pytest.raises(PomonaError, match=f"a recipe needs a {section}"):

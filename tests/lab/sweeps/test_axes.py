@@ -48,6 +48,7 @@ def test_a_method_inherits_the_options_that_it_has(tmp_path):
     assert by_name["dense"].recipe.method == {"name": "dense"}
     # Defaults are not inherited: RigL has its own allocation.
     assert replace_method("dpf(sparsity=0.5)", "rigl") == ({"name": "rigl", "sparsity": 0.5}, [])
+    assert replace_method("dpf(0.5)", "rigl") == ({"name": "rigl", "sparsity": 0.5}, [])
 
 
 def test_dense_is_trained_once_for_all_sparsities(tmp_path):
