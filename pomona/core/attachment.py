@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import require
+from ..errors import PomonaError, require
 from . import guards
 from .coupled import NORMS, find_coupled
 from .method import Method, TrainingProgress
@@ -18,6 +18,47 @@ from .targets import unwrap
 # A model was pruned before if this share of its weights is zero, and more than a few.
 PRUNED_SHARE = 0.01
 PRUNED_COUNT = 100
+
+
+def find_length(
+    total_steps: int | None, steps_per_epoch: int | None, loader: Sized | None, epochs: int | None
+) -> tuple[int | None, int | None]:
+    """Return total_steps and steps_per_epoch, counted from a loader and a number of epochs where these are given."""
+    if loader is not None:
+        require(
+            steps_per_epoch is None,
+            f"steps_per_epoch={steps_per_epoch} and loader= both tell the length of an epoch: leave out loader= where "
+            "an optimizer step takes several batches, else steps_per_epoch=.",
+        )
+        steps_per_epoch = count_batches(loader)
+    if epochs is not None:
+        require(
+            isinstance(epochs, int) and epochs >= 1,
+            f"epochs counts passes over the data and must be ≥ 1, got {epochs}.",
+        )
+        require(
+            total_steps is None,
+            f"total_steps={total_steps} and epochs={epochs} both tell the length of training: leave out one of them.",
+        )
+        require(
+            steps_per_epoch is not None,
+            f"epochs={epochs} is a length of training only with loader= or steps_per_epoch=: give one of them.",
+        )
+        total_steps = epochs * steps_per_epoch  # type: ignore[operator]
+    return total_steps, steps_per_epoch
+
+
+def count_batches(loader: Sized) -> int:
+    """Return the number of batches in an epoch of a loader; raise PomonaError where it is not known or 0."""
+    try:
+        count = len(loader)
+    except (TypeError, NotImplementedError) as error:  # the loader of an iterable data set has a __len__ that raises
+        raise PomonaError(
+            f"the loader, a {type(loader).__name__}, does not know its length: give steps_per_epoch= and total_steps=, "
+            "counted in optimizer steps, in its place."
+        ) from error
+    require(count >= 1, f"the loader, a {type(loader).__name__}, has no batches: give one with at least one.")
+    return count
 
 
 def validate_length(method: Method, total_steps: int | None, steps_per_epoch: int | None) -> None:

@@ -18,10 +18,10 @@ from .slot import Slot, outputs_first
 from .targets import unwrap
 
 if TYPE_CHECKING:
-    from .pruner import Pruner
+    from .pruned_training import PrunedTraining
 
 
-def read_targets(pruner: Pruner, gradients: dict[str, Tensor] | None = None) -> Targets:
+def read_targets(pruner: PrunedTraining, gradients: dict[str, Tensor] | None = None) -> Targets:
     """Return the tensors that the pruner's method may read, with their output dimension in front."""
 
     def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
@@ -42,7 +42,9 @@ def read_targets(pruner: Pruner, gradients: dict[str, Tensor] | None = None) -> 
     )
 
 
-def compute_masks(pruner: Pruner, sparsity: float, gradients: dict[str, Tensor] | None, replayed: bool) -> Targets:
+def compute_masks(
+    pruner: PrunedTraining, sparsity: float, gradients: dict[str, Tensor] | None, replayed: bool
+) -> Targets:
     """Return the targets of an update, with the method's new masks in place of the installed ones.
 
     A replayed step does not wait for the device, so that its masks are not checked for blocked layers.
@@ -52,7 +54,7 @@ def compute_masks(pruner: Pruner, sparsity: float, gradients: dict[str, Tensor] 
     return replace(targets, masks=masks if replayed else connect_masks(pruner, targets, masks))
 
 
-def connect_masks(pruner: Pruner, targets: Targets, masks: Masks) -> Masks:
+def connect_masks(pruner: PrunedTraining, targets: Targets, masks: Masks) -> Masks:
     """Return masks under which no layer is blocked, for methods whose pruned weights receive no gradient.
 
     "global(floor=0)" is one threshold and nothing else.

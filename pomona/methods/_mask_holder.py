@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.attachment import find_length
 from ..core.method import Masks, Method
 from ..core.pruner import Pruner
 from ..core.targets import unwrap
@@ -21,13 +23,24 @@ class MaskHolder(Pruner):
         self.rewind = rewind
         self.snapshot: dict[str, Tensor] = {}
 
-    def attach(self, model: nn.Module, optimizer: Any, total_steps: int | None = None, *args: Any, **kw: Any) -> Pruner:
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        total_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        *,
+        loader: Sized | None = None,
+        epochs: int | None = None,
+        **options: Any,
+    ) -> Pruner:
         """Attach as every pruner does, after validating that `rewind` lies within training."""
+        total_steps, steps_per_epoch = find_length(total_steps, steps_per_epoch, loader, epochs)
         require(
             not self.rewind or total_steps is None or self.rewind <= total_steps,
             f"rewind={self.rewind} lies past the end of training, which has {total_steps} steps.",
         )
-        super().attach(model, optimizer, total_steps, *args, **kw)
+        super().attach(model, optimizer, total_steps, steps_per_epoch, **options)
         self._take_snapshot()
         return self
 
