@@ -81,17 +81,8 @@ class Cell:
         allowed = {field.name for field in fields(METHODS[name]) if field.init}
         options = {key: value for key, value in options.items() if key in allowed}
         spec = METHODS.resolve({"name": name, **options})
-        misfits = [target.name for target in spec.targets(model) if not fits(spec, target.name, target.outputs_first)]
+        misfits = [choice.target.name for choice in spec.prunable(model).misfits]
         return METHODS.resolve({"name": name, **options, "exclude": misfits}) if misfits else spec, misfits
-
-
-def fits(spec: Method, name: str, shape: torch.Size) -> bool:
-    """Return whether a method's pattern can be applied to a layer of this shape."""
-    try:
-        spec.pattern.validate_shape(name, shape)
-    except pm.PomonaError:
-        return False
-    return True
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Sized
 
 from torch import nn
@@ -13,7 +14,7 @@ from .coupled import NORMS, find_coupled
 from .method import Method, TrainingProgress
 from .slot import OutputLeaders, Slot
 from .sparsity import count_zeros
-from .targets import unwrap
+from .targets import Target, unwrap
 
 # A model was pruned before if this share of its weights is zero, and more than a few.
 PRUNED_SHARE = 0.01
@@ -88,6 +89,25 @@ def unwrap_optimizers(optimizer: Optimizer | Sequence[Optimizer], method: Method
     return optimizers
 
 
+def find_targets(model: nn.Module, method: Method) -> list[Target]:
+    """Return the parameters that a method prunes, with a warning for each layer that its pattern does not fit.
+
+    PomonaError is raised where nothing can be pruned, or the sparsity would leave some targets empty.
+    """
+    found, network = method.prunable(model), type(unwrap(model)).__name__
+    if found.misfits and not found.targets:
+        raise PomonaError(f"{method.pattern} fits no layer of {network}: {found.misfits[0].reason}")
+    require(
+        bool(found.targets),
+        f"{network} has nothing to prune: no convolution, linear, recurrent or attention weight that is "
+        "trained, besides the layers whose outputs are the network's; name layers with include=[…].",
+    )
+    method.validate_targets(found.targets)
+    for choice in found.misfits:
+        warnings.warn(f"{choice.target.name} is left dense: {choice.reason}", stacklevel=5)
+    return found.targets
+
+
 def create_slots(
     model: nn.Module, method: Method, optimizers: Sequence[Optimizer], track: bool
 ) -> tuple[list[Slot], list[Slot]]:
@@ -96,13 +116,7 @@ def create_slots(
     The model is not changed. PomonaError is raised where nothing can be pruned or a target cannot be.
     """
     inner = unwrap(model)
-    targets = method.targets(model)
-    require(
-        bool(targets),
-        f"{type(inner).__name__} has nothing to prune: no convolution, linear, recurrent or attention weight that is "
-        "trained, besides the layers whose outputs are the network's; name layers with include=[…].",
-    )
-    method.validate_targets(targets)
+    targets = find_targets(model, method)
     slots = {target.name: Slot.create(target, method, track) for target in targets}
     coupled = create_coupled_slots(inner, method, slots) if method.pattern.removes_coupled else []
     every_slot = [*slots.values(), *coupled]

@@ -16,7 +16,7 @@ from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
 from ..scores import exclude_pruned
-from .targets import DENSE, Target, globs, prunable
+from .targets import DENSE, Prunable, Target, globs, prunable
 
 Masks = dict[str, Tensor]
 M = TypeVar("M", bound="Method")
@@ -144,10 +144,13 @@ class Method:
 
     def targets(self, model: nn.Module) -> list[Target]:
         """Return the parameters of a model that are pruned."""
-        if not self.pattern.removes_outputs:
-            return prunable(model, self.include, self.exclude, self.left_dense).targets
-        found = prunable(model, self.include, self.exclude, self.left_dense | {"classifier"}).targets
-        for target in found:
+        return self.prunable(model).targets
+
+    def prunable(self, model: nn.Module) -> Prunable:
+        """List the parameters of a model that are pruned, those that are left dense, and why."""
+        dense = self.left_dense | ({"classifier"} if self.pattern.removes_outputs else set())
+        found = prunable(model, self.include, self.exclude, dense, self.pattern)
+        for target in found.targets if self.pattern.removes_outputs else ():
             require(
                 "classifier" not in target.tags,
                 f"{target.name} computes outputs of the network (classes, say), which {self.pattern} would remove: "
@@ -156,9 +159,7 @@ class Method:
         return found
 
     def validate_targets(self, targets: Sequence[Target]) -> None:
-        """Raise PomonaError where the pattern does not fit a target, or the sparsity would leave some of them empty."""
-        for target in targets:
-            self.pattern.validate_shape(target.name, target.outputs_first)
+        """Raise PomonaError where the sparsity would leave some of the targets empty."""
         shapes = [target.outputs_first for target in targets]
         allocations.validate_room(shapes, self.final_sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import PomonaError, unknown_name_error
+from ..patterns import PATTERNS, Pattern
 from .layer_kind import layer_kind, stores_outputs_second
 from .output_layers import find_output_weights
 from .tracing import called_modules, trace
@@ -81,6 +82,7 @@ class Choice:
     target: Target
     taken: bool
     reason: str
+    misfit: bool = False  # whether it is left dense only because the pattern does not fit it
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ class Prunable:
         """The parameters that are pruned."""
         return [c.target for c in self.choices if c.taken]
 
+    @property
+    def misfits(self) -> list[Choice]:
+        """The choices of parameters that are left dense because the pattern does not fit them."""
+        return [c for c in self.choices if c.misfit]
+
     def __str__(self) -> str:
         width = max((len(c.target.name) for c in self.choices), default=0)
         return "\n".join(
@@ -110,19 +117,22 @@ def prunable(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     dense: frozenset[str] = DENSE,
+    pattern: Pattern | str = "unstructured",
 ) -> Prunable:
     """List the parameters of a model that are pruned by default, those that are left dense, and why.
 
     Globs in `include` replace the default choice, and globs in `exclude` are left out of either; both match a
     parameter's name or its module's. A bias is included only by a glob that ends in its own name ("*.bias"). Layers
-    whose outputs are the network's and frozen parameters are left dense unless they are included.
+    whose outputs are the network's and frozen parameters are left dense unless they are included. A parameter that the
+    `pattern` does not fit is left dense too, and raises PomonaError where it is included.
     """
-    include, exclude = globs(include), globs(exclude, "exclude")
+    include, exclude, pattern = globs(include), globs(exclude, "exclude"), PATTERNS.resolve(pattern)
     found = find_parameters(unwrap(model))
     for glob in (*include, *exclude):
         if not any(matches(glob, t) for t in found):
             raise unknown_name_error("layer", glob, [t.name for t in found])
-    return Prunable(tuple(choose(t, include, exclude, dense) for t in found))
+    choices = [choose(t, include, exclude, dense) for t in found]
+    return Prunable(tuple(leave_misfit_out(c, pattern, bool(include)) if c.taken else c for c in choices))
 
 
 def choose(target: Target, include: Sequence[str], exclude: Sequence[str], dense: frozenset[str]) -> Choice:
@@ -143,6 +153,17 @@ def choose(target: Target, include: Sequence[str], exclude: Sequence[str], dense
         if tag in target.tags and tag in dense:
             return Choice(target, False, why)
     return Choice(target, True, next(kind for kind in KINDS if kind in target.tags))
+
+
+def leave_misfit_out(choice: Choice, pattern: Pattern, included: bool) -> Choice:
+    """Return the choice of a taken parameter, which is left dense where the pattern does not fit it."""
+    try:
+        pattern.validate_shape(choice.target.name, choice.target.outputs_first)
+    except PomonaError as error:
+        if included:
+            raise
+        return Choice(choice.target, False, str(error), misfit=True)
+    return choice
 
 
 def globs(value: str | Sequence[str], option: str = "include") -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.attachment import find_targets
 from ..core.method import Masks, Method, Targets, TrainingProgress, method
 from ..core.pruner import Pruner
 from ..core.targets import Target, unwrap
@@ -77,9 +78,7 @@ class LotteryRounds(Pruner):
         end and finish it. Each entry of the returned list holds what it returned and the sparsity of the round.
         With a `folder` finished rounds are stored there, and a second call continues after them.
         """
-        targets = self.method.targets(model)
-        require(bool(targets), "the model has nothing to prune: name layers with include=[…].")
-        self.method.validate_targets(targets)
+        targets = find_targets(model, self.method)
         sparsities = self.method.round_sparsities(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)
         layers = {target.name: list(target.shape) for target in targets}

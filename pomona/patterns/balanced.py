@@ -118,10 +118,11 @@ class NM(Pattern):
 
     def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
+        fits = math.gcd(columns, self.m)
         require(
             columns % self.m == 0,
             f"groups of {self.m} do not divide the rows of {name} ({rows}×{columns}): "
-            f"m={math.gcd(columns, self.m)} would fit, or leave the layer out with exclude=['{name}'].",
+            f"{f'm={fits} would fit, or ' if fits > 1 else ''}leave the layer out with exclude=['{name}'].",
         )
 
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:

@@ -32,8 +32,8 @@ BAD_INPUT = {
     "sparsity of one": (["--set", "method.sparsity=1.0"], "[0, 1)"),
     "sparsity below zero": (["--set", "method.sparsity=-0.1"], "[0, 1)"),
     "pattern that does not divide": (
-        ["--set", "method.pattern=balanced(block=6)"],
-        "features.0.weight (8×9): 3 would fit",
+        ["--set", "method.pattern=balanced(block=7)"],
+        "fits no layer of DigitsCNN: blocks of 7 do not divide the rows of features.0.weight (8×9): 1 would fit",
     ),
     "nothing to prune": (["--set", "model=mlp(hidden=[])"], "has nothing to prune"),
     "data that is not present": (

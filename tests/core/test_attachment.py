@@ -126,8 +126,12 @@ def list_refused_attachments() -> dict[str, tuple[Callable[[Net, Optimizer], Any
         "steps": (lambda m, o: make_soft().attach(m, o, total_steps=0), "got 0"),
         "glob": (lambda m, o: make_soft(exclude="conv3").attach(m, o, total_steps=9), "did you mean 'conv"),
         "shape": (
-            lambda m, o: make_soft(pattern=pm.NM(5, 8), sparsity=None).attach(m, o, total_steps=9),
-            "groups of 8 do not divide",
+            lambda m, o: make_soft(pattern=pm.NM(2, 5), sparsity=None).attach(m, o, total_steps=9),
+            "fits no layer of Net: groups of 5 do not divide",
+        ),
+        "named": (
+            lambda m, o: make_soft(pattern="5:8", sparsity=None, include="hidden").attach(m, o, total_steps=9),
+            r"^groups of 8 do not divide the rows of hidden\.weight \(16×12\): m=4 would fit",
         ),
         "nothing": (lambda m, o: make_soft(exclude="*").attach(m, o, total_steps=9), "nothing to prune"),
         "optimizer": (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pomona.core.attachment import find_targets
 from pomona.core.method import METHODS, Masks, Method, TrainingProgress
 from pomona.core.pruner import Pruner
 from pomona.core.targets import Target
@@ -120,8 +121,7 @@ def make_stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     if method is None:
         found = [Stage("train", *first), Stage("finetune", *second)]
     elif isinstance(method, Lottery):
-        count = sum(target.shape.numel() for target in method.targets(model))
-        require(count > 0, f"{type(model).__name__} has nothing to prune: name layers with include=[…].")
+        count = sum(target.shape.numel() for target in find_targets(model, method))
         levels = enumerate(method.round_sparsities(count))
         found = [LotteryStage(f"round {k}", *first, method, k, level) for k, level in levels]
         found.append(FinetuneStage("finetune", *second, method))
