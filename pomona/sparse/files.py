@@ -57,7 +57,7 @@ def save(model: nn.Module, path: Path | str, architecture: Mapping[str, Any] | s
 
 
 def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
-    """Return the model of a file, ready to run: built by its name, or the `model` given, filled in.
+    """Return the model of a file in eval mode, ready to run: built by its name, or the `model` given, filled in.
 
     Raise PomonaError for a file that is missing, damaged, forged or does not fit the model.
     """
@@ -76,7 +76,8 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
         network = build_network(path, header["model"], tensors) if model is None else model
-        return fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
+        filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
+        return filled.eval()
     except PomonaError:
         raise
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that
@@ -94,7 +95,7 @@ def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Ten
         plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
         require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
     with torch.device("meta"):
-        return models.build(**architecture).eval()
+        return models.build(**architecture)
 
 
 def fill_network(

@@ -66,6 +66,19 @@ def test_half_precision_values_are_loaded(dtype: torch.dtype, tmp_path: Path) ->
     assert torch.equal(again[0].weight, compressed_model[0].weight)
 
 
+def test_the_model_is_in_eval_mode(compressed_model: nn.Module, tmp_path: Path) -> None:
+    """The batch norm of a loaded model uses its running statistics, whatever mode was saved or given."""
+    for number, model in enumerate((build_network().train(), compressed_model.train())):
+        given = build_network().train()
+        again = load(save(model, tmp_path / str(number)), given)
+        assert not any(module.training for module in again.modules())
+        x = torch.randn(3, 32)
+        statistics = again[2].running_mean.clone()
+        with torch.no_grad():
+            assert torch.equal(again(x), model.eval()(x))
+        assert torch.equal(again[2].running_mean, statistics)
+
+
 def test_a_dense_model_is_saved_and_loaded(tmp_path: Path) -> None:
     model = build_network().eval()
     again = load(save(model, tmp_path / "plain"), build_network().eval())
