@@ -2,8 +2,8 @@
 
 import pomona as pm
 
-pruner = pm.DPF(sparsity=0.9)
-pruner.attach(model, optimizer, total_steps=steps)
+pruner = pm.DPF(0.9)
+pruner.attach(model, optimizer, loader=loader, epochs=10)
 ...                                                  # the training loop, as it is
 pruner.finish()
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         RigL,
         SparseMomentum,
         SRigL,
+        prune,
     )
     from .models import summary
     from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
@@ -99,6 +100,7 @@ __all__ = [
     "models",
     "privacy",
     "prunable",
+    "prune",
     "save",
     "shrink",
     "summary",
@@ -111,7 +113,7 @@ _PUBLIC_NAMES = {
     "core.pruner": "Pruner",
     "core.targets": "prunable",
     "methods": "ACDC DPF DSR EdgePopup Feather Finetune Incremental IteRand Lottery OneShot Random RigL SET SFP SNIP "
-    "SRigL ST3 SparseMomentum",
+    "SRigL ST3 SparseMomentum prune",
     "models": "summary",
     "patterns": "NM Balanced Block Filter Kernel Unstructured",
     "schedules": "Constant Cosine Cubic Linear",

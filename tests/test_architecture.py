@@ -21,12 +21,13 @@ PACKAGE = "pomona"
 # What each room may import, besides itself. The longest name that fits a module is its room.
 BASE = {"errors", "registry", "masking"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
-MIDDLE = BASE | CHOICES | {"core", "models", "data"}
+MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "sparse", "privacy", "theory", "integrations", "export"}
 LABORATORY = {"lab.kernels", "lab.recipes", "lab.runs", "lab.sweeps", "lab.tables"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "table_view": set(),
     "version": set(),
     "cpu_features": set(),
     "registry": {"errors"},
@@ -36,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": BASE | {"patterns"},
     "allocation": BASE | {"patterns"},
     "compressors": BASE | {"patterns"},
-    "core": BASE | CHOICES,
-    "models": {"errors", "registry"},
+    "core": BASE | CHOICES | {"table_view"},
+    "models": {"errors", "registry", "table_view"},
     "data": {"errors", "registry"},
     "methods": MIDDLE,
     "sparse": MIDDLE | {"version"},

@@ -92,7 +92,7 @@ class Method:
     updates_before_step: ClassVar[bool] = False  # whether an update sees a step's gradient and replaces the step
     ranks_by_magnitude: ClassVar[bool] = False  # whether an update is `select(magnitude(latent))` and nothing else
 
-    sparsity: float | None = field(default=None, kw_only=False)  # the pruned fraction; None: the pattern's, or 0.9
+    sparsity: float | None = field(default=None, kw_only=False)  # the pruned fraction; None: what the pattern fixes
     pattern: Pattern = Unstructured()  # which weights are kept or pruned together
     allocation: str | None = None  # how layers share the sparsity; None is the pattern's default
     schedule: Schedule = Cubic()  # how the sparsity rises during training

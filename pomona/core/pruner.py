@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import require
 from ..masking import apply_mask
+from ..registry import spec_to_dict
+from ..table_view import to_html
 from . import batch_norm, carried_state, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
+from .mask_table import mask_table
 from .method import Masks
 from .pruned_training import NOT_ATTACHED, PrunedTraining
 from .score_method import ScoreMethod
@@ -39,6 +43,20 @@ class Pruner(PrunedTraining):
 
     def __repr__(self) -> str:
         return f"<Pruner {self.method}, {self.status}>"
+
+    def __rich__(self) -> Table:
+        """Return what each layer keeps; before `attach`, the options of the method."""
+        sparsity = f"sparsity {self.method.final_sparsity:.2%}"
+        title = f"{type(self.method).__name__}, {self.method.pattern}, {sparsity}, {self.status}"
+        if self.slots:
+            return mask_table(title, self.masks())
+        table = Table("option", "value", title=title)
+        for option, value in spec_to_dict(self.method).items():
+            table.add_row(option, str(value))
+        return table
+
+    def _repr_html_(self) -> str:
+        return to_html(self.__rich__())
 
     @property
     def status(self) -> str:

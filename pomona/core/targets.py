@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.nn.parameter import UninitializedParameter
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..errors import PomonaError, unknown_name_error
 from ..patterns import PATTERNS, Pattern
+from ..table_view import TableView
 from .layer_kind import layer_kind, stores_outputs_second
 from .output_layers import find_output_weights
 from .tracing import called_modules, trace
@@ -86,7 +88,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Prunable:
+class Prunable(TableView):
     """The result of `prunable(model)`: one choice for each parameter, in the order of the model."""
 
     choices: tuple[Choice, ...]
@@ -103,6 +105,15 @@ class Prunable:
     def misfits(self) -> list[Choice]:
         """The choices of parameters that are left dense because the pattern does not fit them."""
         return [c for c in self.choices if c.misfit]
+
+    def __rich__(self) -> Table:
+        table = Table("pruned", "parameter", "shape", "reason")
+        for c in self.choices:
+            table.add_row("✂" if c.taken else "", c.target.name, "×".join(map(str, c.target.shape)), c.reason)
+        return table
+
+    def __repr__(self) -> str:
+        return f"<Prunable: {len(self.targets)} of {len(self.choices)} parameters are pruned>"
 
     def __str__(self) -> str:
         width = max((len(c.target.name) for c in self.choices), default=0)

@@ -32,6 +32,7 @@ from . import (
 )
 from ._description import describe_method, summarize_method
 from .lottery import LotteryRounds
+from .prune import prune
 
 __all__ = [
     "ACDC",
@@ -58,6 +59,7 @@ __all__ = [
     "make_constructor",
     "make_pruner",
     "method",
+    "prune",
     "summarize_method",
 ]
 

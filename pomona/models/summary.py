@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm
 
 from ..errors import PomonaError, require
+from ..table_view import TableView
 from .example_inputs import Example, ModelInputs
 
 NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
@@ -40,7 +40,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(TableView):
     """Cost of a model for one sample."""
 
     layers: tuple[Layer, ...]
@@ -81,10 +81,11 @@ class Summary:
             table.add_row(layer.name, layer.kind, "×".join(map(str, layer.shape)), *format_cells(layer))
         return table
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140, color_system=None)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+    def __repr__(self) -> str:
+        return (
+            f"<Summary of {len(self.layers)} layers: {self.nonzeros:,} of {self.params:,} parameters are not zero, "
+            f"{self.macs_left:,} of {self.macs:,} MACs left>"
+        )
 
 
 def format_cells(of: Layer | Summary) -> tuple[str, ...]:

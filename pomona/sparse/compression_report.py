@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from rich.console import Console
 from rich.table import Table
+
+from ..table_view import TableView
 
 # A compressed model counts as no slower up to this multiple of the dense model's time: measurements scatter as much.
 TIMING_TOLERANCE = 1.02
@@ -41,8 +41,10 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compression(TableView):
     """The difference between a compressed model and the dense one: layer by layer, and in time where it was timed."""
+
+    text_width: ClassVar[int] = 150
 
     layers: tuple[LayerReport, ...]
     batch: int
@@ -90,7 +92,8 @@ class Compression:
         )
         return f"; plain calls, host time included, {1e6 * dense:,.1f} → {1e6 * compressed:,.1f} µs{advice}"
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=150, color_system=None)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+    def __repr__(self) -> str:
+        packed = f"{len(self.layers) - len(self.dense)} of {len(self.layers)} layers packed"
+        ways = [f"{1e6 * self.seconds[way]:,.1f}" for way in ("dense", "compressed") if way in self.seconds]
+        times = f", {' → '.join(ways)} µs for a batch of {self.batch}" if ways else ""
+        return f"<Compression: {packed}{times}>"

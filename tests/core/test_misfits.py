@@ -93,6 +93,7 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
     for prune in (
         lambda: pm.Incremental(pattern="block(5, 5)").attach(model, make_sgd(model), total_steps=9),
         lambda: pm.Lottery(pattern="block(5, 5)").rounds(model, lambda *_: None),
+        lambda: pm.prune(model, pattern="block(5, 5)"),
     ):
         with pytest.raises(pm.PomonaError, match=r"fits no layer of Net: blocks of 5×5 do not divide conv1\.weight"):
             prune()

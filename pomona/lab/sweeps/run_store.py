@@ -16,9 +16,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
+from pomona.table_view import TableView
 
 from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
@@ -26,6 +28,7 @@ from ..recipes.recipe import Recipe
 from ..runs import durable_files, retrain
 from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary
+from ..runs.run_table import run_table
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
 BUNDLED_RECORDS = BUNDLED / RECORDS  # the records that ship with the code
@@ -34,13 +37,25 @@ REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "param
 
 
 @dataclass(frozen=True)
-class StoredRun:
+class StoredRun(TableView):
     """A run that was found in a folder or as a record."""
 
     recipe: Recipe
     folder: Path | None  # None: only its record is left
     summary: dict[str, Any] | None  # None: the run is not complete
     longer_run: StoredRun | None = None  # the run with fine-tuning of which this is the first part
+
+    @property
+    def status(self) -> str:
+        """Whether the run is complete, in words, and where it is."""
+        place = "a record" if self.folder is None else str(self.folder)
+        return f"{'not complete' if self.summary is None else 'complete'}, in {place}"
+
+    def __repr__(self) -> str:
+        return f"<StoredRun {self.recipe.name}, {self.status}>"
+
+    def __rich__(self) -> Table:
+        return run_table(self.recipe, self.status, self.summary or {})
 
     def to_record(self) -> dict[str, Any]:
         """Return the record of a finished run; of paths, which are specific to a machine, only the last name."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from ...core.targets import output_dim as find_output_dim
+from ...table_view import TableView
 from .channel_group import ChannelGroup, LayerChannels
 
 
@@ -29,7 +28,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class Shrunk(TableView):
     """A shrunk model and how it differs from the model it was made from."""
 
     model: nn.Module = field(repr=False)
@@ -68,10 +67,9 @@ class Shrunk:
             table.add_row(name, *map(str, counts), self.kept.get(name, ""))
         return table
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140, color_system=None)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+    def __repr__(self) -> str:
+        params, macs = (f"{change.before:,} → {change.after:,}" for change in (self.params, self.macs))
+        return f"<Shrunk: {params} parameters, {macs} MACs, channels removed from {len(self.removed)} layers>"
 
 
 def count_channels(
