@@ -272,3 +272,11 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain_data(v) for v in value]
     return value
+
+
+def format_option(value: Any) -> str:
+    """Return an option, as `spec_to_dict` has it, in one line; a spec is "nm(n=2, m=4)"."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "name")
+    return f"{value['name']}({options})" if options else str(value["name"])

@@ -156,7 +156,8 @@ def test_a_representation_is_one_line(views: dict[str, Any], name: str) -> None:
 def test_a_pruner_shows_the_density_of_each_layer() -> None:
     model = make_network()
     pruner = pm.OneShot(0.75, allocation="uniform", exclude="0")
-    assert TableReader(pruner._repr_html_()).rows[1:3] == [["name", "oneshot"], ["sparsity", "0.75"]]
+    options = TableReader(pruner._repr_html_()).rows
+    assert options[1:4] == [["name", "oneshot"], ["sparsity", "0.75"], ["pattern", "unstructured"]]
     pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1))
     read = TableReader(pruner._repr_html_())
     assert read.caption == "OneShot, Unstructured(), sparsity 75.00%, step 0 of 1"

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from pomona.registry import format_option
+
 from ..recipes.recipe import Recipe
 
 # The figures of a summary or of a stage's result that are shown, with their formats; accuracies are in per cent.
@@ -28,7 +30,7 @@ def run_table(recipe: Recipe, status: str, figures: Mapping[str, Any]) -> Table:
     """Return the choices of a recipe, and the figures that a run of it has."""
     method = {key: recipe.method[key] for key in ("sparsity", "pattern", "allocation") if key in recipe.method}
     choices = {"data": recipe.data.name, "model": recipe.model["name"], "method": recipe.method["name"]}
-    choices |= {f"method.{key}": format_choice(value) for key, value in method.items()} | {"seed": str(recipe.seed)}
+    choices |= {f"method.{key}": format_option(value) for key, value in method.items()} | {"seed": str(recipe.seed)}
     table = Table("run", recipe.name, title=status)
     for key, value in choices.items():
         table.add_row(key, value)
@@ -36,11 +38,3 @@ def run_table(recipe: Recipe, status: str, figures: Mapping[str, Any]) -> Table:
         if figures.get(key) is not None:
             table.add_row(key, shown.format(figures[key]))
     return table
-
-
-def format_choice(value: Any) -> str:
-    """Return an option as text; a spec is shown as "nm(n=2, m=4)"."""
-    if not isinstance(value, Mapping):
-        return str(value)
-    options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "name")
-    return f"{value['name']}({options})" if options else str(value["name"])
