@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...allocation import largest_sparsity
+from ...core.attachment import find_targets
 from ...errors import require
-from ...methods import OneShot
+from ...methods import OneShot, prune
 from .gradient_attack import attack
 from .propagation import GapPropagation, Layer
 from .regions import Ball, Region
@@ -63,11 +64,9 @@ def evaluation_copy(model: nn.Module) -> nn.Sequential:
 def prune_by_magnitude(
     model: nn.Module, sparsity: float, *, pattern: Any = "unstructured", allocation: str = "uniform"
 ) -> nn.Module:
-    """Return a copy of a model without its smallest weights, as `pm.OneShot` chooses them."""
+    """Return a copy of a model without its smallest weights, as `pm.prune` chooses them."""
     pruned = copy.deepcopy(model)
-    pruner = OneShot(sparsity=sparsity, pattern=pattern, allocation=allocation)
-    pruner.attach(pruned, torch.optim.SGD(pruned.parameters(), lr=0.0), total_steps=1)
-    pruner.finish(max_batches=0)  # the bound is on networks with the same statistics
+    prune(pruned, sparsity, pattern=pattern, allocation=allocation)
     return pruned
 
 
@@ -84,7 +83,7 @@ def largest_certified_sparsity(
     """Return the largest sparsity, to 2^−halvings, whose pruned copy is certified to err by ε at most, or None."""
     require(epsilon > 0, f"epsilon must be positive, got {epsilon:g}.")
     method = OneShot(sparsity=0.0, pattern=pattern, allocation=allocation).method
-    limit = largest_sparsity([target.outputs_first for target in method.targets(model)], method.pattern)
+    limit = largest_sparsity([target.outputs_first for target in find_targets(model, method)], method.pattern)
     low, high = 0.0, 1.0
     for _ in range(halvings):
         middle = (low + high) / 2
