@@ -33,6 +33,17 @@ RunName = Annotated[
 RunFolder = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint of the run.")]
 
+# Runs that are trained: train, sweep, private.
+Track = Annotated[
+    str,
+    typer.Option(
+        "--track",
+        metavar="NAME,NAME",
+        help="Also write the metrics for tensorboard, mlflow, wandb or trackio, offline, to the run's folder tracking.",
+        show_default=False,
+    ),
+]
+
 # Many runs: sweep and table.
 TableFilter = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings
+from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
 from .single_run import find_recipe, recipe_overrides, resume_hint
 
@@ -32,6 +32,7 @@ def private(
     out: RunFolder = None,
     resume: Resume = False,
     data_dir: DataDir = None,
+    track: Track = "",
     dry_run: DryRun = False,
     shares: Annotated[
         bool, typer.Option("--shares", help="Show the predicted error for other shares of ε; train nothing.")
@@ -43,6 +44,7 @@ def private(
     The noise scale is solved for before the run, which needs dp-accounting (the extra `privacy`). --dry-run prints a
     recipe that holds the solved budget; a machine without dp-accounting can train from it.
     """
+    from pomona.integrations.trackers import parse_names
     from pomona.lab import describe_run, train
     from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
@@ -52,6 +54,7 @@ def private(
     path, place = find_recipe(recipe, out, resume)
     resolved = PrivateRecipe.load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.recipe.name
+    trackers = parse_names(track)
     if shares:
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)
         print_json(found) if as_json else print_table(shares_table(found))
@@ -67,9 +70,16 @@ def private(
             promise = privacy_facts(plan["private"], plan["params"])
             print_table(facts_table({"folder": folder, "steps": f"{plan['steps']:,}", **promise}))
         return
-    progress = None if as_json else make_reporter(Console(stderr=True))
-    with resume_hint("private", folder, data_dir):
-        summary = train(strategy, folder, resume=resume, data_dir=data_dir, progress=progress, note=print_note)
+    with resume_hint("private", folder, data_dir, trackers):
+        summary = train(
+            strategy,
+            folder,
+            resume=resume,
+            data_dir=data_dir,
+            progress=None if as_json else make_reporter(Console(stderr=True)),
+            note=print_note,
+            trackers=trackers,
+        )
     if as_json:
         print_json(summary)
     else:

@@ -72,24 +72,27 @@ def preview_facts(preview: Mapping[str, Any]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def resume_hint(command: str, folder: Path, data_dir: Path | None) -> Iterator[None]:
+def resume_hint(command: str, folder: Path, data_dir: Path | None, trackers: Sequence[str] = ()) -> Iterator[None]:
     """Exit with code 130 where the enclosed run is interrupted, and print the command that resumes it."""
     from pomona.lab import Interrupted
 
     try:
         yield
     except (Interrupted, KeyboardInterrupt) as stopped:
-        print_status(stop_message(stopped, command, folder, data_dir))
+        print_status(stop_message(stopped, command, folder, data_dir, trackers))
         raise typer.Exit(130) from stopped
 
 
-def stop_message(stopped: BaseException, command: str, folder: Path, data_dir: Path | None) -> str:
+def stop_message(
+    stopped: BaseException, command: str, folder: Path, data_dir: Path | None, trackers: Sequence[str] = ()
+) -> str:
     """Return the sentence about an interrupted run, with the command that resumes it."""
     from pomona.lab import Interrupted
     from pomona.lab.runs import checkpoint
 
     place = ["--data-dir", str(data_dir)] if data_dir else []
-    again = shlex.join(["pomona", command, "--resume", str(folder), *place])
+    track = ["--track", ",".join(trackers)] if trackers else []
+    again = shlex.join(["pomona", command, "--resume", str(folder), *place, *track])
     if isinstance(stopped, Interrupted):
         return f"stopped after step {stopped.step} of {stopped.total}; to continue: {again}"
     if checkpoint.exists(folder):  # a second Ctrl-C, or one outside the training loop

@@ -18,7 +18,7 @@ from rich.table import Table
 from pomona.errors import require
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Record, RecordAlias, Settings, TableFilter
+from .options import RUNS, DataDir, DryRun, Json, Record, RecordAlias, Settings, TableFilter, Track
 from .output import print_json, print_note, print_status, print_table
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def sweep(
     record: Record = False,
     keep: RecordAlias = False,
     data_dir: DataDir = None,
+    track: Track = "",
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -103,6 +104,7 @@ def sweep(
     The axes are the recipe's [sweep] section and --over. Each run has its own folder FOLDER/NAME-FINGERPRINT; the
     comparison is also written to FOLDER/sweep.json. After Ctrl-C, --only-missing continues.
     """
+    from pomona.integrations.trackers import parse_names
     from pomona.lab.recipes import bundled
     from pomona.lab.runs.progress import make_reporter
     from pomona.lab.sweeps.axes import parse_axis
@@ -116,6 +118,7 @@ def sweep(
         "data_dir": data_dir,
         "progress": (lambda: make_reporter(Console(stderr=True))) if show_progress else None,
         "note": print_note,
+        "trackers": parse_names(track),
     }
     axes = dict(map(parse_axis, over or []))
     kind = "table" if bundled.is_table_file(path) else "recipe" if tune is None else "tuning"

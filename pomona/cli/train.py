@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings
+from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
 from .single_run import find_recipe, print_preview, recipe_overrides, resume_hint
 
@@ -29,6 +29,7 @@ def train(
     out: RunFolder = None,
     resume: Resume = False,
     data_dir: DataDir = None,
+    track: Track = "",
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -37,16 +38,18 @@ def train(
     Ctrl-C writes a checkpoint and stops; `pomona train --resume FOLDER` continues.
     """
     from pomona import lab
+    from pomona.integrations.trackers import parse_names
     from pomona.lab.runs.progress import make_reporter
 
     path, place = find_recipe(recipe, out, resume)
     load = lab.Recipe.load_stored if Path(recipe).is_dir() else lab.Recipe.load
     resolved = load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.name
+    trackers = parse_names(track)
     if dry_run:
         print_preview(resolved, folder, resume, data_dir, as_json)
         return
-    with resume_hint("train", folder, data_dir):
+    with resume_hint("train", folder, data_dir, trackers):
         summary = lab.train(
             resolved,
             folder,
@@ -54,6 +57,7 @@ def train(
             data_dir=data_dir,
             progress=None if as_json else make_reporter(Console(stderr=True)),
             note=print_note,
+            trackers=trackers,
         )
     if os.environ.get("RANK", "0") != "0":  # under torchrun only the first process prints
         return

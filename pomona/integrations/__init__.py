@@ -1,1 +1,4 @@
-"""Callbacks that prune in the trainers of other libraries. Each module needs its library and is imported by name."""
+"""Callbacks for the trainers of other libraries, trackers and the Hugging Face Hub.
+
+Each module needs its library only where it is used, and is imported by name.
+"""

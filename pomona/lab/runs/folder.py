@@ -27,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 MODEL_FILE = "model.safetensors"
 MASKS_FILE = "masks.safetensors"
 SUMMARY_FILE = "summary.json"
+TRACKING_FOLDER = "tracking"  # with a folder for each tracker
 
 
 def refuse_used_folder(folder: Path) -> None:

@@ -27,7 +27,15 @@ from pomona.privacy.budget_split import SHARES
 from ..recipes.private_recipe import PrivateRecipe
 from . import checkpoint
 from .evaluate import cross_entropy
-from .folder import ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, RECIPE_FILE, SUMMARY_FILE, require_same_recipe
+from .folder import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    MODEL_FILE,
+    RECIPE_FILE,
+    SUMMARY_FILE,
+    TRACKING_FOLDER,
+    require_same_recipe,
+)
 from .loops import EagerLoop
 from .recorder import AllowedOutputs
 from .run import Run, prepared_run
@@ -45,7 +53,8 @@ ENVIRONMENT_KEYS = frozenset({"versions", "machine", "commit", "command"})
 # Everything that a private run records. The training loss is not private: it is shown to the person who trains, but
 # it is in no file.
 ALLOWED_OUTPUTS = AllowedOutputs(
-    files=frozenset({RECIPE_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, SUMMARY_FILE, checkpoint.CURRENT_FOLDER}),
+    files=frozenset({RECIPE_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, SUMMARY_FILE, checkpoint.CURRENT_FOLDER})
+    | {TRACKING_FOLDER},
     metrics=EPOCH_KEYS | {"kind", "lr"},
     progress=EPOCH_KEYS | {"kind", "lr", "loss"},
     stage=EPOCH_KEYS | {"kind", "lr", "layers", "method", "fingerprint", "private"},

@@ -1,4 +1,4 @@
-"""The recorder of a run: the only way from a run to its folder and to its progress listener.
+"""The recorder of a run: the only way from a run to its folder, to its trackers and to its progress listener.
 
 A recorder has a list of allowed outputs, or None if everything may be recorded. A run that must hide something (see
 `private`) gives the list. An output that is added to runs later is then left out until it is added to the list.
@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pomona.integrations.trackers import Tracking
+
 from . import checkpoint
 from .durable_files import replace_file
-from .folder import ENVIRONMENT_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, MetricsWriter, encode_json
+from .folder import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    SUMMARY_FILE,
+    TRACKING_FOLDER,
+    MetricsWriter,
+    encode_json,
+)
 
 NoteCallback = Callable[[str], None]
 
@@ -41,7 +51,7 @@ class AllowedOutputs:
     """The names of everything that a run may record. What is not named is neither written nor shown."""
 
     files: frozenset[str]  # names of files and folders in the run's folder
-    metrics: frozenset[str]  # keys of a line in metrics.jsonl
+    metrics: frozenset[str]  # keys of a line in metrics.jsonl, and of what trackers receive
     progress: frozenset[str]  # keys of an epoch shown to the progress listener; "loss" also shows that of a step
     stage: frozenset[str]  # keys of the result of a stage, in the checkpoint and under `stages` in the summary
     summary: frozenset[str]  # keys of summary.json
@@ -61,9 +71,12 @@ class Recorder:
         allowed: AllowedOutputs | None = None,
         progress: ProgressListener | None = None,
         enabled: bool = True,
+        tracking: Tracking | None = None,
     ) -> None:
         self.folder, self.allowed, self.enabled = folder, allowed, enabled
         self.progress = progress if enabled else None
+        self.tracking = tracking if enabled and self._allows("files", TRACKING_FOLDER) else None
+        self.complete = False  # whether the summary is written
         self.metrics: MetricsWriter | None = None
         self.resources = ExitStack()
         if self.progress is not None:
@@ -94,14 +107,24 @@ class Recorder:
             self.metrics = MetricsWriter(self.folder, size)
             self.resources.callback(self.metrics.close)
 
+    def start_tracking(self, name: str, config: Mapping[str, Any], step: int) -> None:
+        """Start the trackers of a run, or continue them after `step`; they end when the recorder is closed."""
+        if self.tracking is not None:
+            tracking = self.tracking
+            tracking.start(name, config, step)
+            self.resources.callback(lambda: tracking.finish(self.complete))
+
     def sync_metrics(self) -> int:
         """Flush the metrics to the disk and return their size in bytes."""
         return self.metrics.sync() if self.metrics is not None else 0
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append a line with the allowed keys of a row to metrics.jsonl."""
+        """Append a line with the allowed keys of a row to metrics.jsonl, and pass its values on to the trackers."""
+        selected = self._select("metrics", row)
         if self.metrics is not None:
-            self.metrics.write(self._select("metrics", row))
+            self.metrics.write(selected)
+        if self.tracking is not None:
+            self.tracking.log(row["step"], tracked_values(selected))
 
     def read_epochs(self, stage: str) -> list[dict[str, Any]]:
         """Return the lines of a stage's epochs in metrics.jsonl; none where this process writes no metrics."""
@@ -123,6 +146,7 @@ class Recorder:
         """Write the allowed keys of the summary to summary.json, and return them."""
         selected = self._select("summary", summary)
         self.write_file(SUMMARY_FILE, encode_json(selected))
+        self.complete = True
         return selected
 
     # ---- progress
@@ -155,3 +179,9 @@ class Recorder:
     def _select(self, place: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that may be recorded in a place, in their order."""
         return {key: value for key, value in values.items() if self._allows(place, key)}
+
+
+def tracked_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what trackers show of a line of the metrics; figures of a mask update have the prefix "update/"."""
+    prefix = "update/" if row.get("kind") == "update" else ""
+    return {f"{prefix}{key}": value for key, value in row.items() if key not in ("kind", "stage", "step")}

@@ -7,6 +7,7 @@
     model.safetensors  the trained weights
     masks.safetensors  the masks of the pruned weights
     summary.json       the result; its presence means that the run is complete
+    tracking/          what trackers such as TensorBoard wrote, if any were asked for
 
 A run has one stage or several (see `stages`). The line of an epoch has its `stage`, `epoch` and `step` (counted over
 all stages), `loss`, `lr`, `sparsity` (of the pruned weights), `seconds` and `images_per_second`. After an evaluation it
@@ -27,8 +28,9 @@ from __future__ import annotations
 import json
 import math
 import time
+import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from pomona import models
 from pomona.core.method import Masks
 from pomona.data import Batches
 from pomona.errors import PomonaError
+from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
 from pomona.table_view import TableView
 
@@ -52,7 +55,7 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, MODEL_FILE, locked_folder, refuse_used_folder
+from .folder import MASKS_FILE, MODEL_FILE, TRACKING_FOLDER, locked_folder, refuse_used_folder
 from .interruption import Interrupted
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
@@ -76,12 +79,14 @@ class Run(TableView):
         data_dir: Path | str | None = None,
         progress: ProgressListener | None = None,
         note: NoteCallback = warnings.warn,
+        trackers: Sequence[str] = (),
     ) -> None:
         self.strategy, self.recipe = strategy, strategy.recipe
         self.folder, self.processes, self.device = folder, processes, device
         self.options = self.recipe.train
-        self.recorder = Recorder(folder, strategy.allowed_outputs, progress, enabled=processes.is_first)
         self.note: NoteCallback = note if processes.is_first else lambda text: None
+        tracking = Tracking(trackers, folder / TRACKING_FOLDER, self.note)
+        self.recorder = Recorder(folder, strategy.allowed_outputs, progress, processes.is_first, tracking)
         torch.manual_seed(self.recipe.seed)
         self.data = load_data(self.recipe, data_dir, device)
         self.model_options = model_options(self.recipe, self.data)
@@ -199,7 +204,15 @@ class Run(TableView):
             self.recorder.write_recipe(self.strategy.recipe_toml())
         self.recorder.write_environment(describe_environment() | {"data": self.data.describe()})
         self.recorder.open_metrics(self.metrics_size)
+        self.start_tracking()
         self.recorder.report_start(self.epochs, self.steps_per_epoch, self.recipe.name, self.step)
+
+    def start_tracking(self) -> None:
+        """Start the trackers; the time that their packages take to import is not counted as the run's."""
+        start = time.perf_counter()
+        self.recorder.start_tracking(self.recipe.name, tomllib.loads(self.strategy.recipe_toml()), self.step)
+        waited = time.perf_counter() - start
+        self.session_start, self.timing_start = self.session_start + waited, self.timing_start + waited
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint, after all metrics up to this step are on the disk."""

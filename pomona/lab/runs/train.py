@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def train(
     progress: ProgressListener | None = None,
     stop: Callable[[], bool] | None = None,
     note: NoteCallback = warnings.warn,
+    trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train a recipe in a folder and return its summary, which is also in `summary.json`.
 
@@ -36,7 +37,8 @@ def train(
     Nothing is written before the whole recipe is known to work. Ctrl-C, SIGTERM or `stop()`, which is called after
     every step, end the run with `Interrupted` once a checkpoint is written. With `resume` the run continues from its
     last checkpoint; a complete run returns its summary. `note` is called with a sentence that a person should know,
-    such as that a checkpoint is damaged.
+    such as that a checkpoint is damaged. `trackers` names those of `pomona.integrations.trackers` that also receive the
+    metrics.
     """
     folder, strategy = Path(folder), as_strategy(recipe)
     with joined_processes(strategy.recipe.train.device) as (processes, device), isolated_random_state(device):
@@ -45,7 +47,7 @@ def train(
         if complete is not None:
             return complete
         with SHARED_STATE_LOCK:
-            run = Run(strategy, folder, processes, device, data_dir, progress, note)
+            run = Run(strategy, folder, processes, device, data_dir, progress, note, trackers)
         try:
             with SHARED_STATE_LOCK:
                 run.open(resume)

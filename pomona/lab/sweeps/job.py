@@ -22,6 +22,7 @@ class Job:
     recipe: Recipe
     folder: Path
     data_dir: Path | str | None = None
+    trackers: tuple[str, ...] = ()
 
     def run(
         self,
@@ -32,8 +33,9 @@ class Job:
         """Train and return the summary, or `{"error": reason}` where the run fails; Interrupted is passed on."""
         begun = (self.folder / "recipe.toml").is_file()
         options: dict[str, Any] = {"stop": stop, "progress": progress, "note": note or (lambda text: None)}
+        options |= {"data_dir": self.data_dir, "trackers": self.trackers}
         try:
-            return train(self.recipe, self.folder, resume=begun, data_dir=self.data_dir, **options)
+            return train(self.recipe, self.folder, resume=begun, **options)
         except Interrupted:
             raise
         except Exception as error:  # ends this run only, not the sweep

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pomona.errors import require
+from pomona.integrations.trackers import parse_names
 
 from ..recipes.recipe import Recipe
 from ..runs import durable_files, environment
@@ -99,12 +100,14 @@ def train_runs(
     data_dir: str | Path | None = None,
     progress: Callable[[], ProgressListener] | None = None,
     note: NoteCallback = warnings.warn,
+    trackers: Sequence[str] = (),
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the index and the summary (or `error`) of each run as it completes.
 
     `jobs` is the number of processes, each with one CPU thread; by default one per core, or a single one where a run
     uses a GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
-    `runs` waits for it. `progress()` makes the progress display of a run where there is one process.
+    `runs` waits for it. `progress()` makes the progress display of a run where there is one process. `trackers` are
+    those of `train`, in the folder of each run.
     """
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(
@@ -116,7 +119,8 @@ def train_runs(
         world_size == 1 or (concurrent is None and jobs in (None, 1)),
         f"the {world_size} processes of torchrun train each run together: leave out jobs and concurrent.",
     )
-    queued = [Job(run.recipe, run.folder, data_dir) for run in runs]
+    names = parse_names(trackers)
+    queued = [Job(run.recipe, run.folder, data_dir, names) for run in runs]
     if concurrent is not None and queued:
         yield from train_concurrently(queued, concurrent, note)
     elif (count := min(jobs or default_process_count([run.recipe for run in runs]), len(queued))) > 1:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import pomona.cli.private  # noqa: F401  until the command line lists it
 from pomona.cli import main
 from pomona.errors import PomonaError
+from pomona.integrations.trackers import TRACKERS
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.recipes.bundled import bundled_files
 from pomona.lab.recipes.private_recipe import PrivateRecipe
@@ -80,6 +81,28 @@ def test_the_folder_of_a_private_run_has_no_training_loss(tmp_path):
     assert all("loss" not in stage for stage in summary["stages"])
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
     assert state["loss"] == 0.0
+
+
+def test_trackers_of_a_private_run_receive_what_is_in_its_metrics(tmp_path, monkeypatch):
+    class Listing:
+        package, distribution = "json", "json"
+        logged: ClassVar[list] = []
+
+        def start(self, folder, name, config, step):
+            self.config = config
+
+        def log(self, step, values):
+            self.logged.append((step, values))
+
+        def finish(self, complete):
+            assert "budget" in self.config["private"]
+
+    monkeypatch.setitem(TRACKERS, "listing", Listing)
+    train_private(recipe(), tmp_path / "run", trackers=["listing"], note=pytest.fail)
+    rows = read_metrics(tmp_path / "run")
+    assert "loss" not in rows[0]
+    numbers = [{k: v for k, v in row.items() if k not in ("kind", "stage", "step")} for row in rows]
+    assert Listing.logged == [(row["step"], values) for row, values in zip(rows, numbers, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["gip", "dpsgd"])
