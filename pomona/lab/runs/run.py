@@ -41,6 +41,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from pomona import models
+from pomona.core.mask_file import encode_masks
 from pomona.core.method import Masks
 from pomona.data import Batches
 from pomona.errors import PomonaError
@@ -48,7 +49,7 @@ from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
 from pomona.table_view import TableView
 
-from . import checkpoint, loops, masks
+from . import checkpoint, loops
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
 from .dips import DipWatcher
 from .distillation import load_teacher
@@ -397,7 +398,7 @@ class Run(TableView):
             metadata = {"pomona": json.dumps(self.model_options)}
             self.recorder.write_file(MODEL_FILE, safetensors.torch.save(weights, metadata))
             if self.masks is not None:
-                self.recorder.write_file(MASKS_FILE, masks.encode(self.masks))
+                self.recorder.write_file(MASKS_FILE, encode_masks(self.masks))
         return self.recorder.write_summary(summary)
 
 

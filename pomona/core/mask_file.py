@@ -1,0 +1,34 @@
+"""Files of masks: safetensors with eight entries a byte, and the shapes as metadata.
+
+Masks cannot be read off a model's zeros: a weight that is kept, or has just been regrown, may be zero too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import PomonaError
+from .mask_bits import pack_bits, unpack_bits
+from .method import Masks
+
+
+def encode_masks(masks: Masks) -> bytes:
+    """Return the contents of a masks file."""
+    bits = {name: pack_bits(mask).cpu() for name, mask in masks.items()}
+    shapes = {name: list(mask.shape) for name, mask in masks.items()}
+    return safetensors.torch.save(bits, {"shapes": json.dumps(shapes)})
+
+
+def read_masks(path: Path) -> Masks:
+    """Return the masks of a file; raise PomonaError if it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = json.loads(file.metadata()["shapes"])
+            return {name: unpack_bits(file.get_tensor(name), torch.Size(shape)) for name, shape in shapes.items()}
+    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+        raise PomonaError(f"'{path}' is damaged, or not a file of masks.") from error
