@@ -88,14 +88,20 @@ def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Ten
     """Return the network that a file names, on the meta device."""
     named = architecture is not None
     require(named, f"'{path}' does not name its network: pass one to fill, pm.load(path, model).")
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    for option, value in architecture.items():
-        numbers = value if isinstance(value, list) else [value]
-        # Every layer has weights in the file, so that an option larger than the file is an attack on memory.
-        plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
-        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
+    require_plausible_options(path, architecture, sum(tensor.nbytes for tensor in tensors.values()))
     with torch.device("meta"):
         return models.build(**architecture)
+
+
+def require_plausible_options(path: Path | str, options: Mapping[str, Any], size: int) -> None:
+    """Raise PomonaError if a number among a network's options is larger than the bytes of its file.
+
+    Every layer has weights in the file, so that such an option is an attack on memory.
+    """
+    for option, value in options.items():
+        numbers = value if isinstance(value, list) else [value]
+        plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
+        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
 
 
 def fill_network(

@@ -1,0 +1,64 @@
+"""The folder of a finished run for the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pomona.integrations.hub import CardFacts, save_pretrained
+from pomona.sparse import load
+
+from . import masks
+from .folder import ENVIRONMENT_FILE, MASKS_FILE, MODEL_FILE, RECIPE_FILE, read_summary
+from .model_file import read_model_options
+from .shrink import load_finished_model
+
+HUB_FOLDER = "hub"  # in the run's folder, where no other is given
+TASKS = {"image": "image-classification", "text": "text-generation"}  # the Hub's names, by the kind of the data
+METRICS = ("accuracy", "perplexity")
+
+
+def save_run(run: Path, out: Path | None = None, *, model_file: Path | None = None, license: str = "") -> Path:
+    """Write the network of a finished run with its masks and its model card to a folder, and return the folder.
+
+    `model_file` is a file that `pm.save` wrote, with packed weights of the same run, in place of model.safetensors.
+    """
+    model, _ = load_finished_model(run)
+    if model_file is not None:
+        model = load(model_file)
+    summary = read_summary(run) or {}
+    recipe = (run / RECIPE_FILE).read_text(encoding="utf-8")
+    data = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]
+    card = CardFacts(
+        title=f"{summary.get('name', run.name)} ({summary.get('model', type(model).__name__)})",
+        license=license,
+        task=TASKS.get(data["kind"], ""),
+        data=data["name"],
+        metrics={key: summary[key] for key in METRICS if key in summary},
+        method=describe_method(tomllib.loads(recipe), summary),
+        recipe=recipe,
+        notes=describe_privacy(summary),
+    )
+    found = masks.load(run) if (run / MASKS_FILE).is_file() else None
+    architecture = read_model_options(run / MODEL_FILE)
+    return save_pretrained(model, out or run / HUB_FOLDER, architecture=architecture, masks=found, card=card)
+
+
+def describe_method(recipe: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the method of a recipe, or of a private run its method and budget."""
+    private = summary.get("private")
+    return {"name": private["method"]} if private else dict(recipe["method"])
+
+
+def describe_privacy(summary: Mapping[str, Any]) -> list[str]:
+    """Return the sentence on the guarantee of a private run; none for another run."""
+    private = summary.get("private")
+    if not private:
+        return []
+    seeded = (
+        "" if private["secure"] else " Its randomness was seeded, for experiments only: the seed reveals the noise."
+    )
+    return [f"Trained with differential privacy: ε = {private['target']:.4g} at δ = {private['delta']:g}.{seeded}"]
