@@ -51,7 +51,8 @@ class LSTM(nn.Module):
 
 def gather_state(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Return the state of each sample at its own position, from states of shape (batch, time, hidden)."""
-    return states.take_along_dim(position[:, None, None], 1).squeeze(1)
+    index = position[:, None, None].expand(-1, 1, states.shape[2])  # take_along_dim would fix the size of the batch
+    return states.gather(1, index).squeeze(1)
 
 
 class LanguageModel(nn.Module):
