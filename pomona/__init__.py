@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .compressors import Binary, PowerThreshold, Quantize, Soft, SoftThreshold
     from .core.pruner import Pruner
     from .core.targets import prunable
+    from .export import export
     from .methods import (
         ACDC,
         DPF,
@@ -96,6 +97,7 @@ __all__ = [
     "compress",
     "data",
     "decompress",
+    "export",
     "load",
     "models",
     "privacy",
@@ -112,6 +114,7 @@ _PUBLIC_NAMES = {
     "compressors": "Binary PowerThreshold Quantize Soft SoftThreshold",
     "core.pruner": "Pruner",
     "core.targets": "prunable",
+    "export": "export",
     "methods": "ACDC DPF DSR EdgePopup Feather Finetune Incremental IteRand Lottery OneShot Random RigL SET SFP SNIP "
     "SRigL ST3 SparseMomentum prune",
     "models": "summary",

@@ -1,8 +1,8 @@
 """`save` and `load`: a compressed model in one safetensors file, read completely or refused.
 
-The file's metadata holds which layers are packed and how, which dense ones compute their ReLU, which network of
-`pm.models` it is where that is known, and a checksum over all of it. Loading unpickles nothing and runs nothing from
-the file.
+The file's metadata holds which layers are packed and how, which dense ones compute their ReLU, which weights are
+encoded (`weight_encodings`), which network of `pm.models` it is where that is known, and a checksum over all of it.
+Loading unpickles nothing and runs nothing from the file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,25 @@ from ..errors import PomonaError, require
 from .format import BalancedTensor
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .surgery import choose_encoder_paths, fuse_relus, replace_module
+from .weight_encodings import decode_tensors, encode_tensors
 
 VERSION = 1  # of the file format
+ENCODED_VERSION = 2  # of a file with encoded weights, which the first version did not have
 METADATA_KEY = "pomona"
 
 
-def save(model: nn.Module, path: Path | str, architecture: Mapping[str, Any] | str | None = None) -> Path:
+def save(
+    model: nn.Module,
+    path: Path | str,
+    architecture: Mapping[str, Any] | str | None = None,
+    *,
+    encoding: str | None = None,
+) -> Path:
     """Write a model, compressed or not, to a file that appears complete or not at all; return its path.
 
     `architecture` names the network, as "resnet20" or {"name": "lstm_lm", "hidden": 1500}, so that `load` can build it;
-    without it, `load` needs the network. Raise PomonaError for an unknown network or a path that cannot be written.
+    without it, `load` needs the network. `encoding`, "csr" or "2:4", stores the dense weights that become smaller by it
+    without their zeros. Raise PomonaError for an unknown network or a path that cannot be written.
     """
     network = {"name": architecture} if isinstance(architecture, str) else architecture
     if network is not None:
@@ -44,6 +53,10 @@ def save(model: nn.Module, path: Path | str, architecture: Mapping[str, Any] | s
     packed = {name: m.file_metadata() for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
     header = {"version": VERSION, "model": network and dict(network), "packed": packed, "fused": fused}
+    if encoding is not None:
+        require(not packed, "the weights of a compressed model are packed already: encode pm.decompress(model).")
+        tensors, header["encoded"] = encode_tensors(tensors, encoding)
+        header["version"] = ENCODED_VERSION
     text = json.dumps(header | {"digest": checksum(header, tensors)})
     path = Path(path)
     partial_file = path.with_name(path.name + ".part")
@@ -71,11 +84,14 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {first_line(error)}.") from error
     require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
     version = header.get("version")
-    require(version == VERSION, f"'{path}' has format version {version!r}, and this pomona reads version {VERSION}.")
+    known = version in (VERSION, ENCODED_VERSION)
+    require(known, f"'{path}' has format version {version!r}, and this pomona reads up to version {ENCODED_VERSION}.")
     stored = header.pop("digest", None)
     require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
         network = build_network(path, header["model"], tensors) if model is None else model
+        shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        tensors = decode_tensors(tensors, header.get("encoded", {}), shapes)
         filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
         return filled.eval()
     except PomonaError:

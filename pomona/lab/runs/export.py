@@ -1,55 +1,52 @@
-"""Exporting the network of a finished run: as packed weights, or as a ticket."""
+"""Exporting the network of a finished run, in any format of `pm.export`."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from ...core.method import METHODS
 from ...core.score_method import ScoreMethod
-from ...errors import PomonaError, require
-from ...sparse import Compression, compress, save
+from ...errors import PomonaError, unknown_name_error
+from ...export import FORMATS, ExportReport, export
+from ...export.ticket import DrawnWeights
 from ...sparse import ticket as tickets
 from . import checkpoint, masks
-from .durable_files import replace_file
 from .folder import MODEL_FILE
 from .model_file import read_model_options
 from .shrink import load_finished_model
 
-FORMATS = {"balanced": "balanced.safetensors", "ticket": "model.ticket"}  # format → file name
 
-
-def export_balanced(
+def export_run(
     run: Path,
+    file_format: str = "balanced",
     out: Path | None = None,
     *,
-    dtype: torch.dtype | None = None,
-    keep: str = "faster",
-    patience: float = 1.0,
-) -> tuple[Compression, Path]:
-    """Write the compressed network of a run, and return what became of each layer and the file.
+    note: Callable[[str], Any] = warnings.warn,
+    **options: Any,
+) -> ExportReport:
+    """Write the network of a run to a file, by default in the folder of the run, and return the report of `pm.export`.
 
-    `pm.load` makes a network of the file again. Raises PomonaError if no layer has balanced blocks.
+    The example is a batch of one sample of zeros. Files of the state name the network, so that `pm.load` builds it.
     """
+    if file_format not in FORMATS:
+        raise unknown_name_error("format", file_format, FORMATS)
     model, shape = load_finished_model(run)
-    small = compress(model, shape, dtype=dtype, policy=keep, patience=patience)
-    report: Compression = small.compression  # type: ignore[assignment]
-    require(
-        any(layer.block is not None for layer in report.layers),
-        f"'{run}' has no layer with balanced blocks: train with method.pattern = \"balanced(block=32)\".",
-    )
-    return report, save(small, run / FORMATS["balanced"] if out is None else out, read_model_options(run / MODEL_FILE))
+    chosen = FORMATS[file_format]
+    if "architecture" in chosen.options:
+        options["architecture"] = read_model_options(run / MODEL_FILE)
+    if file_format == "ticket":
+        options["pruner"] = read_drawn_weights(run, model)
+    file = run / chosen.file_name if out is None else out
+    return export(model, file, file_format, shape, note=note, **options)
 
 
-def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
-    """Write the ticket of a run of a score method, and return its file, size and method.
-
-    A ticket holds the seed of the random weights and what the seed does not determine.
-    `pomona.sparse.ticket.load(FILE).build()` makes a network of it again. Raises PomonaError for another method.
-    """
-    model = load_finished_model(run)[0]
+def read_drawn_weights(run: Path, model: nn.Module) -> DrawnWeights:
+    """Return the random weights of a run of a score method; raise PomonaError for another method."""
     pruner = checkpoint.load(run)["optimizer"].get("pomona")
     method = None if pruner is None else METHODS.resolve(pruner["method"])
     if not isinstance(method, ScoreMethod):
@@ -58,17 +55,4 @@ def export_ticket(run: Path, out: Path | None = None) -> dict[str, Any]:
         )
     kept, fan_in = masks.load(run), {target.name: target.fan_in for target in method.targets(model)}
     drawn = {name: tickets.DrawnTensor(fan_in[name], mask, pruner["drawn"].get(name)) for name, mask in kept.items()}
-    data = tickets.dumps(model.state_dict(), drawn, method.stream, read_model_options(run / MODEL_FILE))
-    file = run / FORMATS["ticket"] if out is None else out
-    replace_file(file, data)
-    state_bytes = sum(value.numel() * value.element_size() for value in model.state_dict().values())
-    return {
-        "file": str(file),
-        "method": method.name,
-        "seed": method.stream.seed,
-        "distribution": method.stream.distribution,
-        "sparsity": 1 - sum(int(m.sum()) for m in kept.values()) / sum(m.numel() for m in kept.values()),
-        "bytes": len(data),
-        "state_bytes": state_bytes,
-        "ratio": state_bytes / len(data),
-    }
+    return DrawnWeights(method, drawn)

@@ -120,7 +120,7 @@ def test_the_bench_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "8x8", "--dtype", "float"], "unknown dtype 'float'"),
         (["bench", "8x8", "--device", "gpu"], "unknown device 'gpu'"),
         (["export", "nowhere"], "'nowhere' is not a finished run"),
-        (["export", "nowhere", "--format", "csr"], "unknown format 'csr'"),
+        (["export", "nowhere", "--format", "coo"], "unknown format 'coo'"),
         (["export", "nowhere", "--dtype", "int8"], "unknown dtype 'int8'"),
     ],
 )
