@@ -2,10 +2,10 @@
 
     python benchmarks/measure/export_matrix.py [--tiny] [--seconds S] [--json PATH]
 
-The weights are random: neither bytes nor time depend on training. They are pruned to 90 % in the pattern that a format is
-for: unstructured for most, 2:4 for `2:4`, balanced blocks of 32 for `balanced` and for the files of networks that
-`pm.compress` has packed. A ticket is that of an untrained network of edge-popup at 50 %. The input is one sample; latency
-is the median of calls in turns, on one CPU thread.
+The weights are random: neither bytes nor time depend on training. They are pruned to 90 % in the pattern that a format
+is for: unstructured for most, 2:4 for `2:4`, balanced blocks of 32 for `balanced` and for the files of networks that
+`pm.compress` has packed. A ticket is that of an untrained network of edge-popup at 50 %. The input is one sample;
+latency is the median of calls in turns, on one CPU thread.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def build_case(network: Network, column: str, tiny: bool) -> tuple[nn.Module, An
     model, example = network.build(tiny)
     model.eval()
     if column == "ticket":
+        for parameter in model.parameters():  # edge-popup refuses norms that are trained
+            parameter.requires_grad_(parameter.ndim > 1)
         pruner = pm.EdgePopup(sparsity=0.5)
-        pruner.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        pruner.attach(model, torch.optim.SGD(trained, lr=0.1), total_steps=1)
         return model, example, "edge-popup, 50 %", {"pruner": pruner}
     pattern = PATTERNS.get("compressed" if column.endswith(COMPRESSED) else column, pm.Unstructured())
     prune(model, pattern)

@@ -87,7 +87,7 @@ def pack_weights(network: Any, half: bool) -> int:
     count = 0
     for node in network.get_ops():
         array = node.get_data() if node.get_type_name() == "Constant" else None
-        if array is None or array.dtype != np.float32:
+        if array is None or array.dtype != np.float32 or is_recurrent_weight(node):
             continue
         coded = encode_gaps(array.astype(np.float16) if half else array)
         if coded is None:
@@ -103,6 +103,13 @@ def pack_weights(network: Any, half: bool) -> int:
         node.output(0).replace(weight.output(0))
         count += 1
     return count
+
+
+def is_recurrent_weight(constant: Any) -> bool:
+    """Return whether a recurrent layer, whose weights OpenVINO wants as constants, reads a constant."""
+    return any(
+        given.get_node().get_type_name().endswith("Sequence") for given in constant.output(0).get_target_inputs()
+    )
 
 
 def compile_file(file: Path, properties: dict[str, Any]) -> Callable[[Example], list[Tensor]]:
