@@ -5,7 +5,7 @@
 The weights are random: neither bytes nor time depend on training. They are pruned to 90 % in the pattern that a format
 is for: unstructured for most, 2:4 for `2:4`, balanced blocks of 32 for `balanced` and for the files of networks that
 `pm.compress` has packed. A ticket is that of an untrained network of edge-popup at 50 %. The input is one sample;
-latency is the median of calls in turns, on one CPU thread.
+latency is the median processor time of calls in turns, on one CPU thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure_cell(network: Network, column: str, folder: Path, tiny: bool, second
     layers = facts.pop("layers", None)
     if layers is not None:
         facts["packed_layers"] = [sum(layer["packed"] for layer in layers), len(layers)]
-    return {**cell, **facts, "file": file.name}
+    return {**facts, **cell, "file": file.name}
 
 
 def describe_cell(cell: dict[str, Any]) -> str:

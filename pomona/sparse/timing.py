@@ -31,6 +31,7 @@ def median_seconds(
     repeats: int = 101,
     patience: float = 1.0,
     include_host: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Return the median seconds of each call, measured in at most `repeats` turns and about `patience` seconds.
 
@@ -40,6 +41,8 @@ def median_seconds(
     `before` runs before each timed call, outside its time. Without it, each call first runs several times untimed, so
     that none pays for what another left in the caches; on CUDA several calls in a row are then captured and timed
     together, because the device would wait for the host to launch a single one.
+
+    `clock` reads the seconds of calls on the CPU. `time.process_time` leaves out the time in which other programs ran.
     """
     counts, measure = [1] * len(calls), time_with_host if include_host else time_on_device
     if device.type == "cuda" and not include_host:
@@ -49,7 +52,7 @@ def median_seconds(
     for turn in range(-WARMUP_TURNS, repeats):
         for call, measured in zip(calls, times, strict=True):
             warm_caches(call) if before is None else before()
-            seconds = measure(call, device)
+            seconds = measure(call, device, clock)
             if turn >= 0:
                 measured.append(seconds)
         if turn >= 4 and time.perf_counter() - start > patience:
@@ -139,20 +142,24 @@ def warm_caches(call: Callable[[], Any]) -> None:
             return
 
 
-def time_with_host(call: Callable[[], Any], device: torch.device) -> float:
+def time_with_host(
+    call: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds of one call until the device has finished it, the host's work included."""
     synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else bool
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     call()
     synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def time_on_device(call: Callable[[], Any], device: torch.device) -> float:
+def time_on_device(
+    call: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds of one call, on CUDA between two events on the device."""
     if device.type != "cuda":
-        return time_with_host(call, device)
+        return time_with_host(call, device, clock)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     call()
