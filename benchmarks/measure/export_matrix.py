@@ -55,12 +55,9 @@ def measure_cell(network: Network, column: str, folder: Path, tiny: bool, second
     file = folder / FORMATS[name].file_name
     try:
         report = pm.export(model, file, name, example, seconds=seconds, note=lambda sentence: None, **options)
-        facts = report.facts()
-        if column == "onnx":  # the bytes of the same network with its zeros, for comparison
-            dense = pm.export(model, file, name, example, seconds=0, note=lambda sentence: None, pack=False)
-            facts["dense_bytes"] = dense.bytes
     except pm.PomonaError as error:
         return {**cell, "refused": str(error)}
+    facts = report.facts()
     layers = facts.pop("layers", None)
     if layers is not None:
         facts["packed_layers"] = [sum(layer["packed"] for layer in layers), len(layers)]
