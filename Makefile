@@ -38,7 +38,7 @@ bench: setup
 
 # Write the pages of docs/ whose figures come from results/.
 docs: setup
-	for page in overhead results iterand balanced privacy errata theory harm; do \
+	for page in overhead results iterand balanced privacy errata theory harm export; do \
 		$(BIN)/python benchmarks/pages/$${page}_page.py || exit 1; \
 	done
 

@@ -43,7 +43,8 @@ def write(
     if outcome is not None:
         require(
             any(layer.block is not None for layer in outcome.layers),
-            'the network has no layer with balanced blocks: train with pattern="balanced(block=32)".',
+            "the network has no layer with balanced blocks among its Linear, Conv2d and LSTM layers: "
+            'train with pattern="balanced(block=32)".',
         )
     save(small, file, architecture)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))

@@ -14,13 +14,14 @@ import pytest
 from pomona.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("balanced", "convergence", "errata", "harm", "iterand", "overhead", "privacy", "results", "theory")
+PAGES = ("balanced", "convergence", "errata", "export", "harm", "iterand", "overhead", "privacy", "results", "theory")
 # A Python block, and the output shown right after it, if there is one.
 PYTHON_WITH_OUTPUT = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 
 WRITERS = (
     "balanced_page",
     "errata_page",
+    "export_page",
     "harm_page",
     "iterand_page",
     "overhead_page",
@@ -64,7 +65,7 @@ def test_the_scripts_that_a_page_names_exist(page: str) -> None:
 
 # docs/convergence.md is executed by tests/theory/test_theory_convergence.py, docs/privacy.md and docs/theory.md by
 # the tests of this folder, which also check what they print.
-@pytest.mark.parametrize("page", ["balanced", "errata", "harm", "iterand", "overhead"])
+@pytest.mark.parametrize("page", ["balanced", "errata", "export", "harm", "iterand", "overhead"])
 def test_the_code_of_a_page_runs_and_prints_what_is_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
