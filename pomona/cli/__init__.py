@@ -4,7 +4,7 @@
 print, and `single_run` the parts that are common to commands which train one run.
 """
 
-from . import demo, train, retrain, sweep, table, shrink, bench, export, hub, bound, private, info  # noqa: F401, I001  the order of `pomona --help`
+from . import demo, train, retrain, sweep, table, report, shrink, bench, export, hub, bound, private, info  # noqa: F401, I001  the order of `pomona --help`
 from .application import app, main
 
 __all__ = ["app", "main"]

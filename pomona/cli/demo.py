@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import typer
 from rich.console import Console
 
 from .application import app
-from .options import RUNS, Json
-from .output import print_json, print_status, print_table
+from .options import RUNS, Json, Report
+from .output import print_json, print_note, print_status, print_table
+from .run_outputs import write_run_outputs
 
 
 @app.command()
@@ -21,13 +23,14 @@ def demo(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the runs and the chart.")] = RUNS
     / "demo",
     seed: Annotated[int, typer.Option("--seed", min=0, help="First random seed.")] = 0,
+    report: Report = None,
     as_json: Json = False,
 ) -> None:
     """Compare pruning methods on a small network, in about a minute.
 
     Trains a small convolutional network on scikit-learn's digits: once dense and once with every pruning method,
-    each for the same number of epochs. Nothing is downloaded. The table is also written to FOLDER/demo.json, and a
-    chart to FOLDER/demo.svg.
+    each for the same number of epochs. Nothing is downloaded. The table is also written to FOLDER/demo.json, a chart
+    to FOLDER/demo.svg, and a report to FOLDER/report.html, or where --report says.
     """
     from pomona.lab import Interrupted
     from pomona.lab import demo as lab
@@ -45,6 +48,10 @@ def demo(
             progress.end()
     if as_json:
         print_json(result)
-        return
-    print_table(lab.render_table(result["cells"]))
-    print(f"total time {result['seconds']:.0f} s; chart: {out / 'demo.svg'}")
+    else:
+        print_table(lab.render_table(result["cells"]))
+        print(f"total time {result['seconds']:.0f} s; chart: {out / 'demo.svg'}")
+    if report is None and importlib.util.find_spec("plotly") is None:
+        print_note("no report was written: it needs plotly (pip install 'pomona[report]').")
+    else:
+        write_run_outputs(out, None, report or out / "report.html")

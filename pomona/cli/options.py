@@ -44,6 +44,15 @@ Track = Annotated[
     ),
 ]
 
+# Pictures: demo, train, sweep and table.
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FOLDER", help="Draw charts of the results as SVG in a folder.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write an HTML report of the runs, with interactive charts."),
+]
+
 # Many runs: sweep and table.
 TableFilter = Annotated[
     list[str] | None,

@@ -18,11 +18,14 @@ from rich.table import Table
 from pomona.errors import require
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Record, RecordAlias, Settings, TableFilter, Track
+from .options import RUNS, DataDir, DryRun, Json, Plot, Record, RecordAlias, Report, Settings, TableFilter, Track
 from .output import print_json, print_note, print_status, print_table
+from .run_outputs import write_charts, write_report_file, write_run_outputs
 
 if TYPE_CHECKING:
     from pomona.lab.sweeps.axes import SweepRun
+    from pomona.lab.sweeps.run_store import RunStore
+    from pomona.lab.tables.paper_table import PaperTable
 
 FailedRuns = list[dict[str, Any]]
 
@@ -39,6 +42,8 @@ class SweepRequest:
     dry_run: bool
     as_json: bool
     training: dict[str, Any]  # options of `train_runs`
+    plot: Path | None = None
+    report: Path | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,6 +100,8 @@ def sweep(
     keep: RecordAlias = False,
     data_dir: DataDir = None,
     track: Track = "",
+    plot: Plot = None,
+    report: Report = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -122,8 +129,10 @@ def sweep(
     }
     axes = dict(map(parse_axis, over or []))
     kind = "table" if bundled.is_table_file(path) else "recipe" if tune is None else "tuning"
-    request = SweepRequest(path, settings or [], out, only_missing, record or keep, dry_run, as_json, training)
-    refuse_options(kind, over, only, tune, request.record)
+    request = SweepRequest(
+        path, settings or [], out, only_missing, record or keep, dry_run, as_json, training, plot, report
+    )
+    refuse_options(kind, over, only, tune, request)
     with silent_except_first_process():
         try:
             if kind == "table":
@@ -142,13 +151,13 @@ def sweep(
 
 
 def refuse_options(
-    kind: str, over: Sequence[str] | None, only: Sequence[str] | None, tune: str | None, record: bool
+    kind: str, over: Sequence[str] | None, only: Sequence[str] | None, tune: str | None, request: SweepRequest
 ) -> None:
     """Raise PomonaError for an option that does not apply to a table, a recipe or tuning."""
     inapplicable: dict[str, dict[str, Any]] = {
         "table": {"--over": over, "--tune": tune},
         "recipe": {"--only": only},
-        "tuning": {"--only": only, "--record": record},
+        "tuning": {"--only": only, "--record": request.record, "--plot": request.plot, "--report": request.report},
     }
     for option, given in inapplicable[kind].items():
         target = kind if kind == "tuning" else f"a {kind}"
@@ -186,6 +195,8 @@ def sweep_recipe(request: SweepRequest, axes: Mapping[str, Any]) -> FailedRuns:
     else:
         print_table(render_table(result["cells"]))
         print(f"total time {result['seconds']:.0f} s; the runs are in {out}")
+    if result["cells"]:
+        write_run_outputs(out, request.plot, request.report)
     return list(result["failed"])
 
 
@@ -203,7 +214,20 @@ def fill_paper_table(request: SweepRequest, only: Sequence[str]) -> FailedRuns:
         return []
     result = fill_table(table, out, **request.options)
     print_json(result) if request.as_json else print_table(render_table(result))
+    if request.plot is not None or request.report is not None:
+        write_table_outputs(request, table, RunStore((RUNS, out)))
     return list(result["failed"])
+
+
+def write_table_outputs(request: SweepRequest, table: PaperTable, store: RunStore) -> None:
+    """Write the charts and the report of a table that are asked for."""
+    from pomona.lab.tables.drawings import draw_charts
+    from pomona.report.collection import collect_table
+
+    if request.plot is not None:
+        write_charts(draw_charts(table, store), request.plot, table.name)
+    if request.report is not None:
+        write_report_file(collect_table(table, store), request.report)
 
 
 def tune_setting(request: SweepRequest, tune: str, axes: Mapping[str, Any]) -> FailedRuns:

@@ -14,8 +14,9 @@ from rich.table import Table
 from pomona.errors import PomonaError, require
 
 from .application import app
-from .options import Json, Record, RecordAlias, Settings, TableFilter
+from .options import Json, Plot, Record, RecordAlias, Report, Settings, TableFilter
 from .output import print_json, print_status, print_table
+from .run_outputs import write_charts, write_report_file
 
 
 @app.command()
@@ -38,9 +39,8 @@ def table(
             "epoch of runs that were evaluated after each.",
         ),
     ] = "last",
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FOLDER", help="Draw the charts of the table as SVG in a folder.")
-    ] = None,
+    plot: Plot = None,
+    report: Report = None,
     record: Record = False,
     keep: RecordAlias = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -56,11 +56,12 @@ def table(
     from pomona.lab.tables import catalog, drawings, rendering
     from pomona.lab.tables.filling import write_table_records
     from pomona.lab.tables.paper_table import PaperTable
+    from pomona.report.collection import collect_table
 
     record = record or keep
     if name is None:
         given = {"--only": only, "--set": settings, "--runs": runs, "--measure": measure != "last", "--plot": plot}
-        given |= {"--record": record, "--markdown": markdown}
+        given |= {"--report": report, "--record": record, "--markdown": markdown}
         for option in (option for option, value in given.items() if value):
             raise PomonaError(f"{option} applies to one table: name it, as in pomona table dpf-table1.")
         tables = catalog.list_tables()
@@ -76,11 +77,13 @@ def table(
             print_status(f"{len(write_table_records(found, store))} records written to results/runs.")
         if plot is not None:
             write_charts(drawings.draw_charts(found, store), plot, name)
+        if report is not None:
+            write_report_file(collect_table(found, store), report)
         result = found.compare(store, measure)
     else:
         require(
-            not (only or record or runs or plot or measure != "last"),
-            f"{name} is computed, not trained: leave out --only, --runs, --measure, --plot and --record.",
+            not (only or record or runs or plot or report or measure != "last"),
+            f"{name} is computed, not trained: leave out --only, --runs, --measure, --plot, --report and --record.",
         )
         show_progress = not as_json and sys.stderr.isatty()
         progress = (lambda done, total: print_status(f"{done} of {total}")) if show_progress else None
@@ -92,18 +95,6 @@ def table(
         print(f"### {rendering.table_heading(result)}\n\n{rendering.render_markdown(result)}\n{status}")
     else:
         print_table(rendering.render_table(result))
-
-
-def write_charts(charts: Mapping[str, str], folder: Path, name: str) -> None:
-    """Write the charts of a table to a folder; raise PomonaError where there are none or a file cannot be written."""
-    require(bool(charts), f"{name} has no chart that can be drawn from the runs that are there.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, chart in charts.items():
-            (folder / file).write_text(chart, encoding="utf-8")
-    except OSError as error:
-        raise PomonaError(f"'{folder}' cannot be written: {error.strerror}.") from error
-    print_status(f"written to {folder}: {', '.join(charts)}")
 
 
 def overview(tables: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
+from .options import RUNS, DataDir, DryRun, Json, Plot, Report, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
+from .run_outputs import write_run_outputs
 from .single_run import find_recipe, print_preview, recipe_overrides, resume_hint
 
 
@@ -30,6 +31,8 @@ def train(
     resume: Resume = False,
     data_dir: DataDir = None,
     track: Track = "",
+    plot: Plot = None,
+    report: Report = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -65,6 +68,7 @@ def train(
         print_json(summary)
     else:
         print_table(facts_table(summary_facts(summary, folder)))
+    write_run_outputs(folder, plot, report)
 
 
 def summary_facts(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:

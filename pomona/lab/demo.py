@@ -63,7 +63,8 @@ class DemoGrid:
         """Return the recipe of one method and seed."""
         sparsity = f"-{100 * method['sparsity']:g}" if "sparsity" in method else ""
         name = f"{method['name']}{sparsity}-seed{seed}"
-        training = {**SETTINGS["train"], "epochs": self.epochs, "eval_every": self.epochs}
+        curves = {"eval_every": max(1, self.epochs // 8), "track": True}  # what the report draws
+        training = {**SETTINGS["train"], "epochs": self.epochs, **curves}
         return Recipe.load({**SETTINGS, "name": name, "seed": seed, "method": method, "train": training})
 
 

@@ -159,15 +159,15 @@ class Recipe:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        return hash_settings(self._settings() | OBSERVING_SETTINGS)
+        return hash_settings(self.settings() | OBSERVING_SETTINGS)
 
     def differences(self, other: Recipe) -> list[str]:
         """Return the settings in which this recipe differs from another, each as "key: own value, not other value"."""
-        own, others = self._settings(), other._settings()
+        own, others = self.settings(), other.settings()
         keys = [key for key in {**own, **others} if own.get(key) != others.get(key)]
         return [f"{key}: {own.get(key)!r}, not {others.get(key)!r}" for key in keys]
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return dotted key → value of every setting that decides the result; unused sections are left out."""
         is_used = {
             "origin": self.origin.run is not None,

@@ -2,7 +2,7 @@
 
     recipe.toml        all settings, resolved
     env.json           versions, machine, commit and command
-    metrics.jsonl      one line for each epoch, one line for each mask update
+    metrics.jsonl      one line for each epoch, one line for each mask update, and what is pruned before the first
     checkpoint/        the state to resume from; checkpoint.previous/ is the one before
     model.safetensors  the trained weights
     masks.safetensors  the masks of the pruned weights
@@ -16,8 +16,8 @@ validation part, and with the suffix `_reestimated` where the batch-norm statist
 averaged, the summary has the results of the last weights with the suffix `_last`. Where every epoch was evaluated, it
 has the best result at the final sparsity with the suffix `_best`, and its epoch as `epoch_best`.
 
-The line of an update is an entry of `pruner.history`; its `layers` are in the order of the summary's. Stages with fixed
-masks have no updates.
+The line of an update is an entry of `pruner.history`; its `layers` are in the order of the summary's, and of the line
+`targets` before the first update, which has the `sizes` of the pruned tensors. Stages with fixed masks have neither.
 
 The order of the data, the learning rate and the initial weights are pure functions of the recipe, so a resumed run is
 the uninterrupted one, bit for bit on a CPU. Under torchrun a run is data parallel.
@@ -225,6 +225,9 @@ class Run(TableView):
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
         history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
+        if self.pruner is not None and history and not self.updates_written:
+            sizes = {slot.name: slot.mask.numel() for slot in self.pruner.slots}
+            self.recorder.write_metrics({"kind": "targets", "stage": self.stage.name, "sizes": sizes})
         for entry in history[self.updates_written :]:
             step = self.stage_start + entry["step"]
             self.recorder.write_metrics({"kind": "update", "stage": self.stage.name, **entry, "step": step})

@@ -1,0 +1,51 @@
+"""What `demo`, `train`, `sweep` and `table` write beside their tables: SVG charts (--plot) and a report (--report)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pomona.errors import PomonaError, require
+
+from .output import print_status
+
+if TYPE_CHECKING:
+    from pomona.report import ReportData
+
+
+def write_run_outputs(folder: Path, plot: Path | None, report: Path | None) -> None:
+    """Write the charts and the report of the runs in a folder, if they are asked for."""
+    if plot is None and report is None:
+        return
+    from pomona.report import collect_runs
+    from pomona.report.drawings import draw_charts
+
+    found = collect_runs([folder])
+    if plot is not None:
+        write_charts(draw_charts(found), plot, f"'{folder}'")
+    if report is not None:
+        write_report_file(found, report)
+
+
+def write_report_file(report: ReportData, file: Path) -> dict[str, Any]:
+    """Write a report, print where it is, and return its file, runs and size."""
+    from pomona.report import write_report
+
+    require(not file.is_dir(), f"'{file}' is a folder: give a file for the report, such as report.html.")
+    write_report(report, file)
+    facts = {"file": str(file), "runs": len(report.runs), "bytes": file.stat().st_size}
+    print_status(f"report of {facts['runs']} runs: {file} ({file.stat().st_size / 1e6:.1f} MB)")
+    return facts
+
+
+def write_charts(charts: Mapping[str, str], folder: Path, name: str) -> None:
+    """Write charts to a folder; raise PomonaError where there are none or a file cannot be written."""
+    require(bool(charts), f"{name} has no chart that can be drawn from the runs that are there.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, chart in charts.items():
+            (folder / file).write_text(chart, encoding="utf-8")
+    except OSError as error:
+        raise PomonaError(f"'{folder}' cannot be written: {error.strerror}.") from error
+    print_status(f"written to {folder}: {', '.join(charts)}")

@@ -1,0 +1,117 @@
+"""The runs of a report: those in folders, in records and behind the cells of tables, with the figures of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import PomonaError, require
+from ..lab.sweeps.run_store import RUNS, RunStore, find_run_folders, read_record
+from ..lab.tables.catalog import find_table
+from ..lab.tables.paper_table import PaperTable, parse_paper_number
+from .run_data import RunData, describe_run, read_run
+
+
+@dataclass(frozen=True)
+class PaperPoint:
+    """A result that a paper prints, beside which ours are shown."""
+
+    network: str
+    series: str
+    sparsity: float
+    mean: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """The runs of a report, and the results of the papers that they are compared with."""
+
+    title: str
+    runs: tuple[RunData, ...]
+    papers: tuple[PaperPoint, ...] = ()
+
+    @property
+    def networks(self) -> list[str]:
+        """The networks in the order in which they appear."""
+        return list(dict.fromkeys([*(run.network for run in self.runs), *(point.network for point in self.papers)]))
+
+
+def collect_runs(sources: Sequence[str | Path], folders: Sequence[Path] = (RUNS,)) -> ReportData:
+    """Return the runs in sources: folders of runs or sweeps, record files, and names of tables.
+
+    The runs of a table are searched in `folders` and among the records.
+
+    Raises:
+        PomonaError: for a source without any run.
+    """
+    require(bool(sources), "a report needs runs: give folders of runs or sweeps, record files or names of tables.")
+    runs: dict[tuple[str, ...], RunData] = {}
+    papers: list[PaperPoint] = []
+    titles = []
+    for source in sources:
+        path = Path(source)
+        if path.is_dir():
+            found = list(filter(None, map(read_run, find_run_folders(path))))
+            require(bool(found), f"'{path}' holds no run: give the folder of a run or of a sweep.")
+            titles.append(path.resolve().name)
+        elif path.suffix == ".json":
+            found = [read_record_file(path)]
+            titles.append(found[0].name)
+        else:
+            table = find_table(str(source))
+            require(isinstance(table, PaperTable), f"{source} is computed, not trained: a report shows tables of runs.")
+            assert isinstance(table, PaperTable)
+            part = collect_table(table, RunStore(folders))
+            found, title = list(part.runs), part.title
+            papers += part.papers
+            titles.append(title)
+        for run in found:
+            runs.setdefault((run.name, str(run.folder), run.network, run.series or "", str(run.settings)), run)
+    return ReportData(" · ".join(titles[:3]) + " …" * (len(titles) > 3), tuple(runs.values()), tuple(papers))
+
+
+def read_record_file(path: Path) -> RunData:
+    """Return the run that a record file describes; raise PomonaError if it describes none."""
+    try:
+        stored = read_record(path)
+    except PomonaError as error:
+        raise PomonaError(f"'{path}' is not the record of a run: {error}") from error
+    if stored is None:
+        raise PomonaError(f"'{path}' is not the record of a run: it has no recipe.")
+    return describe_run(stored)
+
+
+def collect_table(table: PaperTable, store: RunStore) -> ReportData:
+    """Return the finished runs of a table and the paper's results, under the labels and columns of the table."""
+    papers = list(paper_points(table))
+    runs = []
+    for cell in table.unique_cells:
+        results = (run.find_result(store) for run in cell.runs)
+        place = {"network": cell.label, "series": cell_series(cell.column, cell.setting)}
+        runs += [describe_run(found, **place) for found in results if found is not None]
+    require(
+        bool(runs or papers),
+        f"{table.name} has no finished run: train some with `pomona sweep {table.name} --only-missing`.",
+    )
+    return ReportData(table.title, tuple(runs), tuple(papers))
+
+
+def paper_points(table: PaperTable) -> Iterator[PaperPoint]:
+    """Yield the numbers that the paper prints in a table."""
+    for cell in table.unique_cells:
+        mean, std = parse_paper_number(cell.paper)
+        if mean is not None:
+            series = cell_series(cell.column, cell.setting)
+            yield PaperPoint(cell.label, series, float(cell.attributes["sparsity"]), mean, std)
+
+
+def cell_series(column: str, setting: dict[str, object]) -> str:
+    """Return the name of a cell's series: its column and the values of its row besides the sparsity."""
+    return ", ".join([column, *(f"{key}={value}" for key, value in setting.items())])
+
+
+def with_title(report: ReportData, title: str | None) -> ReportData:
+    """Return the report under another title, if one is given."""
+    return report if title is None else replace(report, title=title)
