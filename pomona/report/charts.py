@@ -114,8 +114,7 @@ def result_figure(
         data.append(paper_trace(series, [p for p in papers if p.series == series and p.sparsity < 1], colors[series]))
     axis: dict[str, Any] = {"type": "log"}
     if cost.name == "sparsity":
-        found = {round(1 - density, 6) for group in measured if (density := point_of(group, cost)) is not None}
-        found |= {point.sparsity for point in papers}
+        found = {round(one.asked_sparsity, 4) for one in measured} | {round(point.sparsity, 4) for point in papers}
         ticks = sorted(found) if len(found) <= MAX_OWN_TICKS else list(SPARSITY_TICKS)
         axis |= {
             "autorange": "reversed",

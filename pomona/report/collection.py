@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import PomonaError, require
 from ..lab.sweeps.run_store import RUNS, RunStore, find_run_folders, read_record
 from ..lab.tables.catalog import find_table
-from ..lab.tables.paper_table import PaperTable, parse_paper_number
+from ..lab.tables.paper_table import PaperTable, TableCell, parse_paper_number
 from .run_data import RunData, describe_run, read_run
+from .series import differing_settings
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,19 @@ def read_record_file(path: Path) -> RunData:
 
 
 def collect_table(table: PaperTable, store: RunStore) -> ReportData:
-    """Return the finished runs of a table and the paper's results, under the labels and columns of the table."""
-    papers = list(paper_points(table))
-    runs = []
-    for cell in table.unique_cells:
+    """Return the finished runs of a table and the paper's results, under the labels and columns of the table.
+
+    Raises:
+        PomonaError: for a table without any run or printed number.
+    """
+    runs: list[RunData] = []
+    papers: list[PaperPoint] = []
+    for cell, series in zip(table.unique_cells, name_cells(table.unique_cells), strict=True):
         results = (run.find_result(store) for run in cell.runs)
-        place = {"network": cell.label, "series": cell_series(cell.column, cell.setting)}
-        runs += [describe_run(found, **place) for found in results if found is not None]
+        runs += [describe_run(found, network=cell.label, series=series) for found in results if found is not None]
+        mean, std = parse_paper_number(cell.paper)
+        if mean is not None:
+            papers.append(PaperPoint(cell.label, series, float(cell.attributes["sparsity"]), mean, std))
     require(
         bool(runs or papers),
         f"{table.name} has no finished run: train some with `pomona sweep {table.name} --only-missing`.",
@@ -98,18 +106,16 @@ def collect_table(table: PaperTable, store: RunStore) -> ReportData:
     return ReportData(table.title, tuple(runs), tuple(papers))
 
 
-def paper_points(table: PaperTable) -> Iterator[PaperPoint]:
-    """Yield the numbers that the paper prints in a table."""
-    for cell in table.unique_cells:
-        mean, std = parse_paper_number(cell.paper)
-        if mean is not None:
-            series = cell_series(cell.column, cell.setting)
-            yield PaperPoint(cell.label, series, float(cell.attributes["sparsity"]), mean, std)
-
-
-def cell_series(column: str, setting: dict[str, object]) -> str:
-    """Return the name of a cell's series: its column and the values of its row besides the sparsity."""
-    return ", ".join([column, *(f"{key}={value}" for key, value in setting.items())])
+def name_cells(cells: Sequence[TableCell]) -> list[str]:
+    """Return the series of cells: their columns, with the settings in which cells of one label and column differ."""
+    rivals: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        rivals.setdefault((cell.label, cell.column), []).append(cell.setting)
+    names = []
+    for cell in cells:
+        keys = differing_settings(rivals[cell.label, cell.column])
+        names.append(", ".join([cell.column, *(f"{key}={cell.setting[key]}" for key in keys if key in cell.setting)]))
+    return names
 
 
 def with_title(report: ReportData, title: str | None) -> ReportData:

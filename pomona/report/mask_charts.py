@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .charts import styled_runs
 from .figures import Chart, Figure, compact, escape_text, layout, line_trace
-from .run_data import RunData, thin_updates
+from .run_data import Row, RunData, thin_updates
 from .series import Group
 
 MAX_CELLS = 600_000  # of all heat maps together: about three megabytes
@@ -35,7 +35,7 @@ def mask_charts(groups: Sequence[Group]) -> list[Chart]:
             hover = "epoch %{x:.2f}: " + "at least " * (not exact) + "%{y:.4~g} % settled"
             settled.append(line_trace(x[::stride], y[::stride], name, label=run.label, hover=hover, **style))
     charts = [
-        layer_heatmaps(groups, limit),
+        layer_heatmaps(groups, thinned),
         final_layers(groups),
         Chart(
             "flips",
@@ -68,11 +68,11 @@ def update_limit(runs: Sequence[RunData]) -> int:
     return max(low, min(high, MAX_CELLS // max(layers, 1)))
 
 
-def layer_heatmaps(groups: Sequence[Group], limit: int) -> Chart:
-    """Return heat maps of the sparsity of each layer over the mask updates; the reader chooses the run."""
+def layer_heatmaps(groups: Sequence[Group], thinned: Mapping[int, Sequence[Row]]) -> Chart:
+    """Return heat maps of the sparsity of each layer over the mask updates, given by the identity of their run."""
     choices: dict[str, Figure] = {}
     for run in sorted((run for group in groups for run in group.runs), key=lambda run: -len(run.updates)):
-        updates = thin_updates(run.updates, limit)
+        updates = thinned[id(run)]
         if updates:
             rows = list(zip(*(row["layers"] for row in updates), strict=True))
             epochs = [row["step"] / run.steps_per_epoch for row in updates]

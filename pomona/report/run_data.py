@@ -54,8 +54,8 @@ class RunData:
     @property
     def measure(self) -> str:
         """The key of the result: "perplexity" for language models, else "accuracy"."""
-        found = [self.summary or {}, *self.epochs]
-        return "perplexity" if any("perplexity" in row for row in found) else "accuracy"
+        rows: Sequence[Mapping[str, Any]] = self.epochs if self.summary is None else [self.summary]
+        return "perplexity" if any("perplexity" in row for row in rows) else "accuracy"
 
     @property
     def result(self) -> float | None:
@@ -184,4 +184,4 @@ def thin_updates(updates: Sequence[Row], limit: int) -> list[Row]:
     edges = [k * len(updates) // limit for k in range(limit + 1)]
     groups = [updates[start:end] for start, end in itertools.pairwise(edges)]
     means = ("flips", "iou", "delta")
-    return [group[-1] | {key: statistics.mean(row[key] for row in group) for key in means} for group in groups]
+    return [group[-1] | {key: statistics.fmean(row[key] for row in group) for key in means} for group in groups]

@@ -109,9 +109,7 @@ def certificate_table(runs: Sequence[RunData]) -> str:
     for run in runs:
         if "error" in run.certificate:
             found = run.certificate
-            bound = (
-                f"outputs move by at most {found['error']:.4g} for every input in {found.get('region', 'the region')}"
-            )
+            bound = f"outputs move by at most {found['error']:.4g} on {found.get('region', 'the region')}"
             rows.append([run.label, bound, f"an attack found {found.get('found', 0.0):.4g}"])
         private = (run.summary or {}).get("private")
         if isinstance(private, Mapping) and "epsilon" in private:
