@@ -53,6 +53,7 @@ function makeLayout(figure, width) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
     dragmode: narrow ? false : "zoom", margin: {l: 56, r: narrow ? 12 : 24, t: 16, b: 52},
     hoverlabel: {bgcolor: color("--card"), bordercolor: line, font: {color: ink, size: 13}, align: "left", namelength: -1},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: color("--accent")},
     showlegend: entries > 1 && (beside || rows <= MOST_LEGEND_ROWS),
     ...figure.layout,
     legend: {bgcolor: "rgba(0,0,0,0)", font: {size: 12, color: ink}, ...legend},
@@ -65,7 +66,10 @@ function draw(chart) {
   const plot = chart.querySelector(".plot"), select = chart.querySelector("select");
   const figure = (figures[chart.id.slice("chart-".length)] || [])[select ? select.selectedIndex : 0];
   if (!figure) return;
-  const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"]};
+  const config = {
+    responsive: true, displaylogo: false, displayModeBar: plot.clientWidth < NARROW ? false : "hover",
+    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+  };
   plot.style.minHeight = "0";
   drawn.add(chart);
   Plotly.react(plot, figure.data.map(paintTrace), makeLayout(figure, plot.clientWidth), config);
