@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from .application import app
 from .options import RUNS, Json, Report
 from .output import print_json, print_note, print_status, print_table
-from .run_outputs import write_run_outputs
+from .run_outputs import has_plotly, require_report, write_run_outputs
 
 
 @app.command()
@@ -36,6 +35,7 @@ def demo(
     from pomona.lab import demo as lab
     from pomona.lab.runs.progress import SeriesProgress
 
+    require_report(report)
     grid = lab.QUICK if quick else lab.FULL
     progress = None if as_json else SeriesProgress(Console(stderr=True), len(grid.recipes(seed)))
     try:
@@ -51,7 +51,7 @@ def demo(
     else:
         print_table(lab.render_table(result["cells"]))
         print(f"total time {result['seconds']:.0f} s; chart: {out / 'demo.svg'}")
-    if report is None and importlib.util.find_spec("plotly") is None:
+    if report is None and not has_plotly():
         print_note("no report was written: it needs plotly (pip install 'pomona[report]').")
     else:
         write_run_outputs(out, None, report or out / "report.html")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,18 @@ from .output import print_status
 
 if TYPE_CHECKING:
     from pomona.report import ReportData
+
+
+def require_report(file: Path | None) -> None:
+    """Raise PomonaError where a report is asked for and cannot be written, before anything is trained."""
+    if file is not None:
+        require(not file.is_dir(), f"'{file}' is a folder: give a file for the report, such as report.html.")
+        require(has_plotly(), "a report needs plotly: pip install 'pomona[report]'.")
+
+
+def has_plotly() -> bool:
+    """Return whether plotly, whose script draws the charts of a report, is installed."""
+    return importlib.util.find_spec("plotly") is not None
 
 
 def write_run_outputs(folder: Path, plot: Path | None, report: Path | None) -> None:
@@ -32,7 +45,7 @@ def write_report_file(report: ReportData, file: Path) -> dict[str, Any]:
     """Write a report, print where it is, and return its file, runs and size."""
     from pomona.report import write_report
 
-    require(not file.is_dir(), f"'{file}' is a folder: give a file for the report, such as report.html.")
+    require_report(file)
     write_report(report, file)
     facts = {"file": str(file), "runs": len(report.runs), "bytes": file.stat().st_size}
     print_status(f"report of {facts['runs']} runs: {file} ({file.stat().st_size / 1e6:.1f} MB)")

@@ -20,7 +20,7 @@ from pomona.errors import require
 from .application import app
 from .options import RUNS, DataDir, DryRun, Json, Plot, Record, RecordAlias, Report, Settings, TableFilter, Track
 from .output import print_json, print_note, print_status, print_table
-from .run_outputs import write_charts, write_report_file, write_run_outputs
+from .run_outputs import require_report, write_charts, write_report_file, write_run_outputs
 
 if TYPE_CHECKING:
     from pomona.lab.sweeps.axes import SweepRun
@@ -113,10 +113,13 @@ def sweep(
     """
     from pomona.integrations.trackers import parse_names
     from pomona.lab.recipes import bundled
+    from pomona.lab.runs.distributed import distributed_context
     from pomona.lab.runs.progress import make_reporter
     from pomona.lab.sweeps.axes import parse_axis
     from pomona.lab.sweeps.sweep import SweepInterrupted
 
+    require_report(report)
+    pictures = (plot, report) if distributed_context().is_first else (None, None)
     path = bundled.find_recipe(recipe)
     show_progress = not as_json and sys.stderr.isatty() and jobs == 1
     training: dict[str, Any] = {
@@ -130,7 +133,7 @@ def sweep(
     axes = dict(map(parse_axis, over or []))
     kind = "table" if bundled.is_table_file(path) else "recipe" if tune is None else "tuning"
     request = SweepRequest(
-        path, settings or [], out, only_missing, record or keep, dry_run, as_json, training, plot, report
+        path, settings or [], out, only_missing, record or keep, dry_run, as_json, training, *pictures
     )
     refuse_options(kind, over, only, tune, request)
     with silent_except_first_process():
@@ -208,6 +211,7 @@ def fill_paper_table(request: SweepRequest, only: Sequence[str]) -> FailedRuns:
     from pomona.lab.tables.rendering import render_table
 
     table, out = load_table(request.path, request.settings).select(only), request.out or TABLE_RUNS
+    require(request.plot is None or bool(table.charts), f"{table.name} defines no charts: leave out --plot.")
     if request.dry_run:
         store = RunStore((RUNS, out))
         print_runs([(run.name, run.state(store), run.find_folder(store)) for run in table.runs()], request.as_json)

@@ -16,7 +16,7 @@ from pomona.errors import PomonaError, require
 from .application import app
 from .options import Json, Plot, Record, RecordAlias, Report, Settings, TableFilter
 from .output import print_json, print_status, print_table
-from .run_outputs import write_charts, write_report_file
+from .run_outputs import require_report, write_charts, write_report_file
 
 
 @app.command()
@@ -59,6 +59,7 @@ def table(
     from pomona.report.collection import collect_table
 
     record = record or keep
+    require_report(report)
     if name is None:
         given = {"--only": only, "--set": settings, "--runs": runs, "--measure": measure != "last", "--plot": plot}
         given |= {"--report": report, "--record": record, "--markdown": markdown}

@@ -13,7 +13,7 @@ from rich.console import Console
 from .application import app
 from .options import RUNS, DataDir, DryRun, Json, Plot, Report, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
-from .run_outputs import write_run_outputs
+from .run_outputs import require_report, write_run_outputs
 from .single_run import find_recipe, print_preview, recipe_overrides, resume_hint
 
 
@@ -44,6 +44,7 @@ def train(
     from pomona.integrations.trackers import parse_names
     from pomona.lab.runs.progress import make_reporter
 
+    require_report(report)
     path, place = find_recipe(recipe, out, resume)
     load = lab.Recipe.load_stored if Path(recipe).is_dir() else lab.Recipe.load
     resolved = load(path, recipe_overrides(settings, name))

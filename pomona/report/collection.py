@@ -62,6 +62,8 @@ def collect_runs(sources: Sequence[str | Path], folders: Sequence[Path] = (RUNS,
             found = [read_record_file(path)]
             titles.append(found[0].name)
         else:
+            is_path = len(path.parts) > 1 and not path.is_file()
+            require(not is_path, f"'{source}' is not there: give folders of runs, record files or names of tables.")
             table = find_table(str(source))
             require(isinstance(table, PaperTable), f"{source} is computed, not trained: a report shows tables of runs.")
             assert isinstance(table, PaperTable)

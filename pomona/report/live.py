@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ..errors import PomonaError
+from ..errors import PomonaError, require
 from ..lab.runs.folder import METRICS_FILE, SUMMARY_FILE
 from ..lab.sweeps.run_store import find_run_folders
 from .collection import collect_runs
@@ -25,7 +25,9 @@ class LiveServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, sources: Sequence[str | Path], port: int = DEFAULT_PORT) -> None:
-        self.sources = list(sources)
+        self.sources = [Path(source) for source in sources]
+        for source in self.sources:
+            require(source.is_dir(), f"'{source}' is not a folder: watch the folder of a run or of a sweep.")
         collect_runs(self.sources)  # refuses sources without runs before the port is taken
         try:
             super().__init__((HOST, port), LiveHandler)
@@ -39,7 +41,7 @@ class LiveServer(ThreadingHTTPServer):
 
     def version(self) -> str:
         """Return a text that changes whenever a run writes metrics or its summary."""
-        folders = [folder for source in self.sources for folder in find_run_folders(Path(source))]
+        folders = [folder for source in self.sources for folder in find_run_folders(source)]
         stamps = []
         for file in (folder / name for folder in folders for name in (METRICS_FILE, SUMMARY_FILE)):
             with suppress(OSError):

@@ -71,6 +71,7 @@ def test_a_table_gives_its_runs_and_the_figures_of_the_paper():
         ("empty", "'empty' holds no run"),
         ("other.json", "'other.json' is not the record of a run"),
         ("dpf-tabel1", "unknown table 'dpf-tabel1'"),
+        ("runs/nowhere", "'runs/nowhere' is not there"),
         ("qian-table1", "qian-table1 is computed, not trained"),
     ],
 )
