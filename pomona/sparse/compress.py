@@ -199,10 +199,15 @@ def assess_layer(
     seconds = (dense_seconds, times["packed"]) if times else None
     fields |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
     if options.policy == "all" or (seconds is not None and seconds[1] < seconds[0]):
-        reason = "packed" if seconds is None else f"{seconds[0] / seconds[1]:.1f}× faster"
+        reason = "packed" if seconds is None else describe_speed(*seconds)
         return LayerReport(**fields, packed=True, reason=reason), packed
     slower = "not timed without an example" if seconds is None else "dense is faster here"
     return LayerReport(**fields, packed=False, reason=slower + with_relu), packed
+
+
+def describe_speed(dense: float, packed: float) -> str:
+    """Return how many times faster, or slower, a packed layer is than the dense one."""
+    return f"{dense / packed:.1f}× faster" if packed < dense else f"{packed / dense:.1f}× slower"
 
 
 def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype | None) -> str | None:
