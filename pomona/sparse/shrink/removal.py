@@ -22,6 +22,11 @@ from .dependency_graph import find_groups
 from .padding_shortcut import make_shortcuts_traceable, restore_padding_shortcuts
 from .report import Change, Shrunk, count_channels, explain_nothing_removed
 
+UNTRACEABLE = "Torch-Pruning cannot trace its forward pass ({reason})."
+COUNTS_CHANNELS = (
+    "its forward pass depends on the number of channels ({reason}): prune it without the layers that it divides, such "
+    "as those of attention, exclude=['*attention*']."
+)
 OUTPUT_TOLERANCE = 1e4  # times the type's epsilon: what sums in another order may differ by, through many layers
 
 
@@ -31,7 +36,7 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
 
     The model itself is not changed. In evaluation mode the copy gives the model's outputs up to rounding, which is
     verified on the example. PomonaError is raised if no channel can be removed, if the model's output does not depend
-    on its input, if Torch-Pruning cannot trace the model, or if the outputs differ.
+    on its input, if Torch-Pruning cannot trace the model, or if its forward pass depends on the number of channels.
 
     Args:
         model: a model with filters whose weights are all zero, as `pattern=Filter()` leaves them.
@@ -44,7 +49,7 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
     small = copy.deepcopy(model).eval().requires_grad_(True)
     expected = small(batch)
     refuse_constant_output(small, batch, expected)
-    with convert_failures(model):
+    with convert_failures(model, UNTRACEABLE):
         make_shortcuts_traceable(small)
         groups = find_groups(small, batch)
         choose_channels(groups, small, randomize(batch))
@@ -53,6 +58,7 @@ def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool =
         for group in groups:
             group.remove_channels()
         restore_padding_shortcuts(small)
+    with convert_failures(model, COUNTS_CHANNELS):
         difference = compare_outputs(expected, small(batch))
     copy_modes(model, small)
     after = summary(small, batch)
@@ -100,17 +106,15 @@ def choose_channels(groups: Sequence[ChannelGroup], model: nn.Module, batch: Ten
 
 
 @contextmanager
-def convert_failures(model: nn.Module) -> Iterator[None]:
-    """Raise PomonaError in place of any other exception of the model's forward pass or of Torch-Pruning."""
+def convert_failures(model: nn.Module, message: str) -> Iterator[None]:
+    """Raise PomonaError with a message in place of any other exception of the forward pass or of Torch-Pruning."""
     try:
         yield
     except PomonaError:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PomonaError(
-            f"{type(model).__name__} cannot be shrunk: Torch-Pruning cannot trace its forward pass ({reason})."
-        ) from error
+        raise PomonaError(f"{type(model).__name__} cannot be shrunk: {message.format(reason=reason)}") from error
 
 
 def randomize(batch: Tensor, seed: int = 0) -> Tensor:
