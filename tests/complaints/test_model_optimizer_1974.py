@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +40,21 @@ def test_a_layer_that_is_packed_against_the_measurement_is_called_slower(monkeyp
     prune_at_once(model, pm.OneShot(pattern=pm.NM(2, 4), include=["0.weight"]))
     monkeypatch.setattr(sys.modules[find_block.__module__], "time_layer", lambda *_: {"dense": 1.0, "packed": 2.5})
     assert pm.compress(model, policy="all").compression.layers[0].reason == "2.5× slower"
+
+
+def test_an_export_says_what_was_not_gained(tmp_path: Path) -> None:
+    """The cost of pruning, fine-tuning and building was paid, and the user found out by measuring that it was lost."""
+    exporting = pytest.importorskip("pomona.export")
+    model, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(1, 64)
+    notes: list[str] = []
+    options = {"format": "2:4", "example": x, "seconds": 0.0, "note": notes.append}
+    dense = exporting.export(model, tmp_path / "dense.safetensors", **options)
+    assert dense.packed == 0
+    assert any(note.startswith("nothing was packed: ") for note in notes)
+    prune_at_once(model, pm.OneShot(pattern=pm.NM(2, 4), include=["0.weight"]))
+    sparse = exporting.export(model, tmp_path / "sparse.safetensors", **options)
+    assert sparse.packed == 1
+    as_fast = replace(sparse, latency={"before": 1.0, "after": 1.0})
+    assert any(note.startswith("nothing became faster: ") for note in as_fast.warnings)
+    twice_as_fast = replace(sparse, latency={"before": 1.0, "after": 0.5})
+    assert not any(note.startswith("nothing became faster: ") for note in twice_as_fast.warnings)
