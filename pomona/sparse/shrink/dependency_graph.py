@@ -14,6 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ...errors import PomonaError
 from .channel_group import ChannelGroup, LayerChannels
 from .constant_inputs import LAYERS
+from .divided_outputs import find_divided_layers
 
 NORMS = (_BatchNorm, _InstanceNorm)  # the norms that process each channel independently
 
@@ -21,13 +22,14 @@ NORMS = (_BatchNorm, _InstanceNorm)  # the norms that process each channel indep
 def find_groups(model: nn.Module, batch: Tensor) -> list[ChannelGroup]:
     """Return the channel groups of a model, traced on a batch."""
     pruning = import_torch_pruning()
+    divided = find_divided_layers(model, batch)
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = pruning.DependencyGraph().build_dependency(model, batch, verbose=False)
-        return [convert_group(graph, group, batch.ndim) for group in graph.get_all_groups()]
+        return [convert_group(graph, group, batch.ndim, divided) for group in graph.get_all_groups()]
 
 
-def convert_group(graph: Any, group: Any, ndim: int) -> ChannelGroup:
+def convert_group(graph: Any, group: Any, ndim: int, divided: set[nn.Module]) -> ChannelGroup:
     """Convert a group of Torch-Pruning's graph, of a model whose input has `ndim` dimensions."""
     root, handler = group[0].dep.target.module, group[0].dep.handler
     producers: list[LayerChannels] = []
@@ -43,6 +45,8 @@ def convert_group(graph: Any, group: Any, ndim: int) -> ChannelGroup:
         elif isinstance(module, NORMS):
             norms.append(member)
         obstacles.append(find_obstacle(node, ndim))
+        if not is_reader and module in divided:
+            obstacles.append("the forward pass divides them, as into heads")
         if not is_reader and not node.outputs:
             obstacles.append("they are the model's output")
     if not readers:
