@@ -1,9 +1,7 @@
-"""The pages with measured figures: they are up to date, start with an example, and their code runs."""
+"""The pages with measured figures: they are up to date, and start with an example."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
 from pathlib import Path
@@ -15,8 +13,6 @@ from pomona.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("balanced", "convergence", "errata", "export", "harm", "iterand", "overhead", "privacy", "results", "theory")
-# A Python block, and the output shown right after it, if there is one.
-PYTHON_WITH_OUTPUT = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 
 WRITERS = (
     "balanced_page",
@@ -26,6 +22,7 @@ WRITERS = (
     "iterand_page",
     "overhead_page",
     "privacy_page",
+    "readme_page",
     "results_page",
     "theory_page",
 )
@@ -61,23 +58,6 @@ def test_the_scripts_that_a_page_names_exist(page: str) -> None:
         assert (DOCS.parent / script).is_file(), script
     for source in re.findall(r"`((?:pomona|tests|recipes)/\S+?\.\w+)`", text):
         assert (DOCS.parent / source).is_file(), source
-
-
-# docs/convergence.md is executed by tests/theory/test_theory_convergence.py, docs/privacy.md and docs/theory.md by
-# the tests of this folder, which also check what they print.
-@pytest.mark.parametrize("page", ["balanced", "errata", "export", "harm", "iterand", "overhead"])
-def test_the_code_of_a_page_runs_and_prints_what_is_shown(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = PYTHON_WITH_OUTPUT.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
-    assert len(blocks) == 1
-    [(code, shown)] = blocks
-    names: dict[str, Any] = {"__name__": page}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(code, names)
-    if shown:
-        assert printed.getvalue() == shown
 
 
 def test_the_command_of_the_results_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
