@@ -1,0 +1,83 @@
+"""Every script and notebook of examples/ runs from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slow_cases import slow_unless
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
+# The package that an example needs beyond those of Pomona.
+NEEDS = {
+    "finetune_transformer.py": "transformers",
+    "prune_transformer.ipynb": "transformers",
+    "shrink_and_export.py": "torch_pruning",
+    "deploy_cnn.ipynb": "torch_pruning",
+}
+# Shorter than by default; what the script must print in the end.
+OPTIONS = {
+    "finetune_transformer.py": ["--epochs", "2"],
+    "shrink_and_export.py": ["--epochs", "2"],
+    "sweep_methods.py": ["--epochs", "1", "--sparsities", "0.9"],
+    "own_method.py": [],
+}
+PRINTED = {
+    "finetune_transformer.py": r"80% sparse: [\d.]+%, saved in sparse-vit",
+    "shrink_and_export.py": r"largest difference of an output \d\.\de-0[5-9]",
+    "sweep_methods.py": r"dpf .*90%.*\nincremental .*90%",
+    "own_method.py": r"incremental +90% sparse: .*\nrow_relative +90% sparse",
+}
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of an example: this tree, and one thread as in all tests."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def test_every_script_has_a_test() -> None:
+    assert set(SCRIPTS) == set(OPTIONS) == set(PRINTED)
+
+
+@pytest.mark.parametrize("script", slow_unless(["own_method.py"], SCRIPTS))
+def test_a_script_runs(script: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(script, "torch"))
+    command = [sys.executable, str(EXAMPLES / script), *OPTIONS[script]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(PRINTED[script], done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("notebook", slow_unless(["quick_start.ipynb"], NOTEBOOKS))
+def test_a_notebook_runs(notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip(NEEDS.get(notebook, "torch"))
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+    content = nbformat.read(EXAMPLES / notebook, as_version=4)
+    nbformat.validate(content)
+    kernel = {"metadata": {"path": str(tmp_path)}}
+    done = nbclient.NotebookClient(content, timeout=300, resources=kernel).execute()
+    counts = [cell.execution_count for cell in done.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+@pytest.mark.parametrize("example", [*SCRIPTS, *NOTEBOOKS])
+def test_an_example_is_listed(example: str) -> None:
+    assert f"({example})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook_is_stored_without_outputs(notebook: str) -> None:
+    cells = json.loads((EXAMPLES / notebook).read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
