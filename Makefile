@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := test,images,shrink,privacy,report,huggingface,lightning,onnx,openvino,track,docs
 
-.PHONY: setup demo test test-all lint bench docs release-check clean
+.PHONY: setup demo test test-all lint bench docs docs-site release-check clean
 
 setup: .venv/.ready
 
@@ -36,11 +36,17 @@ bench: setup
 	$(BIN)/python benchmarks/measure/shrunk_resnet20.py
 	$(BIN)/python benchmarks/measure/balanced_kernels.py
 
-# Write the pages of docs/ whose figures come from results/.
+# Write README.md and the pages of docs/ whose figures come from results/.
 docs: setup
-	for page in overhead results iterand balanced privacy errata theory harm export; do \
+	for page in overhead results iterand balanced privacy errata theory harm export readme; do \
 		$(BIN)/python benchmarks/pages/$${page}_page.py || exit 1; \
 	done
+
+# Build the site in build/site: the pages of docs/, a page for each method, the examples and the API. A warning fails.
+docs-site: setup
+	$(BIN)/python benchmarks/pages/site_source.py build/site-source
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs build/site-source build/site
+	@echo "open build/site/index.html"
 
 # Build the source distribution and the wheel, install the wheel in new environments and run it there: some minutes.
 release-check: setup
