@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 # Pages whose code is run by a test that also checks what it computes.
 RUN_ELSEWHERE = {
+    "docs/integrations.md": "tests/integrations/test_integrations_page.py",
     "docs/convergence.md": "tests/theory/test_theory_convergence.py",
     "docs/privacy.md": "tests/benchmarks/test_privacy_page.py",
     "docs/theory.md": "tests/benchmarks/test_theory_page.py",

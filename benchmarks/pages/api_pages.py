@@ -140,7 +140,7 @@ def describe_name(module: ModuleType, name: str) -> str:
     """Return the directive for one class or function; that of a method refers to its page."""
     path = f"{module.__name__}.{name}"
     if inspect.isclass(getattr(module, name)):
-        return f".. autoclass:: {path}\n   :members:\n   :show-inheritance:\n"
+        return f".. autoclass:: {path}\n   :members:\n"
     pages = {METHODS[method].__name__: method for method in METHODS}
     page = f"   Its page: :doc:`/methods/{pages[name]}`.\n" if name in pages and module is pomona else ""
     return f".. autofunction:: {path}\n\n{page}"
