@@ -26,9 +26,15 @@ HARM = """## Small networks and patterns
 Accuracy on test digits after a short training, in per cent; of several seeds the lowest.
 [Which combinations harm a network](../harm.md) says how they were trained."""
 
-# What the example of a method gives it, where that is more than a sparsity, and what it gives `attach`.
-ARGUMENTS = {"finetune": "", "sfp": "sparsity=0.5, pattern=pm.Filter()", "set": "sparsity=0.9, every=8"}
-ATTACH = {"finetune": "", "sfp": ", steps_per_epoch=8"}
+# What the example of a method gives it, where that is more than a sparsity, and what it gives `attach`. The example has
+# 32 steps, in which a method that updates its masks every 100 steps would not update any.
+EVERY_8_STEPS = "sparsity=0.9, every=8"
+ARGUMENTS = {
+    "finetune": "",
+    "sfp": "sparsity=0.5, pattern=pm.Filter()",
+    **dict.fromkeys(("dsr", "edge_popup", "iterand", "rigl", "set", "srigl"), EVERY_8_STEPS),
+}
+ATTACH = dict.fromkeys(("sfp", "sparse_momentum"), ", steps_per_epoch=8")
 
 EXAMPLE = """import torch
 from torch import nn
@@ -38,7 +44,7 @@ import pomona as pm
 torch.manual_seed(0)
 digits = pm.data.load("digits").train
 x, y = digits.x[:256].float() / 255, digits.y[:256]
-model = pm.models.build("digits_cnn")
+model = pm.models.build("digits_cnn"{model})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 pruner = pm.{constructor}({arguments})
@@ -115,8 +121,12 @@ def render_example(spec: type[Method]) -> str:
     """Return a program that trains a small network with a method."""
     if spec.name == "lottery":
         return LOTTERY
-    arguments = ARGUMENTS.get(spec.name, "sparsity=0.9")
-    return EXAMPLE.format(constructor=spec.__name__, arguments=arguments, attach=ATTACH.get(spec.name, ""))
+    return EXAMPLE.format(
+        constructor=spec.__name__,
+        model=", affine=False" if spec.weights == "score" else "",  # such methods train no gains of norms
+        arguments=ARGUMENTS.get(spec.name, "sparsity=0.9"),
+        attach=ATTACH.get(spec.name, ""),
+    )
 
 
 def format_options(spec: type[Method]) -> str:

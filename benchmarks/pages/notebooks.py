@@ -47,7 +47,7 @@ def split_page(page: str) -> Iterator[tuple[str, str]]:
 def make_cell(number: int, kind: str, text: str) -> dict[str, Any]:
     """Return a cell of a notebook; links of its text lead to the pages."""
     if kind == "markdown":
-        text = re.sub(r"(?<=\]\()(?=[\w-]+\.md)", "../docs/", text)
+        text = re.sub(r"(?<=\]\()(?=[\w-]+\.(?:md|svg)\b)", "../docs/", text)
     cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
     return cell | ({"execution_count": None, "outputs": []} if kind == "code" else {})
 
