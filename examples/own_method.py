@@ -38,7 +38,7 @@ class RowRelative(Incremental):
 RowRelativePruner = make_constructor(RowRelative)
 
 
-def train(pruner, epochs=5):
+def train(pruner, epochs=3):
     """Train a small network with a pruner, and return its accuracy on test images."""
     torch.manual_seed(0)
     data = pm.data.load("digits")

@@ -190,3 +190,28 @@ def test_every_method_and_compressor_is_on_the_pages_that_list_them():
 def test_the_files_that_a_page_names_exist(page):
     named = re.findall(r"`((?:pomona|benchmarks|recipes|tests|results|docs)/[\w./-]*)`", (ROOT / page).read_text())
     assert [name for name in dict.fromkeys(named) if not (ROOT / name).exists()] == []
+
+
+LINKED = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)")
+
+
+def read_anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as a forge makes them: lower case, without punctuation, with hyphens."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_the_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S | re.M)
+    for target, anchor in LINK.findall(text):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in read_anchors(path), f"{target}#{anchor}"
