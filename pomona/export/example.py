@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,57 +10,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PomonaError, require
-from ..models.summary import make_example_batch
+from ..models.example_inputs import ModelInputs
 
 BATCH = "batch"  # the name of the dynamic dimension
 
 
-@dataclass(frozen=True)
-class Example:
-    """The arguments of one call of a network."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+class Example(ModelInputs):
+    """The arguments of one call of a network, which can be resized to any number of samples."""
 
     @classmethod
     def create(cls, example: Any, model: nn.Module) -> Example:
         """Return the example of a tensor, a tuple of arguments, a mapping of keyword arguments or a sample's shape."""
         if isinstance(example, Example):
             return example
-        if isinstance(example, Mapping):
-            made = cls((), dict(example))
-        elif isinstance(example, Tensor):
-            made = cls((example,), {})
-        elif isinstance(example, Sequence) and example and all(type(size) is int for size in example):
-            made = cls((make_example_batch(model, example),), {})
-        elif isinstance(example, tuple):
-            made = cls(example, {})
-        else:
+        if not isinstance(example, (Tensor, Mapping, Sequence)) or isinstance(example, str):
             raise PomonaError(
                 "example takes a tensor, a tuple of arguments, a dict of keyword arguments or the shape of one sample, "
                 f"got {type(example).__name__}."
             )
+        made = cls.from_example(model, example)
         require(any(tensor.ndim for tensor in made.tensors), "the example has no tensor with a batch dimension.")
         return made
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, in their order."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
-
-    @property
-    def batch(self) -> int:
-        """The number of samples: the first dimension of the first tensor that has one."""
-        return next(len(tensor) for tensor in self.tensors if tensor.ndim)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the first tensor."""
-        return self.tensors[0].device
-
-    def call(self, model: Callable[..., Any]) -> Any:
-        """Return what a network computes for the example."""
-        return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Example:
         """Return the example with every tensor changed by a function, and other arguments by `other`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from ..errors import require
 
@@ -20,50 +21,41 @@ Example = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
 class ModelInputs:
     """The arguments of one call of a model."""
 
-    arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_example(cls, model: nn.Module, example: Example) -> ModelInputs:
+    def from_example(cls, model: nn.Module, example: Example) -> Self:
         """Return the arguments that an example stands for. Raise PomonaError where it has no tensor."""
         if isinstance(example, Mapping):
-            inputs = cls(keywords=dict(example))
+            inputs = cls(kwargs=dict(example))
         elif isinstance(example, (Tensor, PackedSequence)):
             inputs = cls((example,))
         elif isinstance(example, (list, tuple)) and not all(isinstance(part, (int, float)) for part in example):
             inputs = cls(tuple(example))
         else:
             inputs = cls((make_example_batch(model, example),))
-        require(any(True for _ in inputs.tensors()), f"an example needs a tensor, got {example!r}.")
+        require(bool(inputs.tensors), f"an example needs a tensor, got {example!r}.")
         return inputs
 
     def call(self, model: Callable[..., Any]) -> Any:
         """Return the outputs of a model, or of one of its layers, for these arguments."""
-        return model(*self.arguments, **self.keywords)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors among the arguments, also in sequences and dictionaries."""
-        pending = [*self.keywords.values(), *self.arguments[::-1]]
-        while pending:
-            value = pending.pop()
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, PackedSequence):
-                pending.append(value.data)
-            elif isinstance(value, Mapping):
-                pending.extend(value.values())
-            elif isinstance(value, (list, tuple)):
-                pending.extend(value[::-1])
+        return model(*self.args, **self.kwargs)
 
     @property
-    def batch_size(self) -> int:
-        """The length of the first tensor that has one, or 1."""
-        return next((len(tensor) for tensor in self.tensors() if tensor.ndim), 1)
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, also in sequences and dictionaries."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @property
+    def batch(self) -> int:
+        """The number of samples: the length of the first tensor that has one, or 1."""
+        return next((len(tensor) for tensor in self.tensors if tensor.ndim), 1)
 
     @property
     def device(self) -> torch.device:
         """The device of the first tensor."""
-        return next(self.tensors()).device
+        return self.tensors[0].device
 
 
 def make_example_batch(model: nn.Module, shape: Any) -> Tensor:

@@ -102,7 +102,7 @@ def summary(model: nn.Module, input_shape: Example) -> Summary:
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model does not call the hooks of its modules
     inputs = ModelInputs.from_example(model, input_shape)
-    shape = tuple(next(inputs.tensors()).shape)
+    shape = tuple(inputs.tensors[0].shape)
     require(len(shape) > 0 and shape[0] > 0, f"an example needs a batch of samples, got shape {shape}.")
     counter = CostCounter(shape[0])
     with counting_hooks(model, counter):

@@ -9,7 +9,7 @@ from ..lab.runs.durable_files import replace_file
 from ..lab.runs.environment import describe_environment
 from ..lab.runs.folder import encode_json
 from ..lab.runs.shrink import load_finished_model
-from ..models.summary import make_example_batch
+from ..models.example_inputs import make_example_batch
 from ..sparse import compress
 from ..sparse.shrink.latency import measure_median_seconds
 from .run_data import LATENCY_FILE

@@ -110,7 +110,7 @@ def compress(
             result = copy.deepcopy(models[best])
             for times in filter(None, (seconds, called)):
                 times["compressed"] = times[best]
-    caches, count = "warm" if options.flush is None else "cold", 1 if inputs is None else inputs.batch_size
+    caches, count = "warm" if options.flush is None else "cold", 1 if inputs is None else inputs.batch
     reports = (*layers, *report_other_weights(dense))
     result.compression = Compression(reports, count, seconds, called, caches)  # type: ignore
     return result
@@ -259,8 +259,8 @@ def collect_layer_inputs(model: nn.Module, inputs: ModelInputs) -> dict[str, Mod
     collected: dict[str, ModelInputs] = {}
 
     def collect(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            collected.setdefault(name, ModelInputs(arguments, keywords))
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            collected.setdefault(name, ModelInputs(args, kwargs))
 
         return hook
 

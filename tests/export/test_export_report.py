@@ -94,9 +94,7 @@ def test_warnings_are_python_warnings_by_default(tmp_path: Path) -> None:
 
 
 def test_a_network_without_balanced_blocks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        pm.PomonaError, match="has no layer with balanced blocks among its Linear, Conv2d and LSTM"
-    ):
+    with pytest.raises(pm.PomonaError, match="has no layer with balanced blocks among its Linear, Conv2d and LSTM"):
         pm.export(build_network(1.0), tmp_path / "x", "balanced", images(), seconds=0)
 
 
