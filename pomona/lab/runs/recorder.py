@@ -119,11 +119,11 @@ class Recorder:
         return self.metrics.sync() if self.metrics is not None else 0
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append a line with the allowed keys of a row to metrics.jsonl, and pass its values on to the trackers."""
+        """Append the allowed keys of a row to metrics.jsonl, and pass the values of a step on to the trackers."""
         selected = self._select("metrics", row)
         if self.metrics is not None:
             self.metrics.write(selected)
-        if self.tracking is not None:
+        if self.tracking is not None and "step" in row:
             self.tracking.log(row["step"], tracked_values(selected))
 
     def read_epochs(self, stage: str) -> list[dict[str, Any]]:

@@ -62,8 +62,9 @@ from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
 from .run_inputs import load_data, load_origin, model_options
+from .run_summary import summarize_run
 from .run_table import run_table
-from .stage_figures import TRACKED_FIGURES, best_epoch
+from .stage_figures import best_epoch
 from .strategy import TrainingStrategy
 from .weight_average import WeightAverage
 
@@ -371,28 +372,7 @@ class Run(TableView):
 
     def finish(self) -> dict[str, Any]:
         """Write the model, its masks and the summary, and return the summary."""
-        stages = [{key: value for key, value in row.items() if key not in ("kind", "lr")} for row in self.stage_results]
-        tracked = {key: stages[0].pop(key) for key in TRACKED_FIGURES if key in stages[0]}
-        cost = models.summary(self.model, self.data.input_shape)
-        summary = {
-            "name": self.recipe.name,
-            "fingerprint": self.recipe.fingerprint(),
-            "seed": self.recipe.seed,
-            "data": self.recipe.data.name,
-            "model": self.recipe.model["name"],
-            "method": self.recipe.method["name"],
-            **{key: value for key, value in stages[-1].items() if key not in ("stage", "layers")},
-            "model_sparsity": cost.sparsity,
-            "params": cost.params,
-            "nonzeros": cost.nonzeros,
-            "macs": cost.macs,
-            "macs_left": cost.macs_left,
-            **tracked,
-            "stages": stages,
-            "device": str(self.device),
-            "world": self.processes.world_size,
-            **describe_environment(),
-        }
+        summary = summarize_run(self)
         if self.processes.is_first:
             weights = {
                 name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
