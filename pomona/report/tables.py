@@ -26,7 +26,7 @@ def html_table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: int
 
 
 def key_figures(report: ReportData, groups: Sequence[Group]) -> str:
-    """Return the figures at the head of the page: runs, settings, the best result and the highest sparsity."""
+    """Return the figures at the head of the page: runs, settings, the best result and the smallest network."""
     finished = [run for run in report.runs if run.result is not None]
     facts = {"runs": str(len(report.runs)), "settings": str(len(groups))}
     if len(finished) < len(report.runs):
@@ -36,8 +36,9 @@ def key_figures(report: ReportData, groups: Sequence[Group]) -> str:
         facts["best test accuracy"] = f"{max(accurate)[0]:.2f} %"
     if report.runs:
         facts["highest sparsity"] = format_percent(max(run.reached_sparsity for run in report.runs))
-        seconds = sum((run.summary or {}).get("seconds", 0.0) for run in report.runs)
-        facts["training time"] = format_seconds(seconds)
+    sizes = [run.stored_bytes for run in report.runs if run.stored_bytes is not None]
+    if sizes:
+        facts["smallest network"] = format_unit(min(sizes), "B")
     tiles = (f"<div><dd>{html.escape(value)}</dd><dt>{html.escape(name)}</dt></div>" for name, value in facts.items())
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 

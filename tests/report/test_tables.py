@@ -73,7 +73,7 @@ def test_key_figures_count_runs_and_name_the_best(tmp_path):
         "settings": "5",
         "best test accuracy": "96.00 %",
         "highest sparsity": "90 %",
-        "training time": "20 s",
+        "smallest network": "525 B",
     }
 
 
