@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..lab.recipes.options import DENSE
 from ..lab.tables.chart import COLORS, Point, line_chart, sparsity_chart
-from .charts import CURVES
+from .charts import CURVES, curve_of
 from .collection import ReportData
 from .run_data import RunData
 from .series import Group, group_runs
@@ -40,11 +40,8 @@ def draw_accuracies(report: ReportData, groups: Sequence[Group]) -> Iterator[tup
 def draw_learning(runs: Sequence[RunData]) -> Iterator[tuple[str, str]]:
     """Yield the learning curves of runs, if there are not more than colors."""
     for key in DRAWN_CURVES if len(runs) <= len(COLORS) else ():
-        title, factor = CURVES[key]
-        rows = {run.label: [row for row in run.epochs if row.get(key) is not None] for run in runs}
-        series = {
-            label: [(float(row["epoch"]), factor * row[key]) for row in found] for label, found in rows.items() if found
-        }
+        title, value = CURVES[key]
+        series = {run.label: list(zip(*curve, strict=True)) for run in runs if (curve := curve_of(run, value))[0]}
         if series:
             name = f"{runs[0].name}-{key}" if len(runs) == 1 else f"learning-{key}"
             heading = title[0].upper() + title[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 
 import pytest
@@ -70,6 +71,18 @@ def test_each_run_has_a_learning_curve_and_each_group_one_entry_in_the_legend(re
     assert sum(trace["showlegend"] for trace in traces) == 5
     assert {len(trace["y"]) for trace in traces} == {3}
     assert {(trace["x0"], trace["dx"]) for trace in traces} == {(1, 1)}
+
+
+def test_accuracies_with_fresh_statistics_come_first_where_they_were_measured(tmp_path):
+    folder = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["kind"] == "epoch")
+    first["accuracy_reestimated"] = 77.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choices = charts_of(collect_runs([folder]))["learning"].choices
+    fresh, plain = (figure["data"][0]["y"] for figure in list(choices.values())[:2])
+    assert (fresh[0], fresh[1:]) == (77.0, plain[1:])
+    assert plain[0] == pytest.approx(first["accuracy"], rel=1e-4)
 
 
 def test_the_heat_map_has_a_cell_for_every_layer_and_update(report):
