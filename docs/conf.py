@@ -22,6 +22,7 @@ autosummary_generate = False  # the tables of the reference link to entries on t
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of other packages are not written like ours
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 suppress_warnings = ["misc.highlighting_failure"]
@@ -44,5 +45,5 @@ def setup(app: Any) -> None:
 
 
 def process_docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Replace the lines of a docstring by reStructuredText."""
-    lines[:] = convert_docstring(lines)
+    """Replace the lines of a docstring by reStructuredText, and those that a named tuple writes itself by nothing."""
+    lines[:] = [] if lines and lines[0].startswith("Alias for field number") else convert_docstring(lines)

@@ -182,7 +182,7 @@ def is_python(text: str) -> bool:
 
 def convert_line(line: str) -> str:
     """Return a line of prose with `code` as a literal, and without characters that would start other mark-up."""
-    parts = re.split("`([^`]+)`", line)
-    prose = [re.sub(r"([*|\\]|_(?!\w))", r"\\\1", part) for part in parts[::2]]
+    parts = re.split("``?([^`]+)``?", line)
+    prose = [re.sub(r"([*|`\\]|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     literals = [f"\\ ``{part}``\\ " for part in parts[1::2]]
     return "".join(a + b for a, b in zip(prose, [*literals, ""], strict=True))

@@ -103,6 +103,7 @@ def test_the_example_of_a_method_runs(name: str, method_pages: dict[str, str], t
     ("before", "after"),
     [
         ("Return `x_`, |w| and *y*.", "Return \\ ``x_``\\ , \\|w\\| and \\*y\\*."),
+        ("Use ``y`` and a lone ` mark.", "Use \\ ``y``\\  and a lone \\` mark."),
         ("    w = 1", "::\n\n        w = 1"),
         (
             "bounds        the theorems\ngip           the mask",
