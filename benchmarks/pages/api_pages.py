@@ -113,7 +113,8 @@ def render_module(module: ModuleType) -> str:
     front = {id(getattr(pomona, name)): f"pomona.{name}" for name in find_public(pomona)}
     public = find_public(module)
     shown = [front.get(id(getattr(module, name)), name) for name in public]
-    parts = [f".. automodule:: {module.__name__}\n   :no-members:\n", list_names(shown)]
+    shared = "   :no-index:\n" if module.__name__ in front.values() else ""  # a function has the name of its package
+    parts = [f".. automodule:: {module.__name__}\n   :no-members:\n{shared}", list_names(shown)]
     return "\n".join([*parts, *(describe_name(module, name) for name in public if name in shown)])
 
 
