@@ -31,8 +31,8 @@ from . import (
     st3,
 )
 from ._description import describe_method, summarize_method
+from ._prune import prune
 from .lottery import LotteryRounds
-from .prune import prune
 
 __all__ = [
     "ACDC",

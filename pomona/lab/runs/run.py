@@ -37,7 +37,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from pomona import models
@@ -47,7 +46,6 @@ from pomona.data import Batches
 from pomona.errors import PomonaError
 from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
-from pomona.table_view import TableView
 
 from . import checkpoint, loops
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
@@ -63,13 +61,13 @@ from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
 from .run_inputs import load_data, load_origin, model_options
 from .run_summary import summarize_run
-from .run_table import run_table
+from .run_view import TrainingRunView
 from .stage_figures import best_epoch
 from .strategy import TrainingStrategy
 from .weight_average import WeightAverage
 
 
-class Run(TableView):
+class Run(TrainingRunView):
     """The state of a run. Making one validates everything and writes nothing."""
 
     def __init__(
@@ -120,17 +118,6 @@ class Run(TableView):
         self.images_per_second = 0.0  # of the last epoch
         self.metrics_size = 0  # bytes of the metrics at the last checkpoint
         strategy.validate_run(self)
-
-    def __repr__(self) -> str:
-        return f"<Run {self.recipe.name}, {self.status}>"
-
-    def __rich__(self) -> Table:
-        return run_table(self.recipe, self.status, self.stage_results[-1] if self.stage_results else {})
-
-    @property
-    def status(self) -> str:
-        """How far the run has come, in words, and where it is."""
-        return f"step {self.step} of {self.total_steps}, in {self.folder}"
 
     def begin_stage(self, index: int, resumed: bool = False) -> None:
         """Begin a stage with a new optimizer and pruner; the state of a resumed stage is loaded after that."""

@@ -16,11 +16,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
-from pomona.table_view import TableView
 
 from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
@@ -28,7 +26,7 @@ from ..recipes.recipe import Recipe
 from ..runs import durable_files, retrain
 from ..runs.distributed import distributed_context
 from ..runs.folder import RECIPE_FILE, read_summary
-from ..runs.run_table import run_table
+from ..runs.run_view import RunView
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
 BUNDLED_RECORDS = BUNDLED / RECORDS  # the records that ship with the code
@@ -37,7 +35,7 @@ REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "param
 
 
 @dataclass(frozen=True)
-class StoredRun(TableView):
+class StoredRun(RunView):
     """A run that was found in a folder or as a record."""
 
     recipe: Recipe
@@ -51,11 +49,10 @@ class StoredRun(TableView):
         place = "a record" if self.folder is None else str(self.folder)
         return f"{'not complete' if self.summary is None else 'complete'}, in {place}"
 
-    def __repr__(self) -> str:
-        return f"<StoredRun {self.recipe.name}, {self.status}>"
-
-    def __rich__(self) -> Table:
-        return run_table(self.recipe, self.status, self.summary or {})
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """The figures of the summary, none where the run is not complete."""
+        return self.summary or {}
 
     def to_record(self) -> dict[str, Any]:
         """Return the record of a finished run; of paths, which are specific to a machine, only the last name."""
