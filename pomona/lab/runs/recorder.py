@@ -123,7 +123,7 @@ class Recorder:
         selected = self._select("metrics", row)
         if self.metrics is not None:
             self.metrics.write(selected)
-        if self.tracking is not None and "step" in row:
+        if self.tracking is not None and "step" in row:  # a line without one holds no figures of training
             self.tracking.log(row["step"], tracked_values(selected))
 
     def read_epochs(self, stage: str) -> list[dict[str, Any]]:
