@@ -134,6 +134,7 @@ _MODULES = frozenset(
         "compressors",
         "core",
         "data",
+        "integrations",
         "masking",
         "methods",
         "models",

@@ -57,6 +57,14 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return toolchain.cached_library_path()
 
 
+def replace_file(library: Path, contents: bytes) -> None:
+    """Put a new file in the place of a library: this process has the old one in memory, and uses it when it ends."""
+    other = library.with_name("other.so")
+    other.write_bytes(contents)
+    other.chmod(0o600)
+    other.replace(library)
+
+
 def plant(library: Path) -> None:
     """Replace a library by another one that works, as a stranger would who can write to the folder."""
     other = library.with_name("other.so")
@@ -71,9 +79,9 @@ def test_a_library_that_was_changed_is_built_again(small_library: Path, damage: 
     contents = small_library.read_bytes()
     caplog.clear()
     if damage == "truncated":
-        small_library.write_bytes(contents[: len(contents) // 2])
+        replace_file(small_library, contents[: len(contents) // 2])
     elif damage == "changed":
-        small_library.write_bytes(contents[:200] + bytes([contents[200] ^ 1]) + contents[201:])
+        replace_file(small_library, contents[:200] + bytes([contents[200] ^ 1]) + contents[201:])
     elif damage == "planted":
         plant(small_library)
     else:
