@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         RigL,
         SparseMomentum,
         SRigL,
+        prune,
     )
-    from .methods.prune import prune
     from .models import summary
     from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
     from .schedules import Constant, Cosine, Cubic, Linear
@@ -116,8 +116,7 @@ _PUBLIC_NAMES = {
     "core.targets": "prunable",
     "export": "export",
     "methods": "ACDC DPF DSR EdgePopup Feather Finetune Incremental IteRand Lottery OneShot Random RigL SET SFP SNIP "
-    "SRigL ST3 SparseMomentum",
-    "methods.prune": "prune",
+    "SRigL ST3 SparseMomentum prune",
     "models": "summary",
     "patterns": "NM Balanced Block Filter Kernel Unstructured",
     "schedules": "Constant Cosine Cubic Linear",
