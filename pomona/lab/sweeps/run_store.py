@@ -34,7 +34,7 @@ READ_ERRORS = (OSError, KeyError, ValueError, SafetensorError)  # what reading d
 REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoredRun(RunView):
     """A run that was found in a folder or as a record."""
 
