@@ -63,9 +63,11 @@ def test_the_page_loads_nothing(tmp_path):
 
 def test_what_runs_are_named_is_never_html(tmp_path):
     plain = render_page(collect_runs([write_run(tmp_path / "a" / "x")]))
-    folder = write_run(tmp_path / "b" / "x", name=HOSTILE, layers={HOSTILE: 400})
+    folder = write_run(tmp_path / "b" / "x", layers={HOSTILE: 400})
     (folder / "certificate.json").write_text(json.dumps({"error": 1.0, "region": HOSTILE}))
-    hostile = render_page(collect_runs([folder]))
+    (run,) = collect_runs([folder]).runs
+    settings = {**run.settings, "method.pattern.name": HOSTILE}
+    hostile = render_page(ReportData(HOSTILE, (replace(run, name=HOSTILE, network=HOSTILE, settings=settings),)))
     names = [tag for tag, _ in Elements(hostile).tags]
     assert [names.count(tag) for tag in ("script", "img")] == [3, 0]
     kinds = {tag: [t for t, _ in Elements(plain).tags].count(tag) for tag in ("figure", "select", "option", "a")}
