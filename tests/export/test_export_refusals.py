@@ -34,7 +34,7 @@ class Noisy(nn.Module):
         ({"format": "onnx"}, "the format onnx needs example=, an input of the network"),
         ({"format": "csr", "pack": True}, "the format csr has no option pack; its options: architecture"),
         ({"format": "csr", "example": "images"}, "example takes a tensor, a tuple of arguments, a dict"),
-        ({"format": "csr", "example": (3, "x")}, "the example has no tensor with a batch dimension"),
+        ({"format": "csr", "example": (3, "x")}, "an example needs a tensor"),
         ({"format": "csr", "architecture": "resnet2"}, "did you mean 'resnet20'?"),
     ],
 )
