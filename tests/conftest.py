@@ -1,7 +1,8 @@
-"""Set-up of all tests: one thread, torch's global settings restored after each test, no GPU test without a GPU."""
+"""Set-up of all tests: one thread, tables of the usual width, torch's global settings restored after each test, no GPU test without a GPU."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 # This import comes first: it limits oneDNN where AMX is refused, which must happen before torch is imported.
@@ -13,6 +14,7 @@ import torch
 from torch_settings import restored_torch_settings
 
 torch.set_num_threads(1)
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and tables would have that width
 
 
 def pytest_report_header() -> str:

@@ -17,7 +17,6 @@ def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POMONA_DATA", raising=False)
     monkeypatch.delenv("POMONA_TRACEBACK", raising=False)
-    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("small.toml").write_text(SMALL_RECIPE)
     return tmp_path

@@ -185,5 +185,5 @@ def test_no_bound_does_not_change_the_fingerprint_of_a_run():
         Recipe.load({"data": "digits", "model": "mlp", "method": f"dpf(feedback={value})"})
         for value in (None, "inf", 1.0)
     )
-    assert "method.feedback" not in plain._settings()
+    assert "method.feedback" not in plain.settings()
     assert plain.fingerprint() == unbounded.fingerprint() != bounded.fingerprint()
