@@ -1,4 +1,4 @@
-"""Set-up of all tests: one thread, tables of the usual width, torch's global settings restored after each test, no GPU test without a GPU."""
+"""Set-up of all tests: one thread, tables of the usual width, torch's settings restored, no GPU test without a GPU."""
 
 from __future__ import annotations
 
