@@ -13,8 +13,8 @@ from code_blocks import Block, read_blocks, read_commands, run_blocks
 
 from pomona.cli import main
 from pomona.compressors import COMPRESSORS
-from pomona.core.method import METHODS
 from pomona.errors import PomonaError
+from pomona.methods import METHODS  # registers all of them, before a test stores what is registered
 from pomona.patterns import PATTERNS
 from pomona.schedules import SCHEDULES
 
