@@ -86,7 +86,9 @@ numbers = st.floats(1e-6, 1e3, allow_nan=False)
 @given(
     st.fixed_dictionaries(
         {
-            "name": st.text(max_size=12).filter(lambda s: s.isprintable() or s.isascii()),
+            "name": st.text(st.characters(exclude_characters="/\\"), min_size=1, max_size=12).filter(
+                lambda name: name.isprintable() and name not in (".", "..")
+            ),
             "seed": st.integers(0, 2**63 - 1),
             "method": st.sampled_from(
                 [
