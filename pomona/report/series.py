@@ -10,7 +10,9 @@ from typing import Any
 
 from .run_data import RunData
 
-SEED, SPARSITY = "seed", "method.sparsity"
+SPARSITY = "method.sparsity"
+# The seed, and the run that a run starts or learns from, which is another one for each seed.
+SEEDS = ("seed", "origin.fingerprint", "teacher.fingerprint")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def group_runs(runs: Sequence[RunData]) -> list[Group]:
     """Return the groups of runs, in the order of their first runs."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
-        key = [run.network, run.series, run.method, without(run.settings, SEED)]
+        key = [run.network, run.series, run.method, without(run.settings, *SEEDS)]
         groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     names = name_series([members[0] for members in groups.values()])
     return [
@@ -82,13 +84,13 @@ def name_series(runs: Sequence[RunData]) -> list[str]:
         rivals.setdefault((run.network, run.method), []).append(run.settings)
     names = []
     for run in runs:
-        keys = differing_settings(rivals[run.network, run.method], ignore=(SEED, SPARSITY))
+        keys = differing_settings(rivals[run.network, run.method], ignore=(*SEEDS, SPARSITY))
         options = ", ".join(f"{shorten(key)}={format_value(run.settings.get(key))}" for key in keys)
         names.append(run.series or (f"{run.method} ({options})" if options else run.method))
     return names
 
 
-def differing_settings(settings: Sequence[Mapping[str, Any]], ignore: Iterable[str] = (SEED,)) -> list[str]:
+def differing_settings(settings: Sequence[Mapping[str, Any]], ignore: Iterable[str] = SEEDS) -> list[str]:
     """Return the keys that have different values; settings without a key, as of another method, do not count."""
     keys = dict.fromkeys(key for one in settings for key in one if key not in ignore)
     return [key for key in keys if len({json.dumps(one[key], default=str) for one in settings if key in one}) > 1]

@@ -44,6 +44,14 @@ def test_points_are_means_with_the_deviation_over_seeds(report):
     assert "seeds 0, 1" in traces["dpf"]["text"][0]
 
 
+def test_seeds_with_teachers_of_their_own_are_one_point(report):
+    runs = [
+        dataclasses.replace(run, settings={**run.settings, "teacher.fingerprint": f"{run.seed:012x}"})
+        for run in report.runs
+    ]
+    assert [len(group.runs) for group in group_runs(runs)] == [len(group.runs) for group in group_runs(report.runs)]
+
+
 def test_costs_that_were_not_measured_have_no_chart(report, tmp_path):
     assert {"sparsity", "macs", "bytes"} <= charts_of(report).keys()
     assert "latency" not in charts_of(report)
