@@ -257,12 +257,17 @@ def spec_to_dict(spec: Any) -> dict[str, Any]:
     return {"name": spec.name, **options}
 
 
-def format_plain_data(value: Any) -> str:
-    """Return a value of `to_plain_data` as text for a person: a spec as "name(option=value, …)", the rest as JSON."""
-    if isinstance(value, Mapping) and "name" in value:
-        options = ", ".join(f"{key}={format_plain_data(one)}" for key, one in value.items() if key != "name")
-        return f"{value['name']}({options})" if options else str(value["name"])
+def to_json(value: Any) -> str:
+    """Return a value as JSON in one line."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def format_plain_data(value: Any, show: Callable[[Any], str] = to_json) -> str:
+    """Return a value of `to_plain_data` as text: a spec as "name(option=value, …)", any other value by `show`."""
+    if isinstance(value, Mapping) and "name" in value:
+        options = ", ".join(f"{key}={format_plain_data(one, show)}" for key, one in value.items() if key != "name")
+        return f"{value['name']}({options})" if options else str(value["name"])
+    return show(value)
 
 
 def to_plain_data(value: Any) -> Any:
@@ -274,9 +279,10 @@ def to_plain_data(value: Any) -> Any:
     return value
 
 
-def format_option(value: Any) -> str:
-    """Return an option, as `spec_to_dict` has it, in one line; a spec is "nm(n=2, m=4)"."""
-    if not isinstance(value, Mapping):
-        return str(value)
-    options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "name")
-    return f"{value['name']}({options})" if options else str(value["name"])
+def flatten_settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every setting in nested sections, such as "optimizer.lr"."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flatten_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

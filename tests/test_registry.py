@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from pomona.errors import PomonaError
-from pomona.registry import describe_options, format_plain_data, parse_spec
+from pomona.registry import describe_options, flatten_settings, format_plain_data, parse_spec
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,11 @@ def test_a_class_without_source_has_options_without_meaning():
 )
 def test_values_are_formatted_for_a_person(value, expected):
     assert format_plain_data(value) == expected
+
+
+def test_values_can_be_shown_as_in_python():
+    assert format_plain_data({"name": "a", "b": None, "c": {"name": "d", "e": True}}, str) == "a(b=None, c=d(e=True))"
+
+
+def test_nested_settings_are_flattened():
+    assert dict(flatten_settings({"a": 1, "b": {"c": {"d": 2}, "e": [3]}})) == {"a": 1, "b.c.d": 2, "b.e": [3]}

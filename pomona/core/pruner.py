@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import require
 from ..masking import apply_mask
-from ..registry import format_option, spec_to_dict
+from ..registry import format_plain_data, spec_to_dict
 from ..table_view import to_html
 from . import batch_norm, carried_state, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
@@ -52,7 +52,7 @@ class Pruner(PrunedTraining):
             return mask_table(title, self.masks())
         table = Table("option", "value", title=title)
         for option, value in spec_to_dict(self.method).items():
-            table.add_row(option, format_option(value))
+            table.add_row(option, format_plain_data(value, str))
         return table
 
     def _repr_html_(self) -> str:

@@ -48,7 +48,7 @@ class PruningCallback(TrainerPruning, TrainerCallback):
             "load_best_model_at_end=True needs the masks of the best model, which are in the optimizer's state, and "
             "save_only_model=True leaves it out: set save_only_model=False.",
         )
-        steps_per_epoch = count_epoch_steps(find_length(train_dataloader), args.gradient_accumulation_steps)
+        steps_per_epoch = count_epoch_steps(count_known_batches(train_dataloader), args.gradient_accumulation_steps)
         self.begin(model, optimizer, state.max_steps, steps_per_epoch, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class PruningCallback(TrainerPruning, TrainerCallback):
             )
 
 
-def find_length(loader: Any) -> int | None:
+def count_known_batches(loader: Any) -> int | None:
     """Return the number of batches in a loader, or None where it is not known."""
     try:
         return len(loader)

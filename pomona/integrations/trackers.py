@@ -20,11 +20,12 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ..errors import PomonaError, unknown_name_error
+from ..registry import flatten_settings
 
 Values = Mapping[str, float]
 
@@ -91,7 +92,7 @@ class MLflowTracker(Tracker):
         experiment = self.client.get_experiment_by_name(PROJECT)
         if experiment is None:
             run = self.client.create_run(self.client.create_experiment(PROJECT), run_name=name)
-            params = [Param(key, str(value)) for key, value in flatten(config)]
+            params = [Param(key, str(value)) for key, value in flatten_settings(config)]
             self.client.log_batch(run.info.run_id, params=params)
         else:
             run = self.client.search_runs([experiment.experiment_id], max_results=1)[0]
@@ -261,12 +262,3 @@ def parse_names(names: str | Sequence[str]) -> tuple[str, ...]:
         if importlib.util.find_spec(TRACKERS[name].package) is None:
             raise PomonaError(f"tracker '{name}' is not installed: pip install {TRACKERS[name].distribution}.")
     return found
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of nested mappings, with names such as "optimizer.lr"."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

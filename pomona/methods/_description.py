@@ -13,12 +13,7 @@ TRAINING_LOOP = """\
 import pomona as pm
 
 pruner = {pruner}
-pruner.attach(
-    model,
-    optimizer,
-    total_steps=epochs * len(loader),
-    steps_per_epoch=len(loader),
-)
+pruner.attach(model, optimizer, loader=loader, epochs=epochs)
 for _ in range(epochs):
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -33,7 +28,7 @@ import pomona as pm
 
 def train(model, pruner, index):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pruner.attach(model, optimizer, total_steps=epochs * len(loader))
+    pruner.attach(model, optimizer, loader=loader, epochs=epochs)
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ from tracker_readers import READERS
 from pomona.cli import main
 from pomona.errors import PomonaError
 from pomona.integrations import trackers
-from pomona.integrations.trackers import TRACKERS, Tracking, flatten, parse_names
+from pomona.integrations.trackers import TRACKERS, Tracking, parse_names
 from pomona.lab import Interrupted, train
 from pomona.lab.sweeps.axes import SweepRun
 from pomona.lab.sweeps.sweep import train_runs
@@ -178,10 +178,6 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(tmp_path, m
     with pytest.raises(PomonaError, match=f"tracker '{name}' is not installed: {line}"):
         train(small_recipe(), tmp_path / "run", trackers=[name])
     assert not (tmp_path / "run").exists()
-
-
-def test_nested_settings_are_flattened():
-    assert dict(flatten({"a": 1, "b": {"c": {"d": 2}, "e": [3]}})) == {"a": 1, "b.c.d": 2, "b.e": [3]}
 
 
 def test_the_runs_of_a_sweep_are_tracked_in_their_folders(tmp_path, memory):

@@ -26,14 +26,14 @@ import hashlib
 import json
 import math
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pomona.errors import require
 from pomona.methods import METHODS
-from pomona.registry import resolve_type_hints, spec_options, spec_to_dict
+from pomona.registry import flatten_settings, resolve_type_hints, spec_options, spec_to_dict
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
@@ -177,7 +177,7 @@ class Recipe:
         used = {section: options for section, options in self.to_dict().items() if is_used.get(section, True)}
         return {
             key: _normalize_number(value)
-            for key, value in _flatten(used)
+            for key, value in flatten_settings(used)
             if key not in SETTINGS_WITHOUT_EFFECT and (key, value) not in NEUTRAL_DEFAULTS
         }
 
@@ -185,15 +185,6 @@ class Recipe:
 def hash_settings(settings: Any) -> str:
     """Return the fingerprint of plain values: the first 12 hexadecimal digits of a SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every setting in nested sections."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _normalize_number(value: Any) -> Any:

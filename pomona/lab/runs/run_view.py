@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pomona.registry import format_option
+from pomona.registry import format_plain_data
 from pomona.table_view import TableView
 
 from ..recipes.recipe import Recipe
@@ -50,7 +50,7 @@ class RunView(TableView):
     def __rich__(self) -> Table:
         method = {key: self.recipe.method[key] for key in SHOWN_OPTIONS if key in self.recipe.method}
         rows = {"data": self.recipe.data.name, "model": self.recipe.model["name"], "method": self.recipe.method["name"]}
-        rows |= {f"method.{key}": format_option(value) for key, value in method.items()}
+        rows |= {f"method.{key}": format_plain_data(value, str) for key, value in method.items()}
         rows["seed"] = str(self.recipe.seed)
         found = {key: self.figures.get(key) for key in FIGURES}
         rows |= {key: FIGURES[key].format(value) for key, value in found.items() if value is not None}
