@@ -47,9 +47,9 @@ def write_report_file(report: ReportData, file: Path) -> dict[str, Any]:
 
     require_report(file)
     write_report(report, file)
-    facts = {"file": str(file), "runs": len(report.runs), "bytes": file.stat().st_size}
-    print_status(f"report of {facts['runs']} runs: {file} ({file.stat().st_size / 1e6:.1f} MB)")
-    return facts
+    count, size = len(report.runs), file.stat().st_size
+    print_status(f"report of {count} run{'s' * (count != 1)}: {file} ({size / 1e6:.1f} MB)")
+    return {"file": str(file), "runs": count, "bytes": size}
 
 
 def write_charts(charts: Mapping[str, str], folder: Path, name: str) -> None:

@@ -78,7 +78,8 @@ class ExportReport:
 
     def __rich__(self) -> Group:
         table = Table("", "network", self.format, "", title=self.file, title_justify="left")
-        table.add_row("bytes", f"{self.state_bytes:,}", f"{self.bytes:,}", f"{self.ratio:.2f}× smaller")
+        size = f"{self.ratio:.2f}× smaller" if self.ratio >= 1 else f"{1 / self.ratio:.2f}× larger"
+        table.add_row("bytes", f"{self.state_bytes:,}", f"{self.bytes:,}", size)
         if self.latency:
             before, after = (f"{1000 * self.latency[key]:,.3g}" for key in ("before", "after"))
             speed_up = f"{self.speed_up:.2f}× as fast, {self.runtime}"

@@ -64,6 +64,7 @@ def test_facts_are_json_and_the_table_shows_them() -> None:
     text = str(report)
     for shown in ("1,000", "250", "4.00× smaller", "2.00× as fast", "1.0e-06", "90.00%", "3 weights without"):
         assert shown in text
+    assert "1.25× larger" in str(make_report(bytes=1250))
 
 
 def test_a_balanced_file_in_which_nothing_is_packed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
