@@ -78,7 +78,13 @@ def test_a_port_in_use_and_a_folder_without_runs_are_refused(server, tmp_path):
 
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
     command = [sys.executable, "-m", "pomona", "watch", str(write_run(tmp_path / "run")), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore Ctrl-C
+    )
     assert process.stderr is not None
     assert "http://127.0.0.1:" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
