@@ -29,7 +29,7 @@ print(f"corrected {corrected:.1f}, printed {printed:.1f}")
 ```
 
 ```
-corrected 8016.1, printed 7853.5
+corrected 8016.3, printed 7853.5
 ```
 
 `python benchmarks/measure/errata.py` simulates every case (seed SEED). It checks that the corrected form agrees with

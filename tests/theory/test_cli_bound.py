@@ -115,6 +115,27 @@ def test_gip_prints_the_values_of_the_library(call: Call) -> None:
     assert json.loads(out)["expected swaps"] == gip.expected_swaps(0.01, 1000, 100)
 
 
+def test_gip_prints_the_exact_error_and_its_limit(call: Call) -> None:
+    exact, limit, printed = (f"mean squared error, {form}" for form in ("exact", "d → ∞", "printed"))
+    arguments = ("gip", "--d", "10", "--m", "5", "--theta", "inf", "--json")
+    for option in ((), ("--exact",)):
+        found = json.loads(call(*arguments, *option)[1])
+        assert found[exact] == pytest.approx(0.9712, abs=1e-4)
+        assert found[limit] == pytest.approx(0.7133, abs=1e-4)
+        assert found[printed] == pytest.approx(0.7133 / 2, abs=1e-4)
+    assert exact not in json.loads(call(*arguments, "--asymptotic")[1])
+
+
+def test_gip_says_where_the_error_is_only_a_limit(call: Call) -> None:
+    code, out, err = call("gip", "--d", "10000000000", "--m", "10", "--theta", "inf")
+    assert code == 0
+    assert "exact" not in out
+    assert "limit for d → ∞: the exact one is computed up to d = 1,000,000,000" in err
+    code, _, err = call("gip", "--d", "10000000000", "--m", "10", "--theta", "inf", "--exact")
+    assert code == 2
+    assert "the exact error is computed up to d = 1,000,000,000" in err
+
+
 def test_convergence_prints_the_estimates_of_the_library(call: Call) -> None:
     given = {"L": 2.0, "G": 1.5, "T": 100}
     flags = [text for name, value in given.items() for text in (f"--{name}", f"{value:g}")]
