@@ -57,10 +57,15 @@ def format_row(row: dict[str, Any]) -> list[str]:
 def format_erratum(erratum: dict[str, Any], recorded: dict[str, Any], figures: dict[str, Any]) -> Iterator[str]:
     """Yield the paragraphs of one erratum: the statement, the note and the table."""
     form = "bound" if recorded["bound"] else "corrected"
+    is_known = all(row["printed"] is not None for row in recorded["rows"])
     yield f"### {erratum['place']}\n"
-    yield f"- Printed: {erratum['printed']}.\n- Corrected: {erratum['right']}.\n"
+    yield wrap(f"- Printed: {erratum['printed']}.", indent="  ")
+    yield wrap(f"- {'Corrected' if is_known else 'Exact'}: {erratum['right']}.", indent="  ") + "\n"
     yield wrap(erratum["note"].format_map(figures)) + "\n"
-    yield format_table(["", "simulated", form, "printed"], map(format_row, recorded["rows"])) + "\n"
+    yield (
+        format_table(["", "simulated", form if is_known else "exact", "printed"], map(format_row, recorded["rows"]))
+        + "\n"
+    )
 
 
 def render() -> str:

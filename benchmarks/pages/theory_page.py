@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,8 +31,12 @@ LOOSENESS_RECORDS = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
 SHOWN_ALPHA = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of bound_looseness.py that the page shows
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
 
-TABLE1_NOTE = """The rows of Covertype are scaled, there are fewer of them than in the paper, and training saw them
-3 times instead of 20. The relevant result is that d E w² and d² E w⁴ of layers 2 to 5 are of order 1."""
+TABLE1_NOTE = """{notes} The paper has about 580,000 rows and an accuracy of about 80 %. Only orders of magnitude can be
+compared."""
+
+FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had here.
+Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short training
+from Gaussian weights, so it says little about the weights at the end of a long one."""
 
 TABLE3_NOTE = """The paper says that the rows with α follow (19), where A is what ⌊d^(2−2α)⌋ draws remove. The printed
 values are those of the entries that are kept after ⌊d^(2−α)⌋ draws. With replacement, a share exp(−d^−α) of the entries
@@ -69,7 +74,11 @@ def format_table1(result: dict[str, Any]) -> str:
         mean, variance = (found[name, None] for name in ("mean", "variance"))
         scaled = [f"{found[name, None]['mean']:.2f}" if (name, None) in found else "" for name in ("d E w²", "d² E w⁴")]
         rows.append([str(layer), format_cell(mean, 4), format_cell(variance, 4), *scaled])
-    return format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows) + f"\n\n{TABLE1_NOTE}"
+    return (
+        format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows)
+        + "\n\n"
+        + wrap(TABLE1_NOTE.format(notes=result["notes"]))
+    )
 
 
 def format_table2(result: dict[str, Any]) -> str:
@@ -94,7 +103,17 @@ def format_table3(result: dict[str, Any]) -> str:
     d, alpha = 32, 0.01
     kept = math.sqrt(1 - bounds.distinct(math.floor(d ** (2 - alpha)), d**2))
     note = TABLE3_NOTE.format(kept=kept, removed=math.sqrt(1 - kept**2))
-    return format_table(heads, rows) + f"\n\n{describe_largest_deviation(result['cells'])}. {note}"
+    return format_table(heads, rows) + "\n\n" + wrap(f"{describe_largest_deviation(result['cells'])}. {note}")
+
+
+def format_figure2(result: dict[str, Any]) -> str:
+    """Return what network Figure 2 shows."""
+    return wrap(FIGURE2_NOTE.format(notes=result["notes"]))
+
+
+def wrap(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def format_looseness(measured: dict[str, Any]) -> str:
@@ -144,6 +163,7 @@ def render() -> str:
         "loose": format_looseness(looseness[0]),
         "speed": format_speed(looseness),
         "table1": format_table1(tables["qian-table1"]),
+        "figure2": format_figure2(tables["qian-figure2"]),
         "table2": format_table2(tables["qian-table2"]),
         "table3": format_table3(tables["qian-table3"]),
         "sources": format_record_sources([record, *looseness]),
@@ -171,7 +191,7 @@ def render_drawings() -> dict[str, str]:
     tables = read_record(RECORD)["tables"]
     return {
         "figure1.svg": draw_histograms(tables["qian-figure1"], "Weights of a network trained on Covertype"),
-        "figure2.svg": draw_histograms(tables["qian-figure2"], "Weights of a CNN trained on digits"),
+        "figure2.svg": draw_histograms(tables["qian-figure2"], "Weights of a VGG-16, trained briefly on CIFAR-10"),
     }
 
 
