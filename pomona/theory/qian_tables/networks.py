@@ -23,9 +23,9 @@ from .cells import Progress
 LEARNING_RATE = 0.001  # Adam's, in section D.1
 COVERTYPE_BATCH_SIZE = 512
 COVERTYPE_EPOCHS = 20
-CIFAR_BATCH_SIZE = 64
-CIFAR_IMAGES, CIFAR_EPOCHS = 2_000, 3  # what one core trains a VGG-16 on in some minutes
-CIFAR_TEST_IMAGES = 1_000
+CIFAR_BATCH_SIZE = 32
+CIFAR_IMAGES, CIFAR_EPOCHS = 1_000, 2  # what one core trains a VGG-16 on in a minute or two
+CIFAR_TEST_IMAGES = 500
 
 
 @dataclass(frozen=True)
