@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from pomona.cli import main
 from pomona.cli.bound.group import bound
@@ -109,6 +110,27 @@ def test_table_1_and_the_figures_are_of_the_networks_that_the_page_names(records
     words = " ".join(TEXT.split())
     for name in ("qian-table1", "qian-figure2"):
         assert tables[name]["notes"] in words
+
+
+def test_trained_networks_are_kept_with_the_commit_that_trained_them(
+    load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("qian_klabjan_tables")
+    weights = tuple(torch.full((2, k), float(k)) for k in range(1, 13))
+    calls = []
+
+    def train(seed: int, progress: Any) -> Any:
+        calls.append(seed)
+        return script.qian_tables.Network("small", weights, "It was trained.")
+
+    monkeypatch.setitem(script.TRAINED, "small", train)
+    monkeypatch.setattr(script.environment, "current_commit", lambda: "0123456789ab")
+    trained = script.get_network("small", tmp_path)
+    monkeypatch.setattr(script.environment, "current_commit", lambda: "a later one")
+    for network, commit in (trained, script.get_network("small", tmp_path)):
+        assert (network.name, network.origin, commit) == ("small", "It was trained.", "0123456789ab")
+        assert all(torch.equal(a, b) for a, b in zip(network.weights, weights, strict=True))
+    assert calls == [0]
 
 
 def test_the_code_prints_what_is_shown() -> None:
