@@ -31,8 +31,9 @@ LOOSENESS_RECORDS = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
 SHOWN_ALPHA = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of bound_looseness.py that the page shows
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
 
-TABLE1_NOTE = """{notes} The paper has about 580,000 rows and an accuracy of about 80 %. Only orders of magnitude can be
-compared."""
+TABLE1_NOTE = """{notes} Here they are at most {K1:.1f} and {K2:.0f}, which are the constants K1 and K2 of the theorem
+for this network. A single width cannot show that they do not grow with d. The paper has about 580,000 rows and an
+accuracy of about 80 %."""
 
 FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had here.
 Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short training
@@ -151,8 +152,13 @@ def format_speed(records: Sequence[dict[str, Any]]) -> str:
 
 
 def format_record_sources(records: Sequence[dict[str, Any]]) -> str:
-    """Return the commands and versions that made `records`."""
-    return "\n".join(f"- {format_command(record)}, torch {record['versions']['torch']}" for record in records)
+    """Return the commands and versions that made `records`, and the commits that trained their networks."""
+    lines = []
+    for record in records:
+        trained = ", ".join(f"{name} at {commit}" for name, commit in record.get("networks", {}).items())
+        lines.append(f"- {format_command(record)}, torch {record['versions']['torch']}")
+        lines[-1] += f"; networks trained: {trained}" if trained else ""
+    return "\n".join(lines)
 
 
 def render() -> str:
