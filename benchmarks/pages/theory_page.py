@@ -75,11 +75,12 @@ def format_table1(result: dict[str, Any]) -> str:
         mean, variance = (found[name, None] for name in ("mean", "variance"))
         scaled = [f"{found[name, None]['mean']:.2f}" if (name, None) in found else "" for name in ("d E w²", "d² E w⁴")]
         rows.append([str(layer), format_cell(mean, 4), format_cell(variance, 4), *scaled])
-    return (
-        format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows)
-        + "\n\n"
-        + wrap(TABLE1_NOTE.format(notes=result["notes"]))
+    K1, K2 = (
+        max(cell["mean"] for cell in result["cells"] if cell["setting"]["quantity"] == quantity)
+        for quantity in ("d E w²", "d² E w⁴")
     )
+    table = format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows)
+    return table + "\n\n" + wrap(TABLE1_NOTE.format(notes=result["notes"], K1=K1, K2=K2))
 
 
 def format_table2(result: dict[str, Any]) -> str:
