@@ -36,7 +36,7 @@ AutoResume = Annotated[
     bool,
     typer.Option(
         "--auto-resume",
-        help="Continue the run if its folder has one, else start it; for torchrun and schedulers, which repeat commands.",
+        help="Continue the run if its folder has one, else start it; for torchrun and schedulers, that repeat it.",
     ),
 ]
 
