@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from .models import summary
     from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
+    from .posttraining import SparseGPT, Wanda
     from .schedules import Constant, Cosine, Cubic, Linear
     from .sparse.compress import compress, decompress
     from .sparse.files import load, save
@@ -91,8 +92,10 @@ __all__ = [
     "SRigL",
     "Soft",
     "SoftThreshold",
+    "SparseGPT",
     "SparseMomentum",
     "Unstructured",
+    "Wanda",
     "__version__",
     "compress",
     "data",
@@ -119,6 +122,7 @@ _PUBLIC_NAMES = {
     "SRigL ST3 SparseMomentum prune",
     "models": "summary",
     "patterns": "NM Balanced Block Filter Kernel Unstructured",
+    "posttraining": "SparseGPT Wanda",
     "schedules": "Constant Cosine Cubic Linear",
     "sparse.compress": "compress decompress",
     "sparse.files": "load save",
@@ -138,6 +142,7 @@ _MODULES = frozenset(
         "methods",
         "models",
         "patterns",
+        "posttraining",
         "privacy",
         "registry",
         "schedules",

@@ -22,7 +22,7 @@ PACKAGE = "pomona"
 BASE = {"errors", "registry", "masking"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
-LIBRARY = MIDDLE | {"methods", "sparse", "privacy", "theory", "integrations", "export"}
+LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
 LABORATORY = {"lab.kernels", "lab.recipes", "lab.runs", "lab.sweeps", "lab.tables"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "registry"},
     "methods": MIDDLE,
     "sparse": MIDDLE | {"version"},
+    "posttraining": MIDDLE | {"methods"},
     "theory": MIDDLE | {"methods"},
     "privacy": MIDDLE | {"theory"},
     "integrations": MIDDLE | {"methods", "sparse", "version"},

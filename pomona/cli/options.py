@@ -32,6 +32,13 @@ RunName = Annotated[
 ]
 RunFolder = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint of the run.")]
+AutoResume = Annotated[
+    bool,
+    typer.Option(
+        "--auto-resume",
+        help="Continue the run if its folder has one, else start it; for torchrun and schedulers, that repeat it.",
+    ),
+]
 
 # Runs that are trained: train, sweep, private.
 Track = Annotated[

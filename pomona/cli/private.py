@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
+from .options import RUNS, AutoResume, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
-from .single_run import find_recipe, recipe_overrides, resume_hint
+from .single_run import continues_run, find_recipe, recipe_overrides, resume_hint
 
 AS_GOOD_AS_RANDOM = 0.95  # share of a random draw's loss above which the drawn indices are called as good as random
 
@@ -31,6 +31,7 @@ def private(
     name: RunName = None,
     out: RunFolder = None,
     resume: Resume = False,
+    auto_resume: AutoResume = False,
     data_dir: DataDir = None,
     track: Track = "",
     dry_run: DryRun = False,
@@ -51,9 +52,10 @@ def private(
     from pomona.lab.runs.progress import make_reporter
     from pomona.lab.runs.train import validate_folder
 
-    path, place = find_recipe(recipe, out, resume)
+    path, place = find_recipe(recipe, out, resume or auto_resume)
     resolved = PrivateRecipe.load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.recipe.name
+    resume = continues_run(folder, resume, auto_resume)
     trackers = parse_names(track)
     if shares:
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)

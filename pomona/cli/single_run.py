@@ -31,6 +31,11 @@ def find_recipe(given: str, out: Path | None, resume: bool) -> tuple[Path, Path 
     return folder / "recipe.toml", out or folder
 
 
+def continues_run(folder: Path, resume: bool, auto_resume: bool) -> bool:
+    """Return whether a command continues the run in a folder, by its options --resume and --auto-resume."""
+    return resume or (auto_resume and (folder / "recipe.toml").is_file())
+
+
 def recipe_overrides(settings: Sequence[str] | None, name: str | None) -> list[str]:
     """Return the values of --set, and the value of --name in the same form."""
     return [*(settings or []), *([f"name={json.dumps(name)}"] if name else [])]

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from .application import app
-from .options import RUNS, DataDir, DryRun, Json, Plot, Report, Resume, RunFolder, RunName, Settings, Track
+from .options import RUNS, AutoResume, DataDir, DryRun, Json, Plot, Report, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
 from .run_outputs import require_report, write_run_outputs
-from .single_run import find_recipe, print_preview, recipe_overrides, resume_hint
+from .single_run import continues_run, find_recipe, print_preview, recipe_overrides, resume_hint
 
 
 @app.command()
@@ -29,6 +29,7 @@ def train(
     name: RunName = None,
     out: RunFolder = None,
     resume: Resume = False,
+    auto_resume: AutoResume = False,
     data_dir: DataDir = None,
     track: Track = "",
     plot: Plot = None,
@@ -45,10 +46,11 @@ def train(
     from pomona.lab.runs.progress import make_reporter
 
     require_report(report)
-    path, place = find_recipe(recipe, out, resume)
+    path, place = find_recipe(recipe, out, resume or auto_resume)
     load = lab.Recipe.load_stored if Path(recipe).is_dir() else lab.Recipe.load
     resolved = load(path, recipe_overrides(settings, name))
     folder = place or RUNS / resolved.name
+    resume = continues_run(folder, resume, auto_resume)
     trackers = parse_names(track)
     if dry_run:
         print_preview(resolved, folder, resume, data_dir, as_json)

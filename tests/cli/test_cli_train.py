@@ -160,6 +160,14 @@ def test_ctrl_c_writes_a_checkpoint_and_prints_the_command_that_resumes(run_comm
     assert json.loads(out)["epoch"] == 40
 
 
+def test_auto_resume_starts_a_run_or_continues_it(run_command):
+    assert run_command("train", "small.toml", "--name", "whole")[0] == 0
+    interrupt_run("runs/small", 2)
+    for folder in ("runs/small", "runs/new"):
+        assert run_command("train", "small.toml", "--auto-resume", "--out", folder)[0] == 0
+        assert read_files(Path(folder))["model.safetensors"] == read_files(Path("runs/whole"))["model.safetensors"]
+
+
 def test_a_second_ctrl_c_prints_the_command_that_resumes(run_command, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

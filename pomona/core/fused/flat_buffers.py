@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...allocation import floor_counts, layer_sparsities, parse_allocation
-from ...masking import count_pruned
 from ..slot import dense_strides
 from .captured_graphs import CapturedGraphs
 from .redraw_inputs import has_known_layouts, redraw_inputs
+from .unit_selection import UnitSelection
 
 if TYPE_CHECKING:
     from ..slot import Slot
@@ -44,6 +44,7 @@ class FlatBuffers:
         self.calibration = self._flatten_field("calibration")
         self.mask_before: Tensor | None = self.observed_mask  # the masks before an update, where kernels read them
         self.projection = self.method.fused_projection
+        self.units: UnitSelection | None = None  # what the kernels select among
         self.top_k: Any = None  # the kernels' selection of the highest scores
         self.floor_top_k: Any = None  # their selection of what each layer keeps at least, where there is a floor
         self.magnitude: Tensor | None = None  # |latent|, where the kernels select by it
@@ -135,7 +136,7 @@ class FlatBuffers:
             self.kernels.run_copy(name, self.block_table, values, self.mask, parameter, self.output_thresholds)  # type: ignore[union-attr]
 
         if operation == "select_by_magnitude":
-            self._select_largest(torch.abs(self.latent[: self.count], out=self.magnitude))
+            self._select_by_magnitude()
         elif operation == "bound_gradients":
             self.bounded_gradients.bound(self.block_table[0], *self.method.fused_gradient_bound)  # type: ignore[misc]
         elif operation == "calibrate":
@@ -146,17 +147,29 @@ class FlatBuffers:
             )
         elif operation == "store_select_project":
             copy("store", self.latent)
-            self._select_largest(self.latent)
+            self._select_largest(self.latent, self.mask)
             copy("project", dense)
         else:
             copy(operation, dense if operation == "project" else self.latent)
 
-    def _select_largest(self, scores: Tensor) -> None:
+    def _select_by_magnitude(self) -> None:
+        """Write the masks of the largest weights, or of the units with the largest norm."""
+        magnitude = torch.abs(self.latent[: self.count], out=self.magnitude)
+        if self.method.pattern.is_elementwise:
+            self._select_largest(magnitude, self.mask)
+            return
+        assert self.units is not None
+        parts = zip(magnitude.split(self.sizes), (slot.mask for slot in self.targets), strict=True)
+        views = [part.as_strided(mask.shape, mask.stride(), part.storage_offset()) for part, mask in parts]
+        self._select_largest(self.units.scores(views), self.units.mask)
+        self.units.write_masks()
+
+    def _select_largest(self, scores: Tensor, mask: Tensor) -> None:
         """Write the mask of the highest scores; what a floor keeps of a layer ranks above all others."""
         if self.floor_top_k is not None:
-            self.floor_top_k.select(scores, self.mask)
-            scores = scores.masked_fill(self.target_mask, torch.inf)
-        self.top_k.select(scores, self.mask)
+            self.floor_top_k.select(scores, mask)
+            scores = scores.masked_fill(mask[: len(scores)], torch.inf)
+        self.top_k.select(scores, mask)
 
     # ---- the gradients that the optimizer sees
 
@@ -297,23 +310,30 @@ class FlatBuffers:
 
     def set_sparsity(self, sparsity: float) -> bool:
         """Set the sparsity that the kernels select for; return False where kernels cannot select."""
-        if self.kernels is None or not self.method.pattern.is_elementwise or self.latent.dtype == torch.float64:
+        pattern = self.method.pattern
+        if self.kernels is None or self.latent.dtype == torch.float64:
+            return False
+        if not UnitSelection.can_select(pattern, self.targets):
             return False
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
         name, floor = parse_allocation(self.method.allocation)
-        is_global, pattern = name == "global", self.method.pattern
-        sizes = [self.count] if is_global else self.sizes
+        is_global = name == "global"
+        if self.units is None:
+            self.units = UnitSelection(pattern, self.targets, self.mask)
+        units = self.units
+        counts = [sum(units.counts)] if is_global else units.counts
         shapes = [slot.target.outputs_first for slot in self.targets]
         shares = [sparsity] if is_global else layer_sparsities(name, shapes, sparsity, pattern)
         has_floor = is_global and floor != 0 and len(shapes) > 1
         if self.top_k is None:
-            self.top_k = self.kernels.SegmentedTopK(sizes, self.mask.device)
-            self.floor_top_k = self.kernels.SegmentedTopK(self.sizes, self.mask.device) if has_floor else None
-        self.top_k.set_counts([size - count_pruned(share, size) for size, share in zip(sizes, shares, strict=True)])
+            self.top_k = self.kernels.SegmentedTopK(counts, self.mask.device)
+            self.floor_top_k = self.kernels.SegmentedTopK(units.counts, self.mask.device) if has_floor else None
+        self.top_k.set_counts([units.kept_count(share, count) for count, share in zip(counts, shares, strict=True)])
         if has_floor:
-            self.floor_top_k.set_counts(floor_counts(shapes, sparsity, pattern, floor))
+            floors = floor_counts(shapes, sparsity, pattern, floor)
+            self.floor_top_k.set_counts([n // size for n, size in zip(floors, units.unit_sizes, strict=True)])
         return True
 
     # ---- random weights

@@ -42,7 +42,7 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
         if _is_complete(part):
             _make_current(folder)
         else:
-            shutil.rmtree(part)
+            _remove(part)
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_encode(state, "", tensors, {}))
     data = safetensors.torch.save(tensors)
@@ -94,10 +94,18 @@ def _make_current(folder: Path) -> None:
     """Make the complete part the current checkpoint. After a kill between any two lines, one can still be loaded."""
     current, previous = folder / CURRENT_FOLDER, folder / PREVIOUS_FOLDER
     if current.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous)
         current.rename(previous)
     (folder / PART_FOLDER).rename(current)
     durable_files.sync_folder(folder)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint folder, or the file or link that has taken its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _read_state(folder: Path) -> dict[Any, Any]:

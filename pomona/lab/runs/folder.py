@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pomona.errors import PomonaError, require
@@ -28,6 +30,7 @@ MODEL_FILE = "model.safetensors"
 MASKS_FILE = "masks.safetensors"
 SUMMARY_FILE = "summary.json"
 TRACKING_FOLDER = "tracking"  # with a folder for each tracker
+LOCK_ATTEMPTS, LOCK_SECONDS = 3, 0.02  # how often, and how far apart, a process tries to lock a folder
 
 
 def refuse_used_folder(folder: Path) -> None:
@@ -39,6 +42,10 @@ def refuse_used_folder(folder: Path) -> None:
     require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
 
 
+class FolderInUse(PomonaError):
+    """Raised where another process trains in a folder."""
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in a folder; None if the run is not complete or the file is damaged."""
     with suppress(OSError, ValueError):
@@ -46,6 +53,27 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         if isinstance(summary, dict) and "fingerprint" in summary:
             return summary
     return None
+
+
+def read_finished_run(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the summary of a recipe's run in a folder; None unless it is complete, and its model can be read.
+
+    A summary of another run, and a model that was cut off, count as if they were not there.
+    """
+    summary = read_summary(folder)
+    if summary is None or names_another_run(summary, recipe):
+        return None
+    try:
+        with safe_open(folder / MODEL_FILE, "pt"):
+            return summary
+    except (OSError, SafetensorError):
+        return None
+
+
+def names_another_run(summary: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Return whether a summary names another seed, model or data set than a recipe."""
+    names = {"seed": recipe.seed, "model": recipe.model["name"], "data": recipe.data.name}
+    return any(summary.get(key, value) != value for key, value in names.items())
 
 
 def require_same_recipe(recipe: Recipe, started: Recipe, folder: Path) -> None:
@@ -86,26 +114,54 @@ def locked_folder(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PomonaError(f"another process trains in '{folder}': wait for it, or give another folder.") from error
-        except OSError:  # a file system without locks
-            pass
+        if not try_lock(handle):
+            raise FolderInUse(f"another process trains in '{folder}': wait for it, or give another folder.")
         yield
     finally:
         os.close(handle)
 
 
+def try_lock(handle: int) -> bool:
+    """Lock an open folder for this process; return False where another process keeps it.
+
+    `is_in_use` of another process has the lock for a moment, so one refusal is not enough.
+    """
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt < LOCK_ATTEMPTS - 1:
+                time.sleep(LOCK_SECONDS)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+    return False
+
+
+def is_in_use(folder: Path) -> bool:
+    """Return whether another process, or another run of this one, trains in a folder now."""
+    try:
+        with locked_folder(folder) if folder.is_dir() else nullcontext():
+            return False
+    except FolderInUse:
+        return True
+
+
 class MetricsWriter:
-    """Appends lines to metrics.jsonl; lines after the last checkpoint, which ends at `size` bytes, are dropped."""
+    """Appends lines to metrics.jsonl after the first `size` bytes, which the last checkpoint counted.
+
+    Lines after them are dropped, and so is a line that was cut off. `lost` is the number of counted bytes that the file
+    no longer has.
+    """
 
     def __init__(self, folder: Path, size: int = 0) -> None:
         self.path = folder / METRICS_FILE
         with write_errors(self.path):
-            if self.path.exists() and self.path.stat().st_size > size:
-                os.truncate(self.path, size)
-            self.file = self.path.open("ab")
+            self.file = self.path.open("a+b")
+            whole = count_whole_lines(self.file, size)
+            self.file.truncate(whole)
+        self.lost = size - whole
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one line."""
@@ -123,6 +179,12 @@ class MetricsWriter:
         """Close the file."""
         with suppress(OSError):  # a full disk was reported by `write`, and closing tries to write again
             self.file.close()
+
+
+def count_whole_lines(file: BinaryIO, size: int) -> int:
+    """Return the bytes of the whole lines within the first `size` bytes of a file."""
+    file.seek(0)
+    return file.read(size).rfind(b"\n") + 1
 
 
 def encode_json(value: Any) -> bytes:

@@ -101,11 +101,16 @@ class Recorder:
         """Write the allowed facts about the environment to env.json."""
         self.write_file(ENVIRONMENT_FILE, encode_json(self._select("environment", facts)))
 
-    def open_metrics(self, size: int) -> None:
-        """Open metrics.jsonl for appending after `size` bytes; what a killed process wrote behind them is dropped."""
-        if self.enabled and self._allows("files", METRICS_FILE):
-            self.metrics = MetricsWriter(self.folder, size)
-            self.resources.callback(self.metrics.close)
+    def open_metrics(self, size: int) -> int:
+        """Open metrics.jsonl for appending after `size` bytes; return how many of them are lost.
+
+        What a killed process wrote behind them is dropped.
+        """
+        if not (self.enabled and self._allows("files", METRICS_FILE)):
+            return 0
+        self.metrics = MetricsWriter(self.folder, size)
+        self.resources.callback(self.metrics.close)
+        return self.metrics.lost
 
     def start_tracking(self, name: str, config: Mapping[str, Any], step: int) -> None:
         """Start the trackers of a run, or continue them after `step`; they end when the recorder is closed."""

@@ -54,7 +54,7 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, MODEL_FILE, TRACKING_FOLDER, locked_folder, refuse_used_folder
+from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, locked_folder, refuse_used_folder
 from .interruption import Interrupted
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
@@ -192,7 +192,9 @@ class Run(TrainingRunView):
         else:
             self.recorder.write_recipe(self.strategy.recipe_toml())
         self.recorder.write_environment(describe_environment() | {"data": self.data.describe()})
-        self.recorder.open_metrics(self.metrics_size)
+        lost = self.recorder.open_metrics(self.metrics_size)
+        if lost:
+            self.note(f"'{METRICS_FILE}' has lost {lost} bytes since the checkpoint: its last lines are missing.")
         self.start_tracking()
         self.recorder.report_start(self.epochs, self.steps_per_epoch, self.recipe.name, self.step)
 

@@ -12,7 +12,7 @@ from pomona.errors import PomonaError, require
 from ..recipes.recipe import Recipe
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
 from .distributed import joined_processes
-from .folder import RECIPE_FILE, read_summary, refuse_used_folder
+from .folder import RECIPE_FILE, read_finished_run, refuse_used_folder
 from .interruption import catch_stop_signals
 from .recorder import NoteCallback, ProgressListener
 from .run import Run, prepared_run
@@ -76,5 +76,6 @@ def validate_folder(recipe: Recipe | TrainingStrategy, folder: Path, resume: boo
         refuse_used_folder(folder)
         return None
     require((folder / RECIPE_FILE).is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
-    as_strategy(recipe).require_same_recipe(folder)
-    return read_summary(folder)
+    strategy = as_strategy(recipe)
+    strategy.require_same_recipe(folder)
+    return read_finished_run(folder, strategy.recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from ..runs.folder import is_in_use
 from .job import Job
 
 POLL_SECONDS = 0.2  # how often a thread that waits for a job looks whether it should stop
@@ -25,12 +26,17 @@ class JobQueue:
         self.needed = [{indices[run] for run in runs if run in indices} for runs in required]  # jobs that must end
 
     def take(self) -> int | None:
-        """Remove the first job that is ready and return its index; None if none is ready."""
+        """Remove the first job that is ready and return its index; None if none is ready.
+
+        A run that another process trains comes last: that process may end it meanwhile.
+        """
         with self.changed:
-            ready = next((index for index in self.waiting if not self.needed[index]), None)
-            if ready is not None:
-                self.waiting.remove(ready)
-            return ready
+            ready = [index for index in self.waiting if not self.needed[index]]
+            if not ready:
+                return None
+            chosen = next((index for index in ready if not is_in_use(self.jobs[index].folder)), ready[0])
+            self.waiting.remove(chosen)
+            return chosen
 
     def wait_and_take(self, stop: Callable[[], bool]) -> int | None:
         """Remove a job like `take`, once one is ready; return None if no job waits any more, or `stop()` is true."""

@@ -17,7 +17,7 @@ from run_helpers import (
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.runs import checkpoint
-from pomona.lab.runs.folder import locked_folder, require_same_tensors
+from pomona.lab.runs.folder import is_in_use, locked_folder, require_same_tensors
 from pomona.lab.runs.run import Run
 
 
@@ -144,3 +144,55 @@ def test_a_bad_recipe_writes_nothing(tmp_path, monkeypatch, made, says):
     with pytest.raises(PomonaError, match=says):
         train(made(), tmp_path / "run")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["summary of another run", "model that was cut off", "no model"])
+def test_a_complete_run_with_a_wrong_file_is_finished_again(tmp_path, complete_run, name):
+    folder = tmp_path / "run"
+    shutil.copytree(complete_run[0], folder)
+    model = folder / "model.safetensors"
+    if name == "summary of another run":
+        other = json.loads((folder / "summary.json").read_text()) | {"seed": 7, "accuracy": 100.0}
+        (folder / "summary.json").write_text(json.dumps(other))
+    elif name == "model that was cut off":
+        model.write_bytes(model.read_bytes()[:-1000])
+    else:
+        model.unlink()
+    assert train(complete_run[1], folder, resume=True)["accuracy"] == complete_run[2]["accuracy"]
+    assert have_same_weights(complete_run[0], folder)
+
+
+@pytest.mark.parametrize("cut", [1, 40, 10_000])
+def test_metrics_that_lost_their_end_are_noted(tmp_path, complete_run, cut):
+    folder, notes = tmp_path / "run", []
+    stopped(folder, complete_run[1])
+    metrics = folder / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole[: max(0, len(whole) - cut)])
+    train(complete_run[1], folder, resume=True, note=notes.append)
+    rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]  # no line is half of one
+    lost = len(whole) - (whole[: max(0, len(whole) - cut)].rfind(b"\n") + 1)
+    assert [f"has lost {lost} bytes since the checkpoint" in note for note in notes] == [True]
+    assert rows[-1]["kind"] == "epoch"
+    assert have_same_weights(complete_run[0], folder)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.previous", "checkpoint.part"])
+def test_a_file_in_place_of_a_checkpoint_does_not_stop_the_run(tmp_path, complete_run, name):
+    folder = tmp_path / "run"
+    stopped(folder, complete_run[1])
+    place = folder / name
+    if place.is_dir():
+        place.rename(folder / "checkpoint.previous")
+    place.write_text("not a checkpoint")
+    train(complete_run[1], folder, resume=True, note=lambda text: None)
+    assert have_same_weights(complete_run[0], folder)
+    assert (folder / "checkpoint").is_dir()
+
+
+def test_a_folder_is_in_use_only_while_it_is_locked(tmp_path):
+    assert not is_in_use(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+    with locked_folder(tmp_path):
+        assert is_in_use(tmp_path)
+    assert not is_in_use(tmp_path)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import statistics
+import threading
 from pathlib import Path
 
 import pytest
@@ -241,17 +242,27 @@ def test_a_damaged_mask_prevents_only_its_children(filled, work_folder):
     assert (result["missing"], result["failed"]) == (1, [])
 
 
-def test_a_run_under_way_in_another_process_is_left_alone(work_folder):
+def test_a_run_under_way_in_another_process_comes_last_and_is_waited_for(work_folder):
     found = load_small_table(work_folder).select(["label=narrow", "column=DPF", "seed=0"])
     first, second = (run.to_sweep_run(RunStore((), ()), TABLE_RUNS) for run in found.runs())
-    with locked_folder(first.folder):
-        result = fill_table(found, jobs=1)
-    assert [one["name"] for one in result["failed"]] == [first.recipe.name]
-    assert "another process trains in" in result["failed"][0]["error"]
-    assert not any(first.folder.iterdir())
-    assert result["missing"] == 1
-    # A run that the other process completes in the meantime is not reported as failed.
-    shutil.rmtree(second.folder)
+    order = []
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(locked_folder(first.folder))
+        end_other_process = threading.Timer(1.0, lock.close)
+
+        def on_result(done, total, run, result):
+            order.append(run.folder)
+            if len(order) == 1:
+                end_other_process.start()
+
+        result = fill_table(found, jobs=1, on_result=on_result)
+    assert order == [second.folder, first.folder]
+    assert (result["missing"], result["failed"]) == (0, [])
+
+
+def test_a_run_that_another_process_ends_is_not_trained_again(work_folder):
+    found = load_small_table(work_folder).select(["label=narrow", "column=DPF", "seed=0"])
+    first, second = (run.to_sweep_run(RunStore((), ()), TABLE_RUNS) for run in found.runs())
 
     def finish_in_other_process(*arguments):
         lock.close()

@@ -1,0 +1,53 @@
+"""What is kept of the inputs of a layer, summed over all calibration batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class InputStatistics(ABC):
+    """A sum over the input rows of a layer."""
+
+    count = 0  # rows that were added
+
+    def add(self, rows: Tensor) -> None:
+        """Add the rows of one batch."""
+        self.count += len(rows)
+        self.accumulate(rows)
+
+    @abstractmethod
+    def accumulate(self, rows: Tensor) -> None:
+        """Add the rows of one batch to the sum."""
+
+
+class ColumnSquares(InputStatistics):
+    """The sum of squares of each input."""
+
+    def __init__(self, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.squares = torch.zeros(columns, device=device, dtype=dtype)
+
+    def accumulate(self, rows: Tensor) -> None:
+        self.squares += rows.square().sum(0)
+
+
+class SecondMoments(InputStatistics):
+    """The sum of products of all pairs of inputs, XᵀX: columns × columns."""
+
+    def __init__(self, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.products = torch.zeros(columns, columns, device=device, dtype=dtype)
+
+    def accumulate(self, rows: Tensor) -> None:
+        self.products.addmm_(rows.T, rows)
+
+
+class NoStatistics(InputStatistics):
+    """Nothing: for a method that looks at the weights only."""
+
+    def __init__(self, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+        pass
+
+    def accumulate(self, rows: Tensor) -> None:
+        pass

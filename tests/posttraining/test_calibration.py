@@ -1,0 +1,174 @@
+"""Wanda, the inputs that calibration observes, and the order in which a model is pruned."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import pomona as pm
+from pomona.errors import PomonaError
+from pomona.posttraining.blocks import Calibration, find_blocks
+from pomona.posttraining.layers import unfold_input
+
+
+class Residual(nn.Module):
+    """A block of a small network, with settings that its model passes by name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x, scale=1.0):
+        return (x + scale * self.down(torch.relu(self.up(x))),)
+
+
+class Stack(nn.Module):
+    """Blocks of which each one reads the output of the one before; with `skips`, also the first input."""
+
+    def __init__(self, skips: bool = False, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.inner, self.skips = nn.Linear(5, width), skips
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        start = x = self.inner(x)
+        for index, block in enumerate(self.blocks):
+            (x,) = block(x + start if self.skips and index else x, scale=0.5)
+        return self.head(x)
+
+
+def draw_batches(count: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(16, 5) for _ in range(count)]
+
+
+def test_wanda_by_hand():
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
+    model[0].weight.data = torch.tensor([[1.0, -2.0, 3.0, 0.5], [4.0, 1.0, 0.1, 1.0]])
+    x = torch.tensor([[3.0, 0.0, 1.0, 0.0], [4.0, 1.0, 0.0, 6.0]])  # norms 5, 1, 1, 6
+    report = pm.Wanda(0.5, include="0").prune(model, [x[:1], x[1:]])
+    # Scores: 5, 2, 3, 3 and 20, 1, 0.1, 6; of the equal ones the first is kept.
+    expected = torch.tensor([[1.0, 0.0, 3.0, 0.0], [4.0, 0.0, 0.0, 1.0]])
+    assert torch.equal(model[0].weight, expected)
+    assert torch.equal(report.masks["0.weight"], expected != 0)
+    assert report.sparsity == 0.5
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("method", [pm.Wanda, pm.SparseGPT])
+def test_each_block_is_pruned_with_the_inputs_it_has_after_the_pruning_of_those_before(skips, method):
+    torch.manual_seed(0)
+    model, batches = Stack(skips).double(), [batch.double() for batch in draw_batches()]
+    whole = copy.deepcopy(model)
+    report = method(0.5).prune(model, batches)
+    # The same, one block at a time, by running the whole network on all data at once.
+    for index in range(3):
+        method(0.5, include=f"blocks.{index}.*").prune(whole, [torch.cat(batches)])
+    method(0.5, include="inner").prune(whole, [torch.cat(batches)])
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    in_blocks = [f"blocks.{index}.{leaf}.weight" for index in range(3) for leaf in ("up", "down")]
+    assert list(report.masks) == ["inner.weight", *in_blocks]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_blocks_that_are_not_chained_are_recognised(skips):
+    model = Stack(skips)
+    blocks = find_blocks(model, [m for m in model.modules() if isinstance(m, nn.Linear)])
+    assert blocks == list(model.blocks)
+    assert Calibration(model, draw_batches(), None).blocks_are_chained(blocks) is not skips
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.sampled_from(["same", 0, 1, (2, 1)]),
+    st.sampled_from(["zeros", "reflect", "circular", "replicate"]), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_rows_times_the_matrix_are_a_convolution(kernel, channels, stride, dilation, padding, mode, flat):
+    if padding == "same" and stride > 1:
+        stride = 1
+    if flat and isinstance(padding, tuple):
+        padding = padding[0]
+    kind, image = (nn.Conv1d, (9,)) if flat else (nn.Conv2d, (9, 8))
+    conv = kind(channels, 4, kernel, stride, padding, dilation, bias=False, padding_mode=mode).double()
+    x = torch.randn(2, channels, *image, dtype=torch.float64)
+    rows = unfold_input(conv, x)
+    expected = conv(x).flatten(2).transpose(1, 2).reshape(-1, 4)
+    torch.testing.assert_close(rows @ conv.weight.flatten(1).T, expected)
+
+
+def test_batches_may_be_tuples_and_dictionaries_and_modes_are_kept():
+    batches = draw_batches()
+    results = []
+    for data in (batches, [(x, torch.zeros(16)) for x in batches], [{"x": x, "unused": 1} for x in batches]):
+        torch.manual_seed(0)
+        model = Stack().train()
+        model.head.eval()
+        pm.Wanda(0.5).prune(model, data)
+        assert model.training
+        assert not model.head.training
+        results.append(model.state_dict())
+    for state in results[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in results[0].items())
+
+
+def test_only_some_batches_are_read():
+    def endless():
+        while True:
+            yield torch.randn(4, 5)
+
+    model = Stack()
+    assert pm.Wanda(0.5).prune(model, endless(), max_batches=2).sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_half_precision_and_gpt2():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    dense = transformers.GPT2LMHeadModel(config).to(torch.bfloat16).eval()
+    data = [{"input_ids": torch.randint(0, 50, (4, 16))} for _ in range(4)]
+    expected = dense(**data[0]).logits.float().detach()
+    errors = {}
+    for method in (pm.Wanda(0.7), pm.SparseGPT(0.7)):
+        model = copy.deepcopy(dense)
+        report = method.prune(model, data)
+        assert model.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
+        assert all("lm_head" not in name and "wte" not in name for name in report.masks)
+        errors[type(method).__name__] = float((model(**data[0]).logits.float().detach() - expected).norm())
+    assert errors["SparseGPT"] < errors["Wanda"]
+
+
+def test_layers_without_observed_inputs_are_left_dense_with_a_warning():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2))
+    with pytest.warns(UserWarning, match="is left dense") as warned:
+        report = pm.Wanda(0.5).prune(model, [torch.randn(4, 3, 8)])
+    assert [str(one.message).split(":")[0] for one in warned] == [
+        "0.self_attn.in_proj_weight is left dense",
+        "0.self_attn.out_proj.weight is left dense",
+    ]
+    assert set(report.masks) == {"0.linear1.weight", "0.linear2.weight"}
+
+
+def test_what_cannot_work_is_refused():
+    model = Stack()
+    with pytest.raises(PomonaError, match="data has no batches"):
+        pm.Wanda(0.5).prune(model, [])
+    with pytest.raises(PomonaError, match="put a single batch in a list"):
+        pm.Wanda(0.5).prune(model, torch.randn(2, 5))
+    with pytest.raises(PomonaError, match=r"sparsity is the pruned fraction and must lie in \[0, 1\), got 1.5"):
+        pm.Wanda(1.5)
+    with (
+        pytest.warns(UserWarning, match="is left dense"),
+        pytest.raises(PomonaError, match="no layer whose inputs can be observed"),
+    ):
+        pm.Wanda(0.5).prune(nn.LSTM(4, 4), [torch.randn(2, 3, 4)])
+    unused = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    unused.forward = lambda x: x
+    with pytest.raises(PomonaError, match=r"a\.weight has no input in these data: leave it out"):
+        pm.Wanda(0.5, include="a").prune(unused, [torch.randn(2, 2)])
