@@ -31,13 +31,16 @@ LOOSENESS_RECORDS = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
 SHOWN_ALPHA = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of bound_looseness.py that the page shows
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
 
+VGG_LAYERS = (1, 2, 3, 5, 8, 13, 14, 15, 16)  # in Figure 2: one of each width, and the last layers
+
 TABLE1_NOTE = """{notes} Here they are at most {K1:.1f} and {K2:.0f}, which are the constants K1 and K2 of the theorem
 for this network. A single width cannot show that they do not grow with d. The paper has about 580,000 rows and an
 accuracy of about 80 %."""
 
-FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had here.
-Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short training
-from Gaussian weights, so it says little about the weights at the end of a long one."""
+FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had
+here. Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short
+training, and the weights still have nearly the law that they were drawn from: a Gaussian in the convolutions (layers
+1 to 13), a uniform one in the linear layers. The figure says nothing about the weights at the end of a long training."""
 
 TABLE3_NOTE = """The paper says that the rows with α follow (19), where A is what ⌊d^(2−2α)⌋ draws remove. The printed
 values are those of the entries that are kept after ⌊d^(2−α)⌋ draws. With replacement, a share exp(−d^−α) of the entries
@@ -178,18 +181,29 @@ def render() -> str:
     return fill_page(PAGE, parts)
 
 
-def draw_histograms(result: dict[str, Any], title: str) -> str:
-    """Return an SVG of the densities of the weights of each layer."""
+def draw_histograms(result: dict[str, Any], title: str, layers: Sequence[int] = ()) -> str:
+    """Return an SVG of the densities of the weights of each layer (or of `layers`), next to a Gaussian.
+
+    The weights are in standard deviations from their mean, so that layers of all scales can be compared.
+    """
     lines = {}
     for cell in result["cells"]:
-        low, high, counts = (cell["histogram"][key] for key in ("low", "high", "counts"))
+        layer, counts = cell["setting"]["layer"], cell["histogram"]["counts"]
+        if layers and layer not in layers:
+            continue
+        low, high = ((cell["histogram"][end] - cell["mean"]) / cell["std"] for end in ("low", "high"))
         step, total = (high - low) / len(counts), sum(counts)
-        lines[f"layer {cell['setting']['layer']}"] = [
-            (low + (k + 0.5) * step, count / total / step) for k, count in enumerate(counts)
-        ]
-    subtitle = f"{result['cells'][0]['model']}, four standard deviations to each side"
+        points = [(low + (k + 0.5) * step, count / total / step) for k, count in enumerate(counts)]
+        lines[f"layer {layer}"] = points
+    lines["Gaussian"] = [(x, math.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)) for x, _ in points]
     return line_chart(
-        lines, title=title, subtitle=subtitle, x_label="weight", y_label="density", log_axes=(False, False)
+        lines,
+        title=title,
+        subtitle=f"{result['cells'][0]['model']}, each layer in units of its own standard deviation",
+        x_label="weight, in standard deviations from the mean of its layer",
+        y_label="density",
+        dashed=["Gaussian"],
+        log_axes=(False, False),
     )
 
 
@@ -198,7 +212,9 @@ def render_drawings() -> dict[str, str]:
     tables = read_record(RECORD)["tables"]
     return {
         "figure1.svg": draw_histograms(tables["qian-figure1"], "Weights of a network trained on Covertype"),
-        "figure2.svg": draw_histograms(tables["qian-figure2"], "Weights of a VGG-16, trained briefly on CIFAR-10"),
+        "figure2.svg": draw_histograms(
+            tables["qian-figure2"], "Weights of a VGG-16, trained briefly on CIFAR-10", VGG_LAYERS
+        ),
     }
 
 
