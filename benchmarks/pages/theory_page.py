@@ -40,7 +40,8 @@ accuracy of about 80 %."""
 FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had
 here. Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short
 training, and the weights still have nearly the law that they were drawn from: a Gaussian in the convolutions (layers
-1 to 13), a uniform one in the linear layers. The figure says nothing about the weights at the end of a long training."""
+1 to 13), a uniform one in the linear layers. The figure says nothing about the weights at the end of a
+long training."""
 
 TABLE3_NOTE = """The paper says that the rows with α follow (19), where A is what ⌊d^(2−2α)⌋ draws remove. The printed
 values are those of the entries that are kept after ⌊d^(2−α)⌋ draws. With replacement, a share exp(−d^−α) of the entries
