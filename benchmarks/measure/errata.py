@@ -48,9 +48,11 @@ class Erratum:
         return MEASUREMENTS[self.measurement](np.random.default_rng(SEED))
 
     def is_supported_by(self, comparison: Comparison) -> bool:
-        """Return whether a comparison confirms the corrected form and contradicts the printed one."""
+        """Return whether a comparison confirms the corrected form and contradicts the printed one, if known."""
         drawn, right, printed = comparison.drawn, comparison.right, comparison.printed
         margin = STANDARD_ERRORS * comparison.error + 1e-9 * abs(drawn)
+        if printed is None:
+            return abs(right - drawn) <= margin + self.slack
         if self.bound:
             return right >= drawn - margin and printed < drawn - margin
         return abs(right - drawn) <= margin + self.slack < abs(printed - drawn)
@@ -86,6 +88,7 @@ def measure_figures(draw: np.random.Generator) -> dict[str, Any]:
     alphas = errata_pruning_bounds.ALPHAS
     kept = [math.sqrt(1 - bounds.distinct(math.floor(32 ** (2 - a)), 32**2)) for a in alphas]
     width, alpha, C = 512, 0.1, 0.63
+    draws = math.ceil(32 * math.log(32))
     W = draw.uniform(-1, 1, (width, width)) / math.sqrt(width)
     share = width ** (-2 * alpha)
     removed = np.where(np.abs(W) <= np.quantile(np.abs(W), share), W, 0)
@@ -96,6 +99,8 @@ def measure_figures(draw: np.random.Generator) -> dict[str, Any]:
         "lemma6": -math.log(bounds.lemma6(10)) / math.log(10),
         "kept": ", ".join(f"{k:.3f}" for k in kept[:-1]) + f" and {kept[-1]:.3f}",
         "C": bounds.LATALA,
+        "draws": draws,
+        "fresh": math.exp(bounds.no_repeat(draws, 32**2)),
         "width": width,
         "alpha": alpha,
         "drawn": float(np.linalg.norm(removed, 2)),

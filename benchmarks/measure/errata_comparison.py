@@ -15,13 +15,16 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Comparison:
-    """A simulated value (with its standard error; 0 means an exact value) beside the corrected and the printed form."""
+    """A simulated value (with its standard error; 0 means an exact value) beside the corrected and the printed form.
+
+    `printed` is None where the paper's formula cannot be verified from the text at hand.
+    """
 
     case: str
     drawn: float
     error: float
     right: float
-    printed: float
+    printed: float | None
 
 
 Measurement = Callable[[np.random.Generator], Iterator[Comparison]]

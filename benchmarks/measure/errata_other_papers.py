@@ -41,7 +41,7 @@ def compare_losses(draw: np.random.Generator, thetas: tuple[float, ...]) -> Iter
         for theta in thetas:
             m = round(k * d)
             case = f"k = {k}, θ = {theta:g}".replace("inf", "∞")
-            right, printed = (gip.pruning_mse(theta, d, m, printed=printed) for printed in (False, True))
+            right, printed = (gip.pruning_mse(theta, d, m, **form) for form in ({"exact": False}, {"printed": True}))
             yield Comparison(case, *simulate_mask_loss(draw, theta, d, m), right, printed)
 
 

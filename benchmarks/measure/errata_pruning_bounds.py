@@ -85,13 +85,12 @@ def measure_last_layer_norm(draw: np.random.Generator) -> Iterator[Comparison]:
 
 @measurement
 def measure_no_repeat_probability(draw: np.random.Generator) -> Iterator[Comparison]:
-    """Compare the probability that N draws hit N entries with E.2."""
+    """Compare the probability that N draws hit N entries with the exact one; E.2's own form cannot be verified."""
     D = 1024
     for N in (8, 32, 64):
         fresh = np.diff(np.sort(draw.integers(D, size=(200_000, N)), axis=1), axis=1).all(1)
-        yield Comparison(
-            f"d = 32, N = {N}", *mean_and_error(fresh.astype(float)), math.exp(bounds.no_repeat(N, D)), 1 / N
-        )
+        right = math.exp(bounds.no_repeat(N, D))
+        yield Comparison(f"d = 32, N = {N}", *mean_and_error(fresh.astype(float)), right, None)
 
 
 @measurement

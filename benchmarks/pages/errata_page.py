@@ -29,11 +29,12 @@ print(f"corrected {corrected:.1f}, printed {printed:.1f}")
 ```
 
 ```
-corrected 8016.1, printed 7853.5
+corrected 8016.3, printed 7853.5
 ```
 
 `python benchmarks/measure/errata.py` simulates every case (seed SEED). It checks that the corrected form agrees with
-the simulation and that the printed form does not, and writes the figures to `results/errata.json`.
+the simulation and that the printed form does not, and writes the figures to `results/errata.json`. We have the papers
+as text that was converted from their pages. Where a formula did not survive that, the page says *cannot be verified*.
 `python benchmarks/pages/errata_page.py` writes this page from that record.
 
 In the tables, ± is one standard error. A value without it is an exact sum, or the largest value of all draws. Where the
@@ -49,16 +50,22 @@ def wrap(text: str, indent: str = "") -> str:
 def format_row(row: dict[str, Any]) -> list[str]:
     """Return the cells of one comparison."""
     error = f" ± {row['error']:.1g}" if row["error"] else ""
-    return [row["case"], f"{row['drawn']:.5g}{error}", f"{row['right']:.5g}", f"{row['printed']:.5g}"]
+    printed = "cannot be verified" if row["printed"] is None else f"{row['printed']:.5g}"
+    return [row["case"], f"{row['drawn']:.5g}{error}", f"{row['right']:.5g}", printed]
 
 
 def format_erratum(erratum: dict[str, Any], recorded: dict[str, Any], figures: dict[str, Any]) -> Iterator[str]:
     """Yield the paragraphs of one erratum: the statement, the note and the table."""
     form = "bound" if recorded["bound"] else "corrected"
+    is_known = all(row["printed"] is not None for row in recorded["rows"])
     yield f"### {erratum['place']}\n"
-    yield f"- Printed: {erratum['printed']}.\n- Corrected: {erratum['right']}.\n"
+    yield wrap(f"- Printed: {erratum['printed']}.", indent="  ")
+    yield wrap(f"- {'Corrected' if is_known else 'Exact'}: {erratum['right']}.", indent="  ") + "\n"
     yield wrap(erratum["note"].format_map(figures)) + "\n"
-    yield format_table(["", "simulated", form, "printed"], map(format_row, recorded["rows"])) + "\n"
+    yield (
+        format_table(["", "simulated", form if is_known else "exact", "printed"], map(format_row, recorded["rows"]))
+        + "\n"
+    )
 
 
 def render() -> str:
@@ -75,7 +82,7 @@ def render() -> str:
         parts += [wrap(f"- {remark.format_map(figures)}", indent="  ") for remark in paper["remarks"]]
         parts.append("")
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("numpy", "scipy"))
-    parts.append(f"## Source\n\n{format_command(record)}, {versions}. (The script had another path at that commit.)\n")
+    parts.append(f"## Source\n\n{format_command(record)}, {versions}.\n")
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,8 +31,17 @@ LOOSENESS_RECORDS = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
 SHOWN_ALPHA = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of bound_looseness.py that the page shows
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
 
-TABLE1_NOTE = """The rows of Covertype are scaled, there are fewer of them than in the paper, and training saw them
-3 times instead of 20. The relevant result is that d E w² and d² E w⁴ of layers 2 to 5 are of order 1."""
+VGG_LAYERS = (1, 2, 3, 5, 8, 13, 14, 15, 16)  # in Figure 2: one of each width, and the last layers
+
+TABLE1_NOTE = """{notes} Here they are at most {K1:.1f} and {K2:.0f}, which are the constants K1 and K2 of the theorem
+for this network. A single width cannot show that they do not grow with d. The paper has about 580,000 rows and an
+accuracy of about 80 %."""
+
+FIGURE2_NOTE = """The paper shows the VGG16 that PyTorch offers, trained on ImageNet, whose weights cannot be had
+here. Figure 2 above shows another network: a VGG-16 for images of 32 × 32, with batch norm. {notes} That is a short
+training, and the weights still have nearly the law that they were drawn from: a Gaussian in the convolutions (layers
+1 to 13), a uniform one in the linear layers. The figure says nothing about the weights at the end of a
+long training."""
 
 TABLE3_NOTE = """The paper says that the rows with α follow (19), where A is what ⌊d^(2−2α)⌋ draws remove. The printed
 values are those of the entries that are kept after ⌊d^(2−α)⌋ draws. With replacement, a share exp(−d^−α) of the entries
@@ -69,7 +79,12 @@ def format_table1(result: dict[str, Any]) -> str:
         mean, variance = (found[name, None] for name in ("mean", "variance"))
         scaled = [f"{found[name, None]['mean']:.2f}" if (name, None) in found else "" for name in ("d E w²", "d² E w⁴")]
         rows.append([str(layer), format_cell(mean, 4), format_cell(variance, 4), *scaled])
-    return format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows) + f"\n\n{TABLE1_NOTE}"
+    K1, K2 = (
+        max(cell["mean"] for cell in result["cells"] if cell["setting"]["quantity"] == quantity)
+        for quantity in ("d E w²", "d² E w⁴")
+    )
+    table = format_table(["layer", "mean", "variance", "d E w²", "d² E w⁴"], rows)
+    return table + "\n\n" + wrap(TABLE1_NOTE.format(notes=result["notes"], K1=K1, K2=K2))
 
 
 def format_table2(result: dict[str, Any]) -> str:
@@ -94,7 +109,17 @@ def format_table3(result: dict[str, Any]) -> str:
     d, alpha = 32, 0.01
     kept = math.sqrt(1 - bounds.distinct(math.floor(d ** (2 - alpha)), d**2))
     note = TABLE3_NOTE.format(kept=kept, removed=math.sqrt(1 - kept**2))
-    return format_table(heads, rows) + f"\n\n{describe_largest_deviation(result['cells'])}. {note}"
+    return format_table(heads, rows) + "\n\n" + wrap(f"{describe_largest_deviation(result['cells'])}. {note}")
+
+
+def format_figure2(result: dict[str, Any]) -> str:
+    """Return what network Figure 2 shows."""
+    return wrap(FIGURE2_NOTE.format(notes=result["notes"]))
+
+
+def wrap(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def format_looseness(measured: dict[str, Any]) -> str:
@@ -132,8 +157,13 @@ def format_speed(records: Sequence[dict[str, Any]]) -> str:
 
 
 def format_record_sources(records: Sequence[dict[str, Any]]) -> str:
-    """Return the commands and versions that made `records`."""
-    return "\n".join(f"- {format_command(record)}, torch {record['versions']['torch']}" for record in records)
+    """Return the commands and versions that made `records`, and the commits that trained their networks."""
+    lines = []
+    for record in records:
+        trained = ", ".join(f"{name} at {commit}" for name, commit in record.get("networks", {}).items())
+        lines.append(f"- {format_command(record)}, torch {record['versions']['torch']}")
+        lines[-1] += f"; networks trained: {trained}" if trained else ""
+    return "\n".join(lines)
 
 
 def render() -> str:
@@ -144,6 +174,7 @@ def render() -> str:
         "loose": format_looseness(looseness[0]),
         "speed": format_speed(looseness),
         "table1": format_table1(tables["qian-table1"]),
+        "figure2": format_figure2(tables["qian-figure2"]),
         "table2": format_table2(tables["qian-table2"]),
         "table3": format_table3(tables["qian-table3"]),
         "sources": format_record_sources([record, *looseness]),
@@ -151,18 +182,29 @@ def render() -> str:
     return fill_page(PAGE, parts)
 
 
-def draw_histograms(result: dict[str, Any], title: str) -> str:
-    """Return an SVG of the densities of the weights of each layer."""
+def draw_histograms(result: dict[str, Any], title: str, layers: Sequence[int] = ()) -> str:
+    """Return an SVG of the densities of the weights of each layer (or of `layers`), next to a Gaussian.
+
+    The weights are in standard deviations from their mean, so that layers of all scales can be compared.
+    """
     lines = {}
     for cell in result["cells"]:
-        low, high, counts = (cell["histogram"][key] for key in ("low", "high", "counts"))
+        layer, counts = cell["setting"]["layer"], cell["histogram"]["counts"]
+        if layers and layer not in layers:
+            continue
+        low, high = ((cell["histogram"][end] - cell["mean"]) / cell["std"] for end in ("low", "high"))
         step, total = (high - low) / len(counts), sum(counts)
-        lines[f"layer {cell['setting']['layer']}"] = [
-            (low + (k + 0.5) * step, count / total / step) for k, count in enumerate(counts)
-        ]
-    subtitle = f"{result['cells'][0]['model']}, four standard deviations to each side"
+        points = [(low + (k + 0.5) * step, count / total / step) for k, count in enumerate(counts)]
+        lines[f"layer {layer}"] = points
+    lines["Gaussian"] = [(x, math.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)) for x, _ in points]
     return line_chart(
-        lines, title=title, subtitle=subtitle, x_label="weight", y_label="density", log_axes=(False, False)
+        lines,
+        title=title,
+        subtitle=f"{result['cells'][0]['model']}, each layer in units of its own standard deviation",
+        x_label="weight, in standard deviations from the mean of its layer",
+        y_label="density",
+        dashed=["Gaussian"],
+        log_axes=(False, False),
     )
 
 
@@ -171,7 +213,9 @@ def render_drawings() -> dict[str, str]:
     tables = read_record(RECORD)["tables"]
     return {
         "figure1.svg": draw_histograms(tables["qian-figure1"], "Weights of a network trained on Covertype"),
-        "figure2.svg": draw_histograms(tables["qian-figure2"], "Weights of a CNN trained on digits"),
+        "figure2.svg": draw_histograms(
+            tables["qian-figure2"], "Weights of a VGG-16, trained briefly on CIFAR-10", VGG_LAYERS
+        ),
     }
 
 

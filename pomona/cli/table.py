@@ -39,6 +39,14 @@ def table(
             "epoch of runs that were evaluated after each.",
         ),
     ] = "last",
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="FILE",
+            help="Compute qian-table1, qian-figure1 or qian-figure2 from a state dict (safetensors or torch.save).",
+        ),
+    ] = None,
     plot: Plot = None,
     report: Report = None,
     record: Record = False,
@@ -62,7 +70,7 @@ def table(
     require_report(report)
     if name is None:
         given = {"--only": only, "--set": settings, "--runs": runs, "--measure": measure != "last", "--plot": plot}
-        given |= {"--report": report, "--record": record, "--markdown": markdown}
+        given |= {"--weights": weights, "--report": report, "--record": record, "--markdown": markdown}
         for option in (option for option, value in given.items() if value):
             raise PomonaError(f"{option} applies to one table: name it, as in pomona table dpf-table1.")
         tables = catalog.list_tables()
@@ -73,6 +81,7 @@ def table(
         require(folder.is_dir(), f"--runs takes a folder of runs, and '{folder}' is not a folder.")
     found = catalog.find_table(name, settings or [])
     if isinstance(found, PaperTable):
+        require(weights is None, f"{name} is filled from runs: leave out --weights.")
         found, store = found.select(only or []), RunStore((RUNS, *(runs or ())))
         if record:
             print_status(f"{len(write_table_records(found, store))} records written to results/runs.")
@@ -88,7 +97,7 @@ def table(
         )
         show_progress = not as_json and sys.stderr.isatty()
         progress = (lambda done, total: print_status(f"{done} of {total}")) if show_progress else None
-        result = catalog.compute_table(found, progress)
+        result = catalog.compute_table(found, progress, weights)
     if as_json:
         print_json(result)
     elif markdown:

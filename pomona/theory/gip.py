@@ -12,6 +12,7 @@ of the mode, a few √d terms. A sequence for `d` and `m` means independent grou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from . import balanced
 Array = NDArray[np.float64]
 
 WINDOW_DEPTH = 46.0  # nats below the mode at which a window ends: e^−46 = 1e−20
+EXACT_LIMIT = 10**9  # d from which rounding hides the difference between the exact and the asymptotic pruning error
 STIRLING_FROM = 16  # n from which five terms of Stirling's series are exact in float64
 
 
@@ -142,33 +144,58 @@ def theta_for_swaps(swapped: float, d: ArrayLike, m: ArrayLike) -> float:
 
 
 def pruning_mse(
-    theta: float, d: ArrayLike, m: ArrayLike, sigma: float = 1.0, *, exact: bool = False, printed: bool = False
+    theta: float, d: ArrayLike, m: ArrayLike, sigma: float = 1.0, *, exact: bool | None = None, printed: bool = False
 ) -> float:
     """Return E‖g − g ⊙ I‖² for d gradients of N(0, σ²) and a randomized mask I (Lemma 3, Theorem 3):
 
-        MSE_0 + σ² ζ E[i],   MSE_0 = dσ² (1 − k − 2aφ(a)),   ζ = 2aφ(a) / (k (1 − k)),
+        MSE_0 + σ² ζ E[i],   MSE_0 = dσ² (1 − k − τ),   ζ = τ / (k (1 − k)),   k = m/d.
 
-    with k = m/d and a = Φ⁻¹(1 − k/2), the threshold for d → ∞. `exact` averages over the threshold of d draws.
-    `printed` has the paper's MSE_0, with an extra factor 1 − k, and its ζ = 1 + 2aφ(a)/k.
+    The exact form has dτ + m for the expected energy of the m largest of d draws. The asymptotic form (exact=False) has
+    its limit τ = 2aφ(a) with a = Φ⁻¹(1 − k/2), which misses the energy of a finite d by a constant: about
+    σ² k (1 − k) a / 2φ(a). By default each group up to EXACT_LIMIT is exact, and a larger one is asymptotic.
+
+    `printed` has the paper's MSE_0, with an extra factor 1 − k, and its ζ = 1 + 2aφ(a)/k, both for d → ∞.
     """
     require_valid_theta(theta)
     require(0 <= sigma < math.inf, f"σ must be finite and not negative, got {sigma:g}.")
     require(not (exact and printed), "the printed form knows only d → ∞: leave out exact or printed.")
+    if exact:
+        require_exact_sizes(d, m)
 
     def group_error(n: int, kept: int) -> float:
         if kept in (0, n):
             return float(n - kept)
         k = kept / n
-        if exact:
-            least = (n - kept) * balanced.removed_second_moment(1 - k, block=n)
-            tail = 1 - k - least / n
-        else:
+        if printed or exact is False or n > EXACT_LIMIT:
             tail = tail_moment(k)
             least = n * (1 - k - tail) * (1 - k if printed else 1)
+        else:
+            least = smallest_energy(n, kept)
+            tail = 1 - k - least / n
         zeta = 1 + tail / k if printed else tail / (k * (1 - k))
         return least + zeta * swaps(theta, n, kept).mean
 
     return sigma**2 * sum_over_groups(d, m, group_error)
+
+
+def require_exact_sizes(d: ArrayLike, m: ArrayLike) -> None:
+    """Raise PomonaError for a group that is too large for the exact form of the pruning error."""
+    largest = max(n for n, _, _ in distinct_groups(d, m))
+    require(
+        largest <= EXACT_LIMIT,
+        f"the exact error is computed up to d = {EXACT_LIMIT:,}, got {largest:,}: use the asymptotic one, which "
+        "agrees with it to nine digits there.",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def smallest_energy(d: int, m: int) -> float:
+    """Return the expected sum of squares of all but the m largest of d draws of N(0, 1), by order statistics.
+
+    A draw is removed when it is below the (d − m)-th smallest of the others, whose quantile is Beta(d − m, m): one
+    quadrature at any d.
+    """
+    return (d - m) * balanced.removed_second_moment(1 - m / d, block=d)
 
 
 def tail_moment(k: float) -> float:

@@ -73,8 +73,16 @@ def test_the_fast_measurements_reproduce_the_record(pairs, name):
         ((1.0, 0.1, 5.0, 0.5), True, True),
         ((1.0, 0.1, 0.5, 0.5), True, False),
         ((1.0, 0.1, 5.0, 0.9), True, False),
+        ((1.0, 0.1, 1.3, None), False, True),  # the printed form cannot be verified
+        ((1.0, 0.1, 1.5, None), False, False),
     ],
 )
 def test_is_supported_by(errata, row, bound, supported):
     erratum = errata.Erratum("a paper", "a place", "printed", "right", "", "measurement", bound=bound)
     assert erratum.is_supported_by(errata.Comparison("case", *row)) is supported
+
+
+def test_e2_is_the_only_formula_that_cannot_be_verified(pairs):
+    unknown = [erratum for erratum, entry in pairs if any(row["printed"] is None for row in entry["rows"])]
+    assert [erratum.measurement for erratum in unknown] == ["no_repeat_probability"]
+    assert unknown[0].printed.startswith("cannot be verified")

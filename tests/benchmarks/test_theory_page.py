@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from pomona.cli import main
+from pomona.cli.bound.group import bound
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "theory.md").read_text()
@@ -78,6 +80,57 @@ def assert_same_output(shown: str, printed: str, tolerance: float = 1e-3) -> Non
 def test_the_commands_print_what_is_shown(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)) == 0
     assert_same_output(shown, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    re.findall(r"^\| .*? \| `pomona (bound [^`]*)` \| (.*\*\*.*) \|$", TEXT, re.MULTILINE),
+    ids=lambda text: "",
+)
+def test_the_examples_of_the_first_table_are_printed(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(command)) == 0
+    printed = capsys.readouterr().out
+    for figure in re.findall(r"\*\*(.*?)\*\*", shown):
+        assert re.search(rf"(?<![\d.,]){re.escape(figure)}", printed), figure
+
+
+def test_every_command_of_bound_is_in_the_first_table() -> None:
+    first = TEXT.partition("## What you can do with it")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`pomona bound (\w+)", first))
+    assert named >= {command.name or command.callback.__name__ for command in bound.registered_commands}
+
+
+def test_table_1_and_the_figures_are_of_the_networks_that_the_page_names(records: list[dict[str, Any]]) -> None:
+    tables = records[0]["tables"]
+    assert "for 20 epochs on" in tables["qian-table1"]["notes"]
+    assert tables["qian-figure1"]["notes"] in tables["qian-table1"]["notes"]
+    assert len(tables["qian-figure2"]["cells"]) == 13 + 3
+    words = " ".join(TEXT.split())
+    for name in ("qian-table1", "qian-figure2"):
+        assert tables[name]["notes"] in words
+
+
+def test_trained_networks_are_kept_with_the_commit_that_trained_them(
+    load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("qian_klabjan_tables")
+    weights = tuple(torch.full((2, k), float(k)) for k in range(1, 13))
+    calls = []
+
+    def train(seed: int, progress: Any) -> Any:
+        calls.append(seed)
+        return script.qian_tables.Network("small", weights, "It was trained.")
+
+    monkeypatch.setitem(script.TRAINED, "small", train)
+    monkeypatch.setattr(script.environment, "current_commit", lambda: "0123456789ab")
+    trained = script.get_network("small", tmp_path)
+    monkeypatch.setattr(script.environment, "current_commit", lambda: "a later one")
+    for network, commit in (trained, script.get_network("small", tmp_path)):
+        assert (network.name, network.origin, commit) == ("small", "It was trained.", "0123456789ab")
+        assert all(torch.equal(a, b) for a, b in zip(network.weights, weights, strict=True))
+    assert calls == [0]
 
 
 def test_the_code_prints_what_is_shown() -> None:

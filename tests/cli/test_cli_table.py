@@ -84,7 +84,23 @@ def test_without_a_name_all_tables_are_listed(run_command, work_folder):
         (["table", "dpf-figure14", "--plot", "small.toml"], "'small.toml' cannot be written"),
         (["table", "gip", "--only", "seed=0"], "gip is computed, not trained"),
         (["table", "dpf-table1", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
+        (["table", "dpf-table1", "--weights", "small.toml"], "dpf-table1 is filled from runs: leave out --weights"),
+        (["table", "--weights", "small.toml"], "--weights applies to one table"),
+        (["table", "qian-table3", "--weights", "small.toml"], "--weights applies to qian-table1, qian-figure1"),
+        (["table", "qian-figure2", "--weights", "nowhere.pt"], "'nowhere.pt' is not a file"),
     ],
 )
 def test_invalid_arguments_of_table_are_refused(assert_refused, arguments, expected):
     assert_refused(arguments, expected)
+
+
+def test_a_figure_of_the_weights_in_a_file(run_command):
+    import torch
+
+    torch.save({f"{k}.weight": torch.tensor([[k - 1.0, k + 1.0]]) for k in range(3)}, "weights.pt")
+    code, out, err = run_command("table", "qian-figure2", "--weights", "weights.pt", "--json")
+    assert code == 0, err
+    assert [cell["mean"] for cell in json.loads(out)["cells"]] == [0, 1, 2]
+    code, out, err = run_command("table", "qian-table1", "--weights", "weights.pt")
+    assert code == 0, err
+    assert "d E w²" in out

@@ -269,3 +269,17 @@ def test_delta_below_the_failure_of_the_norms_is_refused() -> None:
         magnitude(NET, alpha=0.2, c0=2.0)
     with pytest.raises(PomonaError, match="K2 ≥ 4"):
         Moments(2.0, 1.0)
+
+
+@pytest.mark.parametrize("depth", [3, 4, 6])
+def test_theorem_2_counts_uneven_masks_once(depth: int) -> None:
+    """Even masks are a factor of the probability; the term 2(k−1) d^(−1/3) of statement (II) would count them again."""
+    d, alpha, fail = 10**9, 0.3, 0.001
+    given = {"alpha": alpha, "law": Moments(1.0, 1.8), "norms": [2.0] * depth, "deltas": [fail] * depth, "delta": 0.9}
+    markov = (depth - 2) * bounds.LATALA * (2 * math.sqrt(3) + 1.8**0.25) * d ** (-alpha / 4)
+    ours, theirs = (random((d,) * (depth + 1), **FORMS[form], **given) for form in ("corrected", "printed"))
+    even = (1 - d ** (-1 / 3)) ** (2 * (depth - 2))
+    lost = sum((depth - i) * fail for i in range(1, depth))
+    assert theirs.probability == pytest.approx(even * (1 - fail) * (1 - markov - lost), rel=1e-12)
+    even = (1 - d ** -(3 * math.log(3) - 3)) ** (2 * (depth - 2))
+    assert ours.probability == pytest.approx(even * (1 - markov - depth * fail), rel=1e-12)

@@ -57,6 +57,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("magnitude", "--epsilon", "1"),
         ("random", "--sparsity", "0.1", "--law", "moments"),
         ("random", "--alpha", "0.3", "--distinct", "--norms", "1,1,1"),
+        ("random", "--alpha", "0.2", "--law", "subgaussian"),
+        ("random", "--alpha", "0.2", "--law", "rows"),
+        ("norm", "--shape", "64,32"),
+        ("norm", "--shape", "64,32", "--law", "rows"),
+        ("estimate", "E.1", "--alpha", "0.2", "--correlation", "0.01"),
         ("cnn", "--alpha", "0.2", "--beta1", "0.1"),
         ("estimate", "C.1", "--alpha", "0.2"),
         ("spectral", "--channels", "3,4", "--image", "6"),
@@ -113,6 +118,56 @@ def test_width_is_solved_for(call: Call) -> None:
 def test_gip_prints_the_values_of_the_library(call: Call) -> None:
     _, out, _ = call("gip", "--d", "1000", "--m", "100", "--theta", "0.01", "--json")
     assert json.loads(out)["expected swaps"] == gip.expected_swaps(0.01, 1000, 100)
+
+
+def test_gip_prints_the_exact_error_and_its_limit(call: Call) -> None:
+    exact, limit, printed = (f"mean squared error, {form}" for form in ("exact", "d → ∞", "printed"))
+    arguments = ("gip", "--d", "10", "--m", "5", "--theta", "inf", "--json")
+    for option in ((), ("--exact",)):
+        found = json.loads(call(*arguments, *option)[1])
+        assert found[exact] == pytest.approx(0.9712, abs=1e-4)
+        assert found[limit] == pytest.approx(0.7133, abs=1e-4)
+        assert found[printed] == pytest.approx(0.7133 / 2, abs=1e-4)
+    assert exact not in json.loads(call(*arguments, "--asymptotic")[1])
+
+
+def test_gip_says_where_the_error_is_only_a_limit(call: Call) -> None:
+    code, out, err = call("gip", "--d", "10000000000", "--m", "10", "--theta", "inf")
+    assert code == 0
+    assert "exact" not in out
+    assert "limit for d → ∞: the exact one is computed up to d = 1,000,000,000" in err
+    code, _, err = call("gip", "--d", "10000000000", "--m", "10", "--theta", "inf", "--exact")
+    assert code == 2
+    assert "the exact error is computed up to d = 1,000,000,000" in err
+
+
+def test_assumptions_of_the_weights_are_printed(call: Call) -> None:
+    for law, assumption in (("subgaussian", "independent sub-Gaussian weights"), ("correlated", "jointly Gaussian")):
+        _, out, _ = call("random", "--alpha", "0.2", "--law", law)
+        assert f"assumes  {assumption}" in out
+        _, out, _ = call("random", "--alpha", "0.2", "--law", law, "--json")
+        assert all(one["assumption"].startswith(assumption) for one in json.loads(out))
+    _, out, _ = call("norm", "--shape", "64,32", "--law", "correlated", "--K1", "2")
+    assert "no eigenvalue above 2/n" in out
+
+
+def test_forms_that_do_not_cover_the_weights_say_so(call: Call) -> None:
+    code, out, _ = call("random", "--alpha", "0.2", "--law", "rows", "--json")
+    printed, corrected, sharp = json.loads(out)
+    assert code == 0
+    assert printed["note"] == corrected["note"]
+    assert "Lemma 4 needs independent weights" in printed["note"]
+    assert sharp["proven"]
+
+
+def test_norm_prints_the_bounds_of_the_library(call: Call) -> None:
+    _, out, _ = call("norm", "--shape", "64,32", "--K1", "2", "--delta", "0.1", "--json")
+    found = json.loads(out)
+    law = bounds.SubGaussian(2.0)
+    assert found["mean norm, at most"] == law.expected(64, 32)
+    assert found["norm, at most, except with probability 0.1"] == bounds.norm_level(law, (64, 32), 0.1)
+    assert found["basis"] == "proven"
+    assert json.loads(call("norm", "--shape", "64,32", "--law", "moments", "--json")[1])["basis"] == "by a measured C"
 
 
 def test_convergence_prints_the_estimates_of_the_library(call: Call) -> None:
@@ -209,6 +264,10 @@ def test_fraction_of_one_round_of_pruning(call: Call, run: Path) -> None:
         (("random", "--alpha", "0.2", "--law", "cauchy"), "unknown law 'cauchy'"),
         (("random", "--alpha", "0.2", "--norms", "1,1,1", "--deltas", "0.1,0.1,0.1"), "cannot be met"),
         (("random", "--alpha", "0.2", "--norms", "1;1"), "no list of numbers"),
+        (("magnitude", "--alpha", "0.2", "--law", "subgaussian"), "Theorem 1 needs uniform weights, not SubGaussian"),
+        (("estimate", "C.1", "--alpha", "0.2", "--correlation", "0.1"), "--correlation belongs to E.1"),
+        (("norm", "--shape", "64,32", "--delta", "2"), "delta is a probability between 0 and 1, got 2"),
+        (("norm", "--shape", "64"), "2 whole numbers or more"),
         (("gip", "--d", "10", "--m", "1"), "one of --epsilon and --theta"),
         (("convergence", "--L", "1", "--G", "1", "--T", "9", "--delta", "0", "--norm", "1"), "give --mu"),
         (("certify", "missing"), "say what RUN is compared with"),

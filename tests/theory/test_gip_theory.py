@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.special import ndtri
 from scipy.stats import hypergeom
 
 from pomona import PomonaError
@@ -183,18 +185,81 @@ def test_pruning_mse_matches_a_simulation_and_the_printed_form_does_not(k, theta
     d = 400
     mean, error = simulate_error(theta, d, round(k * d), draws=1500, seed=3)
     assert abs(gip.pruning_mse(theta, d, round(k * d), exact=True) - mean) < 4 * error
-    assert abs(gip.pruning_mse(theta, d, round(k * d)) - mean) < 4 * error + 1  # d → ∞: short of it by less than σ²
+    limit = gip.pruning_mse(theta, d, round(k * d), exact=False)
+    assert abs(limit - mean) < 4 * error + 1  # d → ∞: short of it by less than σ²
     assert abs(gip.pruning_mse(theta, d, round(k * d), printed=True) - mean) > 4 * error
 
 
 def test_exact_form_is_needed_for_few_coordinates():
     mean, error = simulate_error(math.inf, 8, 3, draws=20_000, seed=4)
-    assert abs(gip.pruning_mse(math.inf, 8, 3, exact=True) - mean) < 4 * error
-    assert abs(gip.pruning_mse(math.inf, 8, 3) - mean) > 4 * error
+    assert abs(gip.pruning_mse(math.inf, 8, 3) - mean) < 4 * error
+    assert abs(gip.pruning_mse(math.inf, 8, 3, exact=False) - mean) > 4 * error
+
+
+@pytest.mark.parametrize("theta", [math.inf, 0.0, 0.7])
+def test_exact_form_of_two_coordinates_by_hand(theta):
+    """With |x² − y²| = 2 |u v| for independent u, v of N(0, 1), the smaller square has the mean 1 − 2/π."""
+    swapped = math.exp(-2 * theta) / (1 + math.exp(-2 * theta))
+    right = (1 - 2 / math.pi) * (1 - swapped) + (1 + 2 / math.pi) * swapped
+    assert gip.pruning_mse(theta, 2, 1, sigma=3.0) == pytest.approx(9 * right, rel=1e-12)
+
+
+def mean_ordered_squares(d: int) -> list[float]:
+    """Return E x² of each of d ordered draws of |N(0, 1)|, by integrating their densities."""
+    moments = []
+    for rank in range(1, d + 1):
+        count = rank * math.comb(d, rank)
+
+        def integrand(x: float, rank: int = rank, count: int = count) -> float:
+            below = math.erf(x / math.sqrt(2))
+            density = math.sqrt(2 / math.pi) * math.exp(-(x**2) / 2)
+            return x**2 * count * below ** (rank - 1) * (1 - below) ** (d - rank) * density
+
+        moments.append(quad(integrand, 0, 12, epsabs=1e-12)[0])
+    return moments
+
+
+@pytest.mark.parametrize("d", [3, 4, 6])
+@pytest.mark.parametrize("theta", [math.inf, 0.0, 0.4, 1.5])
+def test_exact_form_matches_a_sum_over_every_mask(d, theta):
+    """Coordinates are named by their rank: the true mask has the last m, and every mask its probability."""
+    squares = mean_ordered_squares(d)
+    assert sum(squares) == pytest.approx(d)
+    for m in range(1, d):
+        top = set(range(d - m, d))
+        masks = [set(ones) for ones in itertools.combinations(range(d), m)]
+        weights = [1.0 if mask == top else math.exp(-theta * len(mask ^ top)) for mask in masks]
+        lost = [sum(squares[j] for j in range(d) if j not in mask) for mask in masks]
+        right = sum(w * x for w, x in zip(weights, lost, strict=True)) / sum(weights)
+        assert gip.pruning_mse(theta, d, m) == pytest.approx(right, rel=1e-9)
+
+
+@given(st.floats(0.001, 0.999), st.integers(6, 9))
+@settings(max_examples=50, deadline=None)
+def test_exact_form_exceeds_the_limit_by_the_curvature_of_the_threshold(k, digits):
+    """A threshold of variance k (1 − k)/d in its quantile adds σ² k (1 − k) a / 2φ(a), by the second derivative."""
+    d = 10**digits
+    m = round(k * d)
+    a = -ndtri(m / d / 2)
+    added = m / d * (1 - m / d) * a / (2 * math.exp(-(a**2) / 2) / math.sqrt(2 * math.pi))
+    excess = gip.pruning_mse(math.inf, d, m) - gip.pruning_mse(math.inf, d, m, exact=False)
+    assert excess == pytest.approx(added, rel=2e-3, abs=2e-12 * d)
+
+
+def test_the_example_of_the_page_is_far_from_its_limit():
+    assert gip.pruning_mse(math.inf, 10, 5) == pytest.approx(0.971, abs=5e-4)
+    assert gip.pruning_mse(math.inf, 10, 5, exact=False) == pytest.approx(0.713, abs=5e-4)
+
+
+def test_groups_beyond_the_exact_limit_are_asymptotic():
+    large = 10 * gip.EXACT_LIMIT
+    assert gip.pruning_mse(math.inf, large, large // 2) == gip.pruning_mse(math.inf, large, large // 2, exact=False)
+    mixed = gip.pruning_mse(math.inf, [large, 10], [large // 2, 5]) - gip.pruning_mse(math.inf, large, large // 2)
+    assert mixed == pytest.approx(0.971, abs=1e-3)
 
 
 def test_forms_agree_in_the_limits():
-    for options in ({}, {"exact": True}, {"printed": True}):  # a random mask loses its share of the energy
+    for options in ({}, {"exact": False}, {"printed": True}):  # a random mask loses its share of the energy
         assert gip.pruning_mse(0.0, 1000, 300, 2.0, **options) == pytest.approx(4 * 700)
     far = [gip.pruning_mse(1.0, 10**6, 10**5, exact=exact) for exact in (False, True)]
     assert far[0] == pytest.approx(far[1], rel=1e-5)
@@ -217,6 +282,7 @@ def test_forms_agree_in_the_limits():
         (lambda: gip.theta_for_swaps(3.0, 10, 3), "between 0 and 2.1"),
         (lambda: gip.pruning_mse(1.0, 10, 3, -1.0), "σ must be finite"),
         (lambda: gip.pruning_mse(1.0, 10, 3, exact=True, printed=True), "leave out exact or printed"),
+        (lambda: gip.pruning_mse(1.0, 10**10, 3, exact=True), "up to d = 1,000,000,000, got 10,000,000,000"),
     ],
 )
 def test_invalid_arguments_are_refused(call, message):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
+from pomona.data.dataset import Dataset
+from pomona.data.split import Split
+from pomona.errors import PomonaError
 from pomona.theory import qian_tables
 from pomona.theory.qian_tables import standard_errors_off
 from pomona.theory.qian_tables.random_matrices import measure_lemma4, spectral_norms
@@ -87,17 +94,23 @@ def test_spectral_norms_of_wide_and_tall_matrices() -> None:
         assert torch.allclose(spectral_norms(each), torch.linalg.matrix_norm(each, 2))
 
 
-def make_clusters(count: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points from seven Gaussian clusters in 54 dimensions, and their labels."""
+def make_clusters(count: int = 600) -> Dataset:
+    """Return points from seven Gaussian clusters in 54 dimensions; the test points are from the same clusters."""
     generator = torch.Generator().manual_seed(0)
-    y = torch.randint(7, (count,), generator=generator)
-    centres = torch.randn(7, 54, generator=generator)
-    return centres[y] + torch.randn(count, 54, generator=generator), y
+    y = torch.randint(7, (2 * count,), generator=generator)
+    x = torch.randn(7, 54, generator=generator)[y] + torch.randn(2 * count, 54, generator=generator)
+    train, test = Split(x[:count], y[:count]), Split(x[count:], y[count:])
+    return Dataset("clusters", train, test, classes=7, input_shape=(54,), kind="table")
 
 
 def test_table_1_moments_of_a_small_network() -> None:
     """Trained weights keep the order of their initialization: E w² is O(1/d) and E w⁴ is O(1/d²) in layers 2 to 5."""
-    table = qian_tables.table1(data=make_clusters(), width=64, epochs=2)
+    network = qian_tables.train_on_covertype(data=make_clusters(), width=64, epochs=15)
+    assert "15 epochs on 600 rows" in network.origin
+    accuracy = re.search(r"classifies ([\d.]+)% of 600 test examples", network.origin)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+    table = qian_tables.table1(network=network)
     assert [c["paper"] for c in table["cells"] if c["setting"]["quantity"] == "variance"] == list(
         qian_tables.PRINTED_VARIANCES
     )
@@ -109,7 +122,10 @@ def test_table_1_moments_of_a_small_network() -> None:
 
 def test_figure_1_histograms_count_every_weight() -> None:
     calls: list[tuple[int, int]] = []
-    figure = qian_tables.figure1(progress=lambda *call: calls.append(call), data=make_clusters(100), width=16, epochs=1)
+    network = qian_tables.train_on_covertype(
+        0, lambda *call: calls.append(call), data=make_clusters(100), width=16, epochs=1
+    )
+    figure = qian_tables.figure1(network=network)
     assert [c["runs"] for c in figure["cells"]] == [54 * 16, *[256] * 4, 16 * 7]
     assert calls == [(1, 1)]
     for one in figure["cells"]:
@@ -117,10 +133,90 @@ def test_figure_1_histograms_count_every_weight() -> None:
         assert 1 < one["kurtosis"] < 9
 
 
-def test_figure_2_comes_from_a_trained_cnn() -> None:
-    figure = qian_tables.figure2(rho=0.5, epochs=1)
-    assert len(figure["cells"]) == 5
+def test_figure_2_comes_from_a_vgg16_with_sixteen_layers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    part = Split(x, torch.arange(8))
+    images = Dataset("images", part, part, classes=10, input_shape=(3, 32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
+    figure = qian_tables.figure2(network=qian_tables.train_on_cifar10(data=images, images=4, epochs=1))
+    assert len(figure["cells"]) == 13 + 3
+    assert figure["notes"].startswith("It was trained here with Adam for 1 epochs on 4 images of CIFAR-10")
     assert all(abs(one["mean"]) < one["std"] for one in figure["cells"])
+
+
+def make_state() -> dict[str, torch.Tensor]:
+    """Return the state dict of a network with 11 convolutions and 3 matrices, whose weights tell its layers apart."""
+    layers = [nn.Conv2d(1, 2, 3), *(nn.Conv2d(2, 2, 3) for _ in range(10))]
+    model = nn.Sequential()
+    model.features = nn.Sequential(*layers)
+    model.classifier = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 2))
+    for k, layer in enumerate(m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)):
+        nn.init.constant_(layer.weight, float(k))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["vgg.safetensors", "vgg.pt"])
+def test_weights_of_a_file_are_read_layer_by_layer(tmp_path: Path, name: str) -> None:
+    """The layers keep their order: number 10 after number 9, matrices after convolutions, no biases and statistics."""
+    file = tmp_path / name
+    save_file(make_state(), file) if name.endswith("safetensors") else torch.save(make_state(), file)
+    network = qian_tables.read_network(file)
+    assert [float(w.mean()) for w in network.weights] == list(range(14))
+    assert [w.dim() for w in network.weights] == [4] * 11 + [2] * 3
+    figure = qian_tables.figure2(weights=file)
+    assert [cell["mean"] for cell in figure["cells"]] == list(range(14))
+    assert figure["notes"] == f"Its weights were read from {name}."
+    table = qian_tables.table1(weights=file)
+    assert {cell["paper"] for cell in table["cells"]} == {None}
+    inner = {c["setting"]["quantity"]: c["mean"] for c in table["cells"] if c["setting"]["layer"] == 2}
+    assert inner["d E w²"] == pytest.approx(3 * 12**2)
+    assert inner["d² E w⁴"] == pytest.approx(9 * 12**4)
+
+
+class RunsCode:
+    """An object that would create a file if its pickle were executed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_a_file_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    file, trace = tmp_path / "code.pt", tmp_path / "trace"
+    torch.save({"weight": RunsCode(trace)}, file)
+    with pytest.raises(PomonaError, match="cannot be read as a state dict"):
+        qian_tables.read_network(file)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.pt", None, "is not a file"),
+        ("text.safetensors", b"text", "is not a safetensors file"),
+        ("text.pt", b"text", "cannot be read as a state dict"),
+        ("list.pt", [torch.ones(2, 2)], "holds a list"),
+        ("model.pt", {"model": {"weight": torch.ones(2, 2)}}, "holds a dict that is no state dict"),
+        ("bias.pt", {"bias": torch.ones(2)}, "no weights of two dimensions"),
+        ("nan.pt", {"weight": torch.full((2, 2), math.nan)}, "not finite"),
+    ],
+)
+def test_files_that_are_no_state_dict_are_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    file = tmp_path / name
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    with pytest.raises(PomonaError, match=message):
+        qian_tables.read_network(file)
+
+
+def test_table_1_needs_three_linear_layers(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "one.pt")
+    with pytest.raises(PomonaError, match="has 1"):
+        qian_tables.table1(weights=tmp_path / "one.pt")
 
 
 def test_tables_are_registered_by_name_and_docstring() -> None:

@@ -4,7 +4,8 @@ group          the command group
 options        options that several commands share, and parsers of lists
 output         tables, JSON and charts
 theorem_forms  one theorem of Qian & Klabjan (2021) in its three forms
-qian_klabjan   magnitude, random, cnn, estimate
+laws           laws of random weights by name, with their assumptions
+qian_klabjan   magnitude, random, norm, cnn, estimate
 certificate    certify, fraction
 spectral  gip  balanced  iterand  convergence     one command each
 """

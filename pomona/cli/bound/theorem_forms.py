@@ -10,9 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pomona.errors import require
+from pomona.errors import PomonaError, require
 
-from ..output import print_status
+from ..output import facts_table, print_status, print_table
 from .output import Series, print_result, write_chart
 
 CURVE_POINTS = 40
@@ -28,6 +28,7 @@ def show_theorem(
     options: Mapping[str, Any],
     plot: Path | None,
     as_json: bool,
+    assumption: str = "",
 ) -> None:
     """Evaluate a theorem in its three forms, or solve it for the sparsity or the width, and print the results."""
     from pomona.theory import bounds
@@ -37,9 +38,13 @@ def show_theorem(
         "say how much is pruned, --alpha or --sparsity, or how much error is allowed, --epsilon.",
     )
     results = [evaluate_form(theorem, form, widths, alpha, sparsity, epsilon, delta, options) for form in bounds.FORMS]
+    if all(result.get("not_covered") for result in results):
+        raise PomonaError(results[0]["note"])
     if not as_json:
         print_status("the bound holds for weights drawn at random; docs/errata.md explains the three forms.")
-    print_result(results, forms_table(results), as_json)
+    print_result([{**result, "assumption": assumption} for result in results], forms_table(results), as_json)
+    if assumption and not as_json:
+        print_table(facts_table({" assumes": assumption}))
     if plot is not None:
         write_chart(
             plot,
@@ -77,6 +82,8 @@ def evaluate_form(
             found = bounds.largest(theorem, widths, epsilon or 0.0, delta, **flags, **options)
         else:
             found = theorem(widths, delta=delta, **flags, **pruning, **options)
+    except bounds.NotCovered as error:
+        return result | {"note": str(error), "not_covered": True}
     except bounds.TooNarrow as error:
         # A condition on the widths belongs to the result: other forms may not have it.
         found, result["note"] = None, str(error)
@@ -119,7 +126,7 @@ def errors_over_sparsity(
         for k in range(1, CURVE_POINTS + 1 if most > 0 else 1):
             try:
                 found = theorem(widths, alpha=most * k / CURVE_POINTS, delta=delta, **bounds.FORMS[form], **options)
-            except bounds.TooNarrow:
+            except (bounds.TooNarrow, bounds.NotCovered):
                 continue
             if not found.vacuous and found.error > 0:
                 points.append((found.sparsity, found.error))

@@ -1,8 +1,8 @@
 """The catalog of tables by name: those of runs, defined in TOML files, and those that a function computes.
 
 Each module in `COMPUTED_TABLE_MODULES` has a dictionary TABLES of functions by the name of their table. A function
-returns a dictionary with `title`, `paper` and `cells`, and may take `progress(done, total)`. The first line of its
-docstring is the title in the list of tables.
+returns a dictionary with `title`, `paper` and `cells`, and may take `progress(done, total)` and `weights`, a file. The
+first line of its docstring is the title in the list of tables.
 """
 
 from __future__ import annotations
@@ -58,10 +58,21 @@ def find_table(name: str, overrides: Sequence[str] = ()) -> PaperTable | Compute
     return computed[name]
 
 
-def compute_table(function: ComputedTable, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Return a computed table; `progress(done, total)` is passed on to a function that takes it."""
-    takes_progress = "progress" in inspect.signature(function).parameters
-    return function(progress=progress) if takes_progress else function()
+def compute_table(
+    function: ComputedTable, progress: Callable[[int, int], None] | None = None, weights: Path | None = None
+) -> dict[str, Any]:
+    """Return a computed table; `progress(done, total)` is passed on to a function that takes it.
+
+    `weights` is a state dict whose weights take the place of those that the function would train.
+    """
+    parameters = inspect.signature(function).parameters
+    options: dict[str, Any] = {"progress": progress} if "progress" in parameters else {}
+    if weights is not None:
+        require(
+            "weights" in parameters, "--weights applies to qian-table1, qian-figure1 and qian-figure2: leave it out."
+        )
+        options["weights"] = weights
+    return function(**options)
 
 
 def list_tables() -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ inequality (Lemma 4), of which only lower bounds are known; `LATALA` is the larg
 (Table 3), and `oblong` converts it for other shapes.
 
 distributions   laws of the weights, and norms of random matrices
+subgaussian     sub-Gaussian laws (Lemma 2) and dependent weights (E.1)
 lemmas          order statistics and random draws
 bound           the result of a theorem, and its forms
 network         shapes of the layers and propagation of the error
@@ -26,27 +27,33 @@ extensions      asymptotic estimates of the appendices
 
 from __future__ import annotations
 
-from .bound import FORMS, Bound, Theorem, TooNarrow
+from .bound import FORMS, Bound, NotCovered, Theorem, TooNarrow
 from .distributions import KURTOSIS, LATALA, Gaussian, Law, Moments, Uniform, latala, oblong, shape_factor
 from .extensions import EXTENSIONS, Estimate, estimate, removed_norm
 from .lemmas import distinct, lemma1, lemma3, lemma5, lemma6, no_repeat, theorem4
 from .network import propagated_error
 from .pruning import most_alpha
 from .solvers import fraction_per_round, largest, least_pruning, measure_chain, narrowest
+from .subgaussian import DOMINATION, CorrelatedGaussian, DependentRows, SubGaussian
 from .theorem1 import magnitude
-from .theorem2 import random
+from .theorem2 import norm_level, random
 from .theorem3 import cnn
 
 __all__ = [
+    "DOMINATION",
     "EXTENSIONS",
     "FORMS",
     "KURTOSIS",
     "LATALA",
     "Bound",
+    "CorrelatedGaussian",
+    "DependentRows",
     "Estimate",
     "Gaussian",
     "Law",
     "Moments",
+    "NotCovered",
+    "SubGaussian",
     "Theorem",
     "TooNarrow",
     "Uniform",
@@ -66,6 +73,7 @@ __all__ = [
     "most_alpha",
     "narrowest",
     "no_repeat",
+    "norm_level",
     "oblong",
     "propagated_error",
     "random",

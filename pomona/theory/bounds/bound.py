@@ -21,6 +21,10 @@ class TooNarrow(PomonaError):
     """Raised for widths that break an assumption of a theorem which wider layers could meet."""
 
 
+class NotCovered(PomonaError):
+    """Raised for weights or forms that a theorem says nothing about, whatever the widths."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """An upper bound `error` of sup ‖f − F‖ that holds with at least `probability`."""

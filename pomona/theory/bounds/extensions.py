@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import ndtri
+import numpy as np
+from scipy.special import ndtr, ndtri
+from scipy.stats import ncx2
 
-from ...errors import PomonaError
+from ...errors import PomonaError, require
 from .distributions import LATALA, Gaussian, Uniform
 from .network import layer_shapes, lipschitz_product, propagated_error
 from .pruning import KERNELS_ALPHA_LIMIT, WEIGHTS_ALPHA_LIMIT, resolve_pruning
 
-EXTENSIONS = ("C.1", "C.2", "E.2", "E.3")
+EXTENSIONS = ("C.1", "C.2", "E.1", "E.2", "E.3")
 GLOBAL_SHARE = 3  # E.3: global pruning removes at most this multiple of the mean share from one layer
 
 
@@ -35,6 +37,7 @@ def estimate(
     sparsity: float | None = None,
     law: Uniform | Gaussian | None = None,
     kernel: int = 3,
+    correlation: float = 0.0,
     lipschitz: float | Sequence[float] = 1.0,
     radius: float = 1.0,
     C: float = LATALA,
@@ -43,6 +46,7 @@ def estimate(
 
     C.1: magnitude pruning of any law, every removed entry as large as the threshold (Chibisov's limit), and Lemma 4.
     C.2: 2-D kernels of least L1 norm; the norm is normal, a block's norm at most its kernel's, and Lemma 4.
+    E.1: magnitude pruning of Gaussian weights with an equal `correlation` between any two weights of a layer.
     E.2: random pruning without replacement, which removes √ρ of a layer's norm.
     E.3: global magnitude pruning, up to three times the mean share in one layer.
     """
@@ -60,12 +64,41 @@ def estimate(
     if extension == "C.2":
         removed = [C * 3 * math.sqrt(rows) * kernel_norm_quantile(law, kernel, rows, r) for r, (rows, _) in layers]
         norms = [kernel * n for n in norms]  # each tap has its share of a fan-in of q² n
+    elif extension == "E.1":
+        require(
+            isinstance(law, Gaussian), f"E.1 is about Gaussian weights, not {type(law).__name__}: leave out the law."
+        )
+        removed = [correlated_norm(*s, law.K1 / max(s), correlation, r) for r, s in layers]
+        norms = [correlated_norm(*s, law.K1 / max(s), correlation) for s in layer_shapes(widths)]
     elif extension == "E.2":
         removed = [math.sqrt(r) * law.expected(*s) for r, s in layers]
     else:
         removed = [3 * C * math.sqrt(max(s)) * magnitude_quantile(law, r, max(s)) for r, s in layers]
     error = radius * lipschitz_product(lipschitz, depth - 1) * propagated_error(norms, removed)
     return Estimate(extension, max(removed), error)
+
+
+def correlated_norm(rows: int, columns: int, variance: float, correlation: float, share: float = 1.0) -> float:
+    """Return an estimate of the mean norm of the `share` of smallest entries of an equally correlated Gaussian matrix.
+
+    The entries are √r Z + √(1 − r) ε with one Z for all, and so independent with mean √r Z once Z is given. Those below
+    the threshold have a mean then, which adds a matrix of rank one, and a variance. The result is averaged over Z.
+    """
+    require(0 <= correlation < 1, f"a correlation of all weights lies between 0 and 1, got {correlation:g}.")
+    z = np.linspace(0.0, 8.0, 801)  # the result is even in Z
+    weight = np.exp(-(z**2) / 2)
+    mean, std = math.sqrt(correlation) * z, math.sqrt(1 - correlation)
+    threshold = std * np.sqrt(ncx2.ppf(share, 1, (mean / std) ** 2)) if share < 1 else np.full_like(z, np.inf)
+    low, high = (-threshold - mean) / std, (threshold - mean) / std
+    inside = ndtr(high) - ndtr(low)
+    densities = [np.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi) for edge in (low, high)]
+    edges = [np.where(np.isfinite(edge), edge, 0) * f for edge, f in zip((low, high), densities, strict=True)]
+    slope = std * (densities[0] - densities[1])
+    first = mean * inside + slope
+    second = (mean**2 + std**2) * inside + 2 * mean * slope + std**2 * (edges[0] - edges[1])
+    spread = np.sqrt(np.maximum(second - first**2, 0))
+    norms = math.sqrt(rows * columns) * np.abs(first) + (math.sqrt(rows) + math.sqrt(columns)) * spread
+    return math.sqrt(variance) * float(np.trapezoid(norms * weight, z) / np.trapezoid(weight, z))
 
 
 def removed_norm(rows: int, columns: int, sparsity: float, law: Uniform | Gaussian | None = None) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from ...errors import require
-from .bound import Bound, select_form
+from .bound import Bound, NotCovered, select_form
 from .distributions import LATALA, Uniform
 from .lemmas import lemma3, order_statistic_bound
 from .network import inner_layer_sizes, layer_shapes, lipschitz_product, propagated_error
@@ -41,6 +41,11 @@ def magnitude(
     The sharp form takes all norms from their tails, layer by layer, and does not need assumption (ii).
     """
     law, form = law or Uniform(), select_form(printed, sharp)
+    if not isinstance(law, Uniform):
+        raise NotCovered(
+            f"Theorem 1 needs uniform weights, not {type(law).__name__}: Lemma 2 bounds the norms of others, not "
+            "the size of their smallest ones; take Theorem 2 (random), or the estimates C.1 and E.1."
+        )
     widths, alpha, pruned = resolve_pruning(widths, alpha, sparsity, form, delta, radius=radius, C=C)
     depth, d = len(widths) - 1, min(widths[1:-1])
     scale = radius * lipschitz_product(lipschitz, depth - 1)

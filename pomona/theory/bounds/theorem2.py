@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from ...errors import require
 from ..validation import require_positive
-from .bound import Bound, select_form
+from .bound import Bound, NotCovered, select_form
 from .distributions import LATALA, Law, Uniform, latala
 from .lemmas import bin_count_bound, lemma6, no_repeat
 from .network import layer_shapes, lipschitz_product, propagated_error
 from .pruning import require_enough_draws, resolve_pruning
+from .subgaussian import DependentRows
 
 
 def random(
@@ -20,7 +21,7 @@ def random(
     alpha: float | None = None,
     sparsity: float | None = None,
     delta: float = 0.05,
-    law: Law | None = None,
+    law: Law | DependentRows | None = None,
     norms: Sequence[float] | None = None,
     deltas: Sequence[float] | None = None,
     lipschitz: float | Sequence[float] = 1.0,
@@ -36,7 +37,10 @@ def random(
     `deltas` are given. ‖W_k − W_k*‖ ≤ d^(−α/4) except with probability c2 d^(−α/4), c2 = C (2 √(3 K1) + K2^¼), if no
     row or column loses more than three times its share (Lemma 6). The sharp form takes shares and norms from their
     tails. Without `replacement` (E.2) the draws are distinct. Rows and columns are then not independent, and their
-    failure probabilities add.
+    failure probabilities add. Weights with `DependentRows` (E.1) have the sharp form only, and it needs no C.
+
+    The proof's statement (II) is conditional on masks that prune rows and columns evenly. Its term 2(k−1) d^(−1/3), for
+    masks that do not, is dropped on the way, and rightly: their probability is the factor in front.
     """
     law, form = law or Uniform(), select_form(printed, sharp)
     widths, alpha, pruned = resolve_pruning(
@@ -44,10 +48,13 @@ def random(
     )
     depth, d, inner = len(widths) - 1, min(widths[1:-1]), layer_shapes(widths)[1:-1]
     scale = radius * lipschitz_product(lipschitz, depth - 1)
+    if isinstance(law, DependentRows) and not sharp:
+        raise NotCovered("only the sharp form covers dependent rows: Lemma 4 needs independent weights.")
     N, fails = assumed_norms(law, widths, norms, deltas, delta)
     if sharp:
         error, constants = sharp_error(widths, pruned, law, C, N, fails, delta)
         return Bound("Theorem 2", form, scale * error, 1 - delta, widths, alpha, pruned, constants, replacement)
+    assert not isinstance(law, DependentRows)
     require_enough_draws(widths, alpha, form)
     t, c2 = d ** (-alpha / 4), C * (2 * math.sqrt(3 * law.K1) + law.K2**0.25)
     if printed:
@@ -68,14 +75,18 @@ def random(
 
 
 def assumed_norms(
-    law: Law, widths: tuple[int, ...], norms: Sequence[float] | None, deltas: Sequence[float] | None, delta: float
+    law: Law | DependentRows,
+    widths: tuple[int, ...],
+    norms: Sequence[float] | None,
+    deltas: Sequence[float] | None,
+    delta: float,
 ) -> tuple[list[float], list[float]]:
     """Return N_k and δ_k of assumption (iv), as given or from the law."""
     depth = len(widths) - 1
     if norms is None:
         require(deltas is None, "deltas are the probabilities with which norms fail: give both or neither.")
         share = delta / (4 * depth)
-        return [law.exceeded(law.expected(*s), max(s), share) for s in layer_shapes(widths)], [share] * depth
+        return [norm_level(law, s, share) for s in layer_shapes(widths)], [share] * depth
     fails = [0.0] * depth if deltas is None else [float(f) for f in deltas]
     require(
         len(norms) == len(fails) == depth,
@@ -90,10 +101,17 @@ def assumed_norms(
     return [float(n) for n in norms], fails
 
 
+def norm_level(law: Law | DependentRows, shape: tuple[int, int], failure: float) -> float:
+    """Return a level that the norm of a full matrix exceeds with probability `failure` at most."""
+    if isinstance(law, DependentRows):
+        return law.norm_level(*shape, failure)
+    return law.exceeded(law.expected(*shape), max(shape), failure)
+
+
 def sharp_error(
     widths: tuple[int, ...],
     pruned: Sequence[int],
-    law: Law,
+    law: Law | DependentRows,
     C: float,
     norms: Sequence[float],
     fails: Sequence[float],
@@ -111,18 +129,21 @@ def sharp_error(
         removed_norm_level(law, C, shape, count, share_failure, norm_failure)
         for count, shape in zip(pruned, inner, strict=True)
     ]
-    constants = {"C": C, "largest ‖W‖": max(norms), "largest ‖removed‖": max(removed)}
+    constants = {} if isinstance(law, DependentRows) else {"C": C}
+    constants |= {"largest ‖W‖": max(norms), "largest ‖removed‖": max(removed)}
     return propagated_error(norms, removed), constants
 
 
 def removed_norm_level(
-    law: Law, C: float, shape: tuple[int, int], count: int, share_failure: float, norm_failure: float
+    law: Law | DependentRows, C: float, shape: tuple[int, int], count: int, share_failure: float, norm_failure: float
 ) -> float:
     """Return a level that ‖W − W*‖ exceeds with probability `norm_failure` at most, for `count` entries at random.
 
     It assumes that no row and no column loses more entries than all but a probability `share_failure` do.
     """
     rows, columns = shape
+    if isinstance(law, DependentRows):
+        return law.removed_level(rows, columns, count, norm_failure)
     in_row, in_column = bin_count_bound(count, rows, share_failure), bin_count_bound(count, columns, share_failure)
     by_lemma4 = latala(law, C, rows, columns, min(in_row, columns), min(in_column, rows), count)
     # Zeros never make an expected norm larger.

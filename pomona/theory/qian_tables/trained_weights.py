@@ -6,20 +6,17 @@ E w⁴ = O(1/d²) are the assumptions of Theorem 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, histc
 
-from ... import data as datasets
-from ... import models
+from ...errors import require
 from .cells import PAPER, Cell, Progress, make_cell
+from .networks import Network, read_network, train_on_cifar10, train_on_covertype
 from .printed import PRINTED_MEANS, PRINTED_VARIANCES
 
-LEARNING_RATE = 0.001  # Adam's, in section D.1
-COVERTYPE_BATCH_SIZE = 512
-DIGITS_BATCH_SIZE = 64
 HISTOGRAM_REACH = 4  # standard deviations to each side of the mean
 
 
@@ -27,110 +24,80 @@ def table1(
     seed: int = 0,
     progress: Progress | None = None,
     *,
-    data: tuple[Tensor, Tensor] | None = None,
-    width: int = 1024,
-    epochs: int = 3,
+    weights: Path | None = None,
+    network: Network | None = None,
 ) -> dict[str, Any]:
     """Table 1: the moments of the weights of a network trained on Covertype."""
-    model, cells = train_on_covertype(seed, progress, data, width, epochs), []
-    weights = linear_weights(model)
-    for k, weight in enumerate(weights, 1):
-        w = weight.double()
-        is_inner, n = 1 < k < len(weights), max(weight.shape)
-        moments = {"mean": (float(w.mean()), PRINTED_MEANS), "variance": (float(w.var()), PRINTED_VARIANCES)}
-        for name, (value, printed) in moments.items():
-            setting, paper = {"layer": k, "quantity": name}, printed[k - 1] if k <= len(printed) else None
-            cells.append(make_cell(f"5×{width}", "dense", setting, value, None, w.numel(), paper))
-        if is_inner:
-            for name, power in (("d E w²", 2), ("d² E w⁴", 4)):
-                value = float((w**power).mean()) * n ** (power // 2)
-                setting = {"layer": k, "quantity": name}
-                cells.append(make_cell(f"5×{width}", "dense", setting, value, None, w.numel(), None))
-    notes = (
-        f"The rows of Covertype are scaled and fewer than the paper's, and were seen {epochs} times, not 20: what "
-        "counts is that d E w² and d² E w⁴ of layers 2 to 5 are of order 1."
+    network = network or (read_network(weights) if weights else train_on_covertype(seed, progress))
+    matrices = [weight.double() for weight in network.weights if weight.dim() == 2]
+    require(
+        len(matrices) > 2, f"Table 1 is about linear layers, three or more, and {network.name} has {len(matrices)}."
     )
-    return {"title": "Moments of trained weights", "paper": f"{PAPER}, Table 1", "notes": notes, "cells": cells}
+    comparable = weights is None and len(matrices) == len(PRINTED_MEANS)
+    cells: list[Cell] = []
+
+    def add_cell(layer: int, quantity: str, value: float, count: int, paper: float | None = None) -> None:
+        setting = {"layer": layer, "quantity": quantity}
+        cells.append(make_cell(network.name, "dense", setting, value, None, count, paper))
+
+    for k, w in enumerate(matrices, 1):
+        printed = (PRINTED_MEANS[k - 1], PRINTED_VARIANCES[k - 1]) if comparable else (None, None)
+        add_cell(k, "mean", float(w.mean()), w.numel(), printed[0])
+        add_cell(k, "variance", float(w.var()), w.numel(), printed[1])
+        if 1 < k < len(matrices):
+            d = max(w.shape)
+            add_cell(k, "d E w²", d * float((w**2).mean()), w.numel())
+            add_cell(k, "d² E w⁴", d**2 * float((w**4).mean()), w.numel())
+    return {
+        "title": "Moments of trained weights",
+        "paper": f"{PAPER}, Table 1",
+        "notes": f"{network.origin} Theorem 2 assumes that d E w² and d² E w⁴ of the inner layers are of order 1.",
+        "cells": cells,
+    }
 
 
 def figure1(
     seed: int = 0,
     progress: Progress | None = None,
     *,
-    data: tuple[Tensor, Tensor] | None = None,
-    width: int = 1024,
-    epochs: int = 3,
+    weights: Path | None = None,
+    network: Network | None = None,
 ) -> dict[str, Any]:
     """Figure 1: histograms of the weights of a network trained on Covertype."""
-    model = train_on_covertype(seed, progress, data, width, epochs)
-    cells = histogram_cells(f"5×{width}", linear_weights(model))
-    return {"title": "Weights of a trained network", "paper": f"{PAPER}, Figure 1", "cells": cells}
+    network = network or (read_network(weights) if weights else train_on_covertype(seed, progress))
+    return histograms_of(network, "Weights of a trained network", f"{PAPER}, Figure 1")
 
 
-def figure2(seed: int = 0, progress: Progress | None = None, *, rho: float = 2.0, epochs: int = 10) -> dict[str, Any]:
-    """Figure 2: histograms of the weights of a convolutional network, here one trained on the digits."""
-    digits = datasets.load("digits")
-    torch.manual_seed(seed)
-    model = models.build("digits_cnn", rho=rho)
-    x = digits.train.x.float().sub(255 * digits.mean[0]).div(255 * digits.std[0])  # type: ignore[index]
-    train_with_adam(model, x, digits.train.y, epochs, DIGITS_BATCH_SIZE, seed, progress)
-    weights = [m.weight.detach() for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    cells = histogram_cells(f"digits_cnn(rho={rho:g})", weights)
-    notes = "The paper has an ImageNet VGG16, whose weights are not included here; this is another network."
-    return {"title": "Weights of a trained CNN", "paper": f"{PAPER}, Figure 2", "notes": notes, "cells": cells}
+def figure2(
+    seed: int = 0,
+    progress: Progress | None = None,
+    *,
+    weights: Path | None = None,
+    network: Network | None = None,
+) -> dict[str, Any]:
+    """Figure 2: histograms of the weights of a VGG-16, here one trained briefly on CIFAR-10."""
+    network = network or (read_network(weights) if weights else train_on_cifar10(seed, progress))
+    return histograms_of(network, "Weights of a VGG-16", f"{PAPER}, Figure 2")
 
 
-def train_on_covertype(
-    seed: int, progress: Progress | None, data: tuple[Tensor, Tensor] | None, width: int, epochs: int
-) -> nn.Module:
-    """Return the trained network of section D.1: 54 inputs, five hidden layers with ReLU, seven classes.
-
-    `data` is (inputs, labels); by default Covertype's training rows are loaded.
-    """
-    if data is None:
-        rows = datasets.load("covertype").train
-        data = rows.x, rows.y
-    x, y = data
-    torch.manual_seed(seed)
-    # The paper standardizes the numerical columns to mean 0 and variance 1.
-    x = (x - x.mean(0)) / x.std(0).clamp(min=1e-6)
-    model = models.build("mlp", in_features=x.shape[1], num_classes=7, hidden=(width,) * 5)
-    train_with_adam(model, x, y, epochs, COVERTYPE_BATCH_SIZE, seed, progress)
-    return model
+def histograms_of(network: Network, title: str, paper: str) -> dict[str, Any]:
+    """Return a figure with the histograms of a network's weights."""
+    return {
+        "title": title,
+        "paper": paper,
+        "notes": network.origin,
+        "cells": histogram_cells(network.name, network.weights),
+    }
 
 
-def train_with_adam(
-    model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int, seed: int, progress: Progress | None = None
-) -> None:
-    """Minimize the cross-entropy of `model` on (x, y) with Adam, then put the model into evaluation mode."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    total = epochs * -(-len(x) // batch_size)
-    done = 0
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x), generator=generator).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-            done += 1
-            if progress:
-                progress(done, total)
-    model.eval()
-
-
-def linear_weights(model: nn.Module) -> list[Tensor]:
-    """Return the weights of the model's linear layers, in order."""
-    return [m.weight.detach() for m in model.modules() if isinstance(m, nn.Linear)]
-
-
-def histogram_cells(name: str, weights: list[Tensor], bins: int = 61) -> list[Cell]:
+def histogram_cells(name: str, weights: Sequence[Tensor], bins: int = 61) -> list[Cell]:
     """Return one cell a layer: mean, standard deviation, kurtosis and the histogram of its weights."""
     cells = []
     for k, weight in enumerate(weights, 1):
         w = weight.double().flatten()
         mean, std = float(w.mean()), float(w.std())
         reach = HISTOGRAM_REACH * std
-        counts = torch.histc(w, bins, mean - reach, mean + reach)
+        counts = histc(w, bins, mean - reach, mean + reach)
         cell = make_cell(name, "dense", {"layer": k, "quantity": "weights"}, mean, std, w.numel(), None)
         cell["kurtosis"] = float(((w - mean) ** 4).mean()) / std**4 if std else None
         cell["histogram"] = {"low": mean - reach, "high": mean + reach, "counts": [int(c) for c in counts]}
