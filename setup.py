@@ -1,6 +1,6 @@
 """Build what pyproject.toml cannot describe: the C kernels, the bundled recipes and records, and the wheel's tag.
 
-The kernels are one shared library that ctypes loads. It uses no interface of Python and has every kernel for plain
+The kernels are shared libraries that ctypes loads. They use no interface of Python and have every kernel for plain
 x86-64, AVX2 and AVX-512, so that one wheel serves all Pythons and processors: its tag is py3-none-manylinux.
 """
 
@@ -17,9 +17,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-CPU_ROOM = "pomona/sparse/cpu"
 BUNDLED = "pomona/bundled"  # where pomona/lab/recipes/bundled.py looks in an installation
-toolchain = runpy.run_path(str(ROOT / CPU_ROOM / "toolchain.py"))
+toolchain = runpy.run_path(str(ROOT / "pomona/native/toolchain.py"))
 
 OLDEST_GLIBC = 17  # of manylinux2014, 2.17, the oldest that torch's wheels have had
 ARCHIVE_DATE = (2020, 1, 1, 0, 0, 0)  # so that the same records give the same archive
@@ -36,20 +35,22 @@ class Build(build_py):
         if toolchain["find_compiler"]() is None:
             return  # done by PyTorch
         try:
-            toolchain["build_library"](Path(self.build_lib) / CPU_ROOM / toolchain["LIBRARY_NAME"], verify=False)
+            for source, library in zip(toolchain["SOURCES"], built_libraries(self.build_lib), strict=True):
+                toolchain["build_library"](library, source, verify=False)
         except (OSError, subprocess.SubprocessError) as error:
             self.warn(f"the native kernels could not be built: {error}")
 
 
 class Wheel(bdist_wheel):
-    """Tag the wheel by what its library needs: the C library of the system, and no version of Python."""
+    """Tag the wheel by what its libraries need: the C library of the system, and no version of Python."""
 
     def get_tag(self):
         _, _, platform = super().get_tag()
-        library = Path(self.get_finalized_command("build").build_lib) / CPU_ROOM / toolchain["LIBRARY_NAME"]
-        if not library.is_file():
+        libraries = list(filter(Path.is_file, built_libraries(self.get_finalized_command("build").build_lib)))
+        if not libraries:
             return "py3", "none", "any" if self.root_is_pure else platform
-        versions = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())]
+        contents = b"".join(map(Path.read_bytes, libraries))
+        versions = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", contents)]
         if platform.startswith("linux_") and versions:
             platform = platform.replace("linux_", f"manylinux_2_{max(OLDEST_GLIBC, *versions)}_", 1)
         return "py3", "none", platform
@@ -60,6 +61,12 @@ class Binary(Distribution):
 
     def has_ext_modules(self):
         return toolchain["find_compiler"]() is not None
+
+
+def built_libraries(build_lib: str) -> list[Path]:
+    """Return the paths of the libraries in a build folder, in the order of their sources."""
+    installed = map(toolchain["installed_library_path"], toolchain["SOURCES"])
+    return [Path(build_lib) / path.relative_to(ROOT) for path in installed]
 
 
 def bundle_files(folder: Path) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pomona"
 
 # What each room may import, besides itself. The longest name that fits a module is its room.
-BASE = {"errors", "registry", "masking"}
+BASE = {"errors", "registry", "masking", "native"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
@@ -30,8 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "table_view": set(),
     "version": set(),
     "cpu_features": set(),
+    "native": set(),
     "registry": {"errors"},
-    "masking": {"errors"},
+    "masking": {"errors", "native"},
     "patterns": BASE,
     "scores": BASE | {"patterns"},
     "schedules": BASE | {"patterns"},

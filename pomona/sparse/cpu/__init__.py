@@ -1,1 +1,1 @@
-"""The CPU backend: C kernels, the toolchain that compiles them, and the functions that call them."""
+"""The CPU backend: C kernels and the functions that call them."""

@@ -1,36 +1,20 @@
-"""Products with packed matrices on a CPU, by the C kernels.
-
-The kernels are built with the package, or from a checkout on first use into the user's cache. `POMONA_NATIVE=0`
-disables them. The instruction set is the one torch reports for the processor, so that `ATEN_CPU_CAPABILITY=avx2` or
-`default` restricts both.
-"""
+"""Products with packed matrices on a CPU, by the C kernels, which `pomona.native` builds and loads."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
-import subprocess
-import warnings
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from ...native import library
+from ...native.library import supported_instruction_sets
+from ...native.toolchain import PRODUCT_SOURCE
 from ..format import DTYPE_CODES
-from .toolchain import (
-    INSTRUCTION_SETS,
-    LIBRARY_NAME,
-    SOURCE,
-    X86,
-    build_library,
-    cached_library_path,
-    is_trusted,
-    make_private_folder,
-)
 
-logger = logging.getLogger(__name__)
+__all__ = ["load_kernel", "load_library", "multiply_packed", "supported_instruction_sets"]
 
 NO_MEMORY, NOT_FINITE = 1, 2  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
@@ -39,50 +23,18 @@ MATRIX_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
 VECTORS_ARGTYPES = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
 
-def supported_instruction_sets() -> list[str]:
-    """Return the names of the instruction sets this processor has, the best one first."""
-    best = torch.backends.cpu.get_cpu_capability()
-    names = [capability for capability, _ in INSTRUCTION_SETS.values()]
-    return list(INSTRUCTION_SETS)[names.index(best) if X86 and best in names else -1 :]
-
-
-@cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the compiled kernels, built first where needed; return None where there are none and PyTorch is used."""
-    if os.environ.get("POMONA_NATIVE") == "0":
-        return None
-    for load in (load_installed_library, load_cached_library):
-        try:
-            return load()
-        except PermissionError as error:
-            warnings.warn(f"the CPU kernels are not used: {error}; set XDG_CACHE_HOME to another one.", stacklevel=2)
-        except (OSError, subprocess.SubprocessError):
-            continue
-    return None
-
-
-def load_installed_library() -> ctypes.CDLL:
-    """Load the kernels that the package's install built; raise OSError where there are none."""
-    return ctypes.CDLL(str(SOURCE.with_name(LIBRARY_NAME)))
-
-
-def load_cached_library() -> ctypes.CDLL:
-    """Load the kernels from the user's cache; build them where they are missing, damaged or not the user's alone."""
-    path = cached_library_path()
-    make_private_folder(path.parent)
-    if not is_trusted(path):
-        logger.warning("compiling the CPU kernels into '%s'; this takes about half a minute, once.", path)
-        build_library(path)
-    return ctypes.CDLL(str(path))
+    """Load the compiled kernels; return None where there are none and PyTorch is used."""
+    return library.load_library(PRODUCT_SOURCE)
 
 
 @cache
 def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., int] | None:
     """Return the kernel "rows" or "columns", for the best instruction set or the one named; None without a library."""
-    library = load_library()
-    if library is None:
+    kernels = load_library()
+    if kernels is None:
         return None
-    function = getattr(library, f"pomona_{instruction_set or supported_instruction_sets()[0]}_{name}")
+    function = getattr(kernels, f"pomona_{instruction_set or supported_instruction_sets()[0]}_{name}")
     function.argtypes = [*MATRIX_ARGTYPES, *VECTORS_ARGTYPES]
     function.restype = ctypes.c_int
     return function

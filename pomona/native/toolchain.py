@@ -1,4 +1,4 @@
-"""Compilation of the C kernels, with nothing but the standard library, so that the package's install can use it."""
+"""Compilation of C files, with nothing but the standard library, so that the package's install can use it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
-LIBRARY_NAME = "kernels.so"  # beside the source, where the package's install built it
+PACKAGE = Path(__file__).parents[1]
+STEP_SOURCE = PACKAGE / "native" / "step.c"  # the engine's step
+PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
+SOURCES = (STEP_SOURCE, PRODUCT_SOURCE)  # each becomes a library
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -33,11 +35,16 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
 
 
-def cached_library_path() -> Path:
-    """Return the library's path in the user's cache, named by a hash of everything that determines its contents."""
+def installed_library_path(source: Path) -> Path:
+    """Return the path of a source's library beside it, where the package's install builds it."""
+    return source.with_suffix(".so")
+
+
+def cached_library_path(source: Path) -> Path:
+    """Return a library's path in the user's cache, named by a hash of everything that determines its contents."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    parts = (SOURCE.read_bytes(), repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
-    return Path(root) / "pomona" / f"kernels-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    parts = (source.read_bytes(), repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
+    return Path(root) / "pomona" / f"{source.stem}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
 def make_private_folder(folder: Path) -> None:
@@ -62,8 +69,8 @@ def is_owned(path: Path) -> bool:
     return not hasattr(os, "getuid") or (path.lstat().st_uid == os.getuid() and not path.is_symlink())
 
 
-def build_library(path: Path, verify: bool = True) -> Path:
-    """Compile the kernels for every instruction set and link them into one file; return its path.
+def build_library(path: Path, source: Path, verify: bool = True) -> Path:
+    """Compile a source for every instruction set and link the results into one file; return its path.
 
     The file appears complete or not at all, and ends with its SHA-256, which the loader ignores. OpenMP is used but not
     linked: torch has one in memory, and two would compete for the cores. With `verify`, the file is therefore tested by
@@ -78,7 +85,7 @@ def build_library(path: Path, verify: bool = True) -> Path:
         library = Path(folder) / path.name
         for thread_flags in (("-fopenmp",), ()):
             try:
-                compile_library(library, compiler, thread_flags)
+                compile_library(library, source, compiler, thread_flags)
                 if verify:
                     ctypes.CDLL(str(library))
                 break
@@ -92,11 +99,11 @@ def build_library(path: Path, verify: bool = True) -> Path:
     return path
 
 
-def compile_library(library: Path, compiler: str, thread_flags: Sequence[str]) -> None:
+def compile_library(library: Path, source: Path, compiler: str, thread_flags: Sequence[str]) -> None:
     """Run the compiler once for each instruction set, all in parallel, and then the linker."""
     names = list(INSTRUCTION_SETS) if X86 else ["plain"]
     objects = {name: library.with_name(f"{name}.o") for name in names}
-    command = [compiler, *FLAGS, *thread_flags, "-c", str(SOURCE)]
+    command = [compiler, *FLAGS, *thread_flags, "-c", str(source)]
     jobs = [
         subprocess.Popen(
             [*command, *INSTRUCTION_SETS[name][1], f"-DNAME={name}", "-o", str(file)],

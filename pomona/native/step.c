@@ -1,0 +1,359 @@
+/* The work of the engine's step on a CPU: each function does in one pass over the weights what takes PyTorch several.
+ *
+ * This file is compiled once for each instruction set, NAME. The results have the same bits for all of them, for any
+ * number of threads, and as PyTorch computes them: nothing here depends on the order of a sum, with one exception. The
+ * row norms of `project_rows` are estimates, and `bound_factors` declines where their errors could matter.
+ *
+ * Large results are written past the cache ("stream"), as nobody reads them before they would be evicted.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#define HAS_STREAM 1
+#else
+#define HAS_STREAM 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define NAMED_(level, name) pomona_##level##_##name
+#define NAMED(level, name) NAMED_(level, name)
+#define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
+
+#if defined(__AVX512F__)
+#define VECTOR 64 /* bytes of a register */
+#elif defined(__AVX2__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+#define LANES (VECTOR / 4) /* float32 values of a register */
+#define CHUNK (1 << 16)    /* values that a thread takes at a time */
+
+/* Vectors at any address. */
+#define VECTOR_OF(type) type __attribute__((vector_size(VECTOR), aligned(1), may_alias))
+typedef VECTOR_OF(float) Floats;
+typedef VECTOR_OF(int32_t) Bits;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Return whether any bit of a vector is set. */
+INLINE int any_bit(const void *vector) {
+#if defined(__AVX512F__)
+  __m512i v = _mm512_loadu_si512(vector);
+  return _mm512_test_epi32_mask(v, v) != 0;
+#elif defined(__AVX2__)
+  __m256i v = _mm256_loadu_si256(vector);
+  return !_mm256_testz_si256(v, v);
+#else
+  uint64_t words[2];
+  memcpy(words, vector, VECTOR);
+  return (words[0] | words[1]) != 0;
+#endif
+}
+
+/* Write a vector past the cache, to an address that is a multiple of its size. */
+INLINE void stream(void *to, const void *vector) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(to, _mm512_loadu_si512(vector));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(to, _mm256_loadu_si256(vector));
+#elif HAS_STREAM
+  _mm_stream_si128(to, _mm_loadu_si128(vector));
+#else
+  memcpy(to, vector, VECTOR);
+#endif
+}
+
+/* Make streamed values visible to other threads. */
+INLINE void finish_stream(void) {
+#if HAS_STREAM
+  _mm_sfence();
+#endif
+}
+
+/* Return how many values of `size` bytes precede the first multiple of VECTOR; all `count` where none is a multiple. */
+INLINE int64_t values_before_alignment(const void *address, int64_t size, int64_t count) {
+  int64_t bytes = (VECTOR - (uintptr_t)address % VECTOR) % VECTOR;
+  return bytes % size ? count : smaller(bytes / size, count);
+}
+
+/* Return lanes of 16, 32 or 64 bits that are all ones where a mask's bytes are not zero, and all zeros elsewhere. */
+typedef VECTOR_OF(int16_t) Vector16;
+typedef VECTOR_OF(int32_t) Vector32;
+typedef VECTOR_OF(int64_t) Vector64;
+
+#if defined(__AVX512F__)
+INLINE Vector16 lanes16(const uint8_t *mask) {
+  return (Vector16)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)mask)) != 0;
+}
+INLINE Vector32 lanes32(const uint8_t *mask) {
+  return (Vector32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)mask)) != 0;
+}
+INLINE Vector64 lanes64(const uint8_t *mask) {
+  return (Vector64)_mm512_cvtepi8_epi64(_mm_loadl_epi64((const void *)mask)) != 0;
+}
+#elif defined(__AVX2__)
+INLINE Vector16 lanes16(const uint8_t *mask) {
+  return (Vector16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)mask)) != 0;
+}
+INLINE Vector32 lanes32(const uint8_t *mask) {
+  return (Vector32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)mask)) != 0;
+}
+INLINE Vector64 lanes64(const uint8_t *mask) {
+  int32_t bytes;
+  memcpy(&bytes, mask, sizeof bytes);
+  return (Vector64)_mm256_cvtepi8_epi64(_mm_cvtsi32_si128(bytes)) != 0;
+}
+#else
+#define DEFINE_LANES(bits)                                                              \
+  INLINE Vector##bits lanes##bits(const uint8_t *mask) {                                \
+    Vector##bits lanes;                                                                 \
+    for (int i = 0; i < VECTOR * 8 / bits; i++) lanes[i] = -(int##bits##_t)(mask[i] != 0); \
+    return lanes;                                                                       \
+  }
+DEFINE_LANES(16)
+DEFINE_LANES(32)
+DEFINE_LANES(64)
+#endif
+
+/* ---- m ⊙ v for values of 2, 4 and 8 bytes. In place, only vectors that change are written. */
+
+#define DEFINE_MASK(bits)                                                                                            \
+  static void mask_run##bits(const char *values, const uint8_t *mask, char *out, int64_t n, int streams) {           \
+    const int lanes = VECTOR * 8 / bits;                                                                             \
+    const int##bits##_t *from = (const void *)values;                                                                \
+    int##bits##_t *to = (void *)out;                                                                                 \
+    int64_t i = 0;                                                                                                   \
+    if (streams)                                                                                                     \
+      for (int64_t head = values_before_alignment(to, sizeof *to, n); i < head; i++) to[i] = mask[i] ? from[i] : 0;  \
+    for (; i + lanes <= n; i += lanes) {                                                                             \
+      Vector##bits value = *(const Vector##bits *)(from + i);                                                        \
+      Vector##bits kept = value & lanes##bits(mask + i);                                                             \
+      if (streams) {                                                                                                 \
+        stream(to + i, &kept);                                                                                       \
+      } else if (from != to) {                                                                                       \
+        *(Vector##bits *)(to + i) = kept;                                                                            \
+      } else {                                                                                                       \
+        Vector##bits change = value ^ kept;                                                                          \
+        if (any_bit(&change)) *(Vector##bits *)(to + i) = kept;                                                      \
+      }                                                                                                              \
+    }                                                                                                                \
+    for (; i < n; i++) to[i] = mask[i] ? from[i] : 0;                                                                \
+  }
+
+DEFINE_MASK(16)
+DEFINE_MASK(32)
+DEFINE_MASK(64)
+
+/* Write where(mask, values, 0) for n values of `size` bytes; `out` may be `values`. */
+void PUBLIC(mask)(const char *values, const uint8_t *mask, char *out, int64_t n, int64_t size, int64_t streams,
+                  int64_t threads) {
+  streams = streams && values != out;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t chunk = 0; chunk < ceil_div(n, CHUNK); chunk++) {
+    int64_t start = chunk * CHUNK, count = smaller(CHUNK, n - start);
+    const char *from = values + start * size;
+    char *to = out + start * size;
+    if (size == 2) mask_run16(from, mask + start, to, count, (int)streams);
+    else if (size == 4) mask_run32(from, mask + start, to, count, (int)streams);
+    else mask_run64(from, mask + start, to, count, (int)streams);
+    if (streams) finish_stream();
+  }
+}
+
+/* ---- the projection of float32 weights whose outputs are contiguous rows */
+
+/* Return s · sign(w) · max(|w| − t, 0) as PyTorch computes it: w − clamp(w, −t, t), times s. */
+INLINE Floats shrink_vector(Floats w, Floats scale, Floats threshold) {
+  Bits bits = (Bits)w, low = (Bits)(-threshold), high = (Bits)threshold;
+  Bits is_low = w < -threshold;
+  Bits clamped = (low & is_low) | (bits & ~is_low);
+  Bits is_high = threshold < (Floats)clamped;
+  clamped = (high & is_high) | (clamped & ~is_high);
+  return (w - (Floats)clamped) * scale;
+}
+
+/* The constants of a row's projection. */
+typedef struct {
+  Floats scale, threshold;
+  int shrinks, streams;
+} Projection;
+
+INLINE Floats project_vector(const Projection *p, Floats value, Bits kept, Floats *squares) {
+  Floats sparse = p->shrinks ? shrink_vector(value, p->scale, p->threshold) : value;
+  sparse = (Floats)((Bits)sparse & kept);
+  *squares += sparse * sparse;
+  return sparse;
+}
+
+/* Project fewer values than a vector has. */
+INLINE void project_part(const Projection *p, const float *w, const uint8_t *mask, float *out, int64_t n,
+                         Floats *squares) {
+  Floats value = {0};
+  uint8_t kept[LANES] = {0};
+  memcpy(&value, w, n * sizeof *w);
+  memcpy(kept, mask, n);
+  Floats result = project_vector(p, value, lanes32(kept), squares);
+  memcpy(out, &result, n * sizeof *out);
+}
+
+/* Project one row; return the sum of the squares of its sparse values. */
+INLINE double project_row(const Projection *p, const float *w, const uint8_t *mask, float *out, int64_t n) {
+  Floats squares = {0}, more_squares = {0};
+  int64_t i = 0;
+  if (p->streams) {
+    int64_t head = values_before_alignment(out, sizeof *out, n);
+    for (; i < head; i += smaller(LANES, head - i))
+      project_part(p, w + i, mask + i, out + i, smaller(LANES, head - i), &squares);
+  }
+  for (; i + 2 * LANES <= n; i += 2 * LANES) {
+    Floats one = project_vector(p, *(const Floats *)(w + i), lanes32(mask + i), &squares);
+    Floats other = project_vector(p, *(const Floats *)(w + i + LANES), lanes32(mask + i + LANES), &more_squares);
+    if (p->streams) {
+      stream(out + i, &one);
+      stream(out + i + LANES, &other);
+    } else {
+      *(Floats *)(out + i) = one;
+      *(Floats *)(out + i + LANES) = other;
+    }
+  }
+  for (; i < n; i += LANES) project_part(p, w + i, mask + i, out + i, smaller(LANES, n - i), &squares);
+  double sum = 0;
+  for (int lane = 0; lane < LANES; lane++) sum += (double)squares[lane] + more_squares[lane];
+  return sum;
+}
+
+static void project_run(const float *latent, const uint8_t *mask, float *out, const float *scales,
+                        const float *thresholds, float *norms, int64_t begin, int64_t end, int64_t length,
+                        int streams) {
+  for (int64_t row = begin; row < end; row++) {
+    const float *w = latent + row * length;
+    const uint8_t *kept = mask + row * length;
+    float *to = out + row * length;
+    float threshold = scales ? thresholds[row] : 0, scale = !scales ? 1 : isnan(threshold) ? NAN : scales[row];
+    Floats all_scale = (Floats){0} + scale, all_threshold = (Floats){0} + threshold;
+    /* Constant flags, so that each combination is compiled separately. */
+    double squares = scales && streams ? project_row(&(Projection){all_scale, all_threshold, 1, 1}, w, kept, to, length)
+                     : scales          ? project_row(&(Projection){all_scale, all_threshold, 1, 0}, w, kept, to, length)
+                     : streams         ? project_row(&(Projection){all_scale, all_threshold, 0, 1}, w, kept, to, length)
+                                       : project_row(&(Projection){all_scale, all_threshold, 0, 0}, w, kept, to, length);
+    if (norms) norms[row] = (float)sqrt(squares);
+  }
+  if (streams) finish_stream();
+}
+
+/* Write the sparse values of latent (rows × length). Where `scales` is null they are m ⊙ w, else soft thresholds with
+ * one scale and one threshold for each row. `norms`, where it is not null, gets an estimate of the norm of each row's
+ * sparse values. */
+void PUBLIC(project_rows)(const float *latent, const uint8_t *mask, float *out, const float *scales,
+                          const float *thresholds, float *norms, int64_t rows, int64_t length, int64_t streams,
+                          int64_t threads) {
+  int64_t step = ceil_div(CHUNK, length < 1 ? 1 : length);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t chunk = 0; chunk < ceil_div(rows, step); chunk++)
+    project_run(latent, mask, out, scales, thresholds, norms, chunk * step, smaller(rows, (chunk + 1) * step), length,
+                (int)streams);
+}
+
+/* ---- the bound on gradients of weak outputs (`BoundedFeedback.transform_gradient`) */
+
+static int compare_floats(const void *one, const void *other) {
+  float a = *(const float *)one, b = *(const float *)other;
+  return (a > b) - (a < b);
+}
+
+/* Write the factor of each output's gradient, given the exact norms of the gradients and estimates of those of the
+ * weights. Return how many differ from 1; −1 where an output is not certainly weak or certainly not, and −2 without
+ * memory. An estimate is off by at most `error` times itself. */
+int64_t PUBLIC(bound_factors)(const float *norms, const float *weight_norms, float *factors, int64_t count,
+                              double feedback, double weak, double error) {
+  const double tiny = 1e-15; /* squares of smaller weights may underflow */
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += weight_norms[i];
+  double limit = weak * sum / count, slack = error * limit + tiny;
+  if (!(limit > 1e3 * tiny && limit < 1e18)) return -1; /* also for NaN */
+  float *compared = malloc(count * sizeof *compared);
+  if (!compared) return -2;
+  int64_t ranked = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (!(fabs(weight_norms[i] - limit) > slack)) {
+      free(compared);
+      return -1;
+    }
+    if (weight_norms[i] > limit && norms[i] > 0) compared[ranked++] = norms[i];
+  }
+  qsort(compared, ranked, sizeof *compared, compare_floats);
+  float median = ranked ? compared[(ranked - 1) / 2] : INFINITY;
+  free(compared);
+  float most_of_weak = median * (float)feedback, most_of_others = median * (float)(1 / weak);
+  int64_t bounded = 0;
+  for (int64_t i = 0; i < count; i++) {
+    float most = weight_norms[i] < limit ? most_of_weak : most_of_others;
+    factors[i] = norms[i] > most ? most / norms[i] : 1.0f;
+    bounded += factors[i] != 1.0f;
+  }
+  return bounded;
+}
+
+/* ---- mask updates */
+
+/* Count the entries of two masks that are set, and those that differ: counts[0] of `mask`, [1] of `before`, [2]. */
+void PUBLIC(compare_masks)(const uint8_t *mask, const uint8_t *before, int64_t n, int64_t *counts) {
+  typedef VECTOR_OF(uint8_t) Counters;       /* a lane counts to at most 255 */
+  const int64_t most_per_turn = 255 * VECTOR;
+  counts[0] = counts[1] = counts[2] = 0;
+  for (int64_t start = 0; start < n; start += most_per_turn) {
+    int64_t end = smaller(n, start + most_per_turn), i = start;
+    Counters now = {0}, then = {0}, changed = {0};
+    for (; i + VECTOR <= end; i += VECTOR) {
+      Counters a = (Counters)(*(const Counters *)(mask + i) != 0), b = (Counters)(*(const Counters *)(before + i) != 0);
+      now -= a;
+      then -= b;
+      changed -= a ^ b;
+    }
+    for (int lane = 0; lane < VECTOR; lane++) {
+      counts[0] += now[lane];
+      counts[1] += then[lane];
+      counts[2] += changed[lane];
+    }
+    for (; i < end; i++) {
+      counts[0] += mask[i] != 0;
+      counts[1] += before[i] != 0;
+      counts[2] += (mask[i] != 0) != (before[i] != 0);
+    }
+  }
+}
+
+/* Write |w| and |w| · m, and return the largest |w| off the mask, which is NaN where one of these is. */
+float PUBLIC(measure_magnitudes)(const float *weights, const uint8_t *mask, float *magnitude, float *kept, int64_t n) {
+  const int32_t magnitude_bits = 0x7FFFFFFF;
+  Bits most = {0}; /* the bits of positive floats, and of NaN above them, are in the order of integers */
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    Bits bits = *(const Bits *)(weights + i) & magnitude_bits, on = lanes32(mask + i), pruned = bits & ~on;
+    Floats one_or_zero = (Floats)((Bits)((Floats){0} + 1.0f) & on);
+    *(Bits *)(magnitude + i) = bits;
+    *(Floats *)(kept + i) = (Floats)bits * one_or_zero;
+    Bits is_more = pruned > most;
+    most = (pruned & is_more) | (most & ~is_more);
+  }
+  int32_t largest = 0;
+  for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+  for (; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, weights + i, sizeof bits);
+    bits &= magnitude_bits;
+    memcpy(magnitude + i, &bits, sizeof bits);
+    kept[i] = magnitude[i] * (float)(mask[i] != 0);
+    if (!mask[i] && bits > largest) largest = bits;
+  }
+  float result;
+  memcpy(&result, &largest, sizeof result);
+  return result;
+}
