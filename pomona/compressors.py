@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import require
 from .masking import apply_mask
+from .native import step
 from .patterns import Pattern
 from .registry import Registry
 
@@ -34,6 +35,11 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     needed_after_training: ClassVar[bool] = True  # whether weights must stay compressed once the mask is fixed
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor, calibration: Tensor | None = None) -> None:
+        """Write what the model runs on, C(m ⊙ w), into `out`, which may be `latent` itself."""
+        apply_mask(latent, mask, out)
+        self.compress(out, mask, calibration)
 
     @abstractmethod
     def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
@@ -111,13 +117,17 @@ class Threshold(Compressor):
 
     def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor:
         """Return the scale of each output and the threshold of the tensor, stacked."""
-        magnitude = latent.abs()
+        measured = step.measure_magnitudes(latent, mask)
+        if measured is None:
+            whole = latent.abs()
+            measured = whole, whole * mask, whole.masked_fill(mask, 0).amax()
+        magnitude, kept, largest_pruned = measured
         inner = [dim for dim in range(latent.ndim) if dim != output_dim] or [0]
-        scale = self.output_scales(magnitude, mask, inner)
-        return torch.stack([scale, magnitude.masked_fill(mask, 0).amax().expand_as(scale)])
+        scale = self.output_scales(magnitude, kept, inner)
+        return torch.stack([scale, largest_pruned.expand_as(scale)])
 
-    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
-        """Return the factor of each output's weights: 1."""
+    def output_scales(self, magnitude: Tensor, kept: Tensor, inner: list[int]) -> Tensor:
+        """Return the factor of each output's weights, given |w| and |w| · m: 1."""
         return torch.ones_like(magnitude.mean(inner, keepdim=True))
 
 
@@ -132,13 +142,17 @@ class SoftThreshold(Threshold):
 
     rescale: bool = True
 
-    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
+    def output_scales(self, magnitude: Tensor, kept: Tensor, inner: list[int]) -> Tensor:
         """Return s for each output; `flat_buffers_triton` computes the same for all layers at once."""
         total = magnitude.mean(inner, keepdim=True) + MEAN_FLOOR
-        kept = (magnitude * mask).mean(inner, keepdim=True) + MEAN_FLOOR
-        share = kept / total
+        share = (kept.mean(inner, keepdim=True) + MEAN_FLOOR) / total
         # 1.01 / (share + 0.01), written so that it is exactly 1 where everything is kept.
         return 1 + (1 - share) / (share + SCALE_DAMPING) if self.rescale else torch.ones_like(share)
+
+    def project(self, latent: Tensor, mask: Tensor, out: Tensor, calibration: Tensor | None = None) -> None:
+        assert calibration is not None
+        if not step.project_rows(latent, mask, out, calibration):
+            super().project(latent, mask, out, calibration)
 
     def compress(self, weights: Tensor, mask: Tensor, calibration: Tensor | None = None) -> None:
         assert calibration is not None

@@ -7,13 +7,18 @@ import functools
 import torch
 from torch import Tensor
 
+from .native import step
+
+MIN_NATIVE_VALUES = 4096  # values from which the C kernels' single pass outweighs their call
+
 
 def apply_mask(values: Tensor, mask: Tensor, out: Tensor) -> None:
     """Write m ⊙ values into `out`, which may be `values` itself.
 
     A product would turn a pruned −w into −0.0 and a pruned inf into NaN; `torch.where` does neither.
     """
-    torch.where(mask, values, _zero(values.dtype, values.device), out=out)
+    if values.numel() < MIN_NATIVE_VALUES or not step.mask_values(values, mask, out):
+        torch.where(mask, values, _zero(values.dtype, values.device), out=out)
 
 
 @functools.cache

@@ -140,7 +140,7 @@ class Engine:
         if self.awaits_closure:
             self.abort_step()
             raise PomonaError(f"{type(optimizer).__name__} was given a closure and did not call it: step without one.")
-        gradients.restore_gradients(self.saved_gradients)
+        self._restore_gradients()
         active, self.active = self.active, []
         captured = guards.is_capturing(self.slots[0].mask)
         taken = captured or not guards.step_was_skipped(optimizer)
@@ -151,6 +151,12 @@ class Engine:
         self._store_and_project(active, taken)
         if counted:
             self.policy.complete_step()
+
+    def _restore_gradients(self) -> None:
+        """Give all parameters the gradients that backward left."""
+        gradients.restore_gradients(self.saved_gradients)
+        for buffers in self.buffers:
+            buffers.bounded_rows.restore()
 
     def _update_and_project(self, slots: Sequence[Slot]) -> None:
         """Store the latents and complete the step; its mask update projects them, so that they are projected once."""
@@ -181,9 +187,10 @@ class Engine:
             return
         self.active = active
         self.saved_gradients = gradients.replace_gradients(active, self.untrained_biases)
+        point = guards.moves_only_parameters(optimizer)
         for buffers, slots in self._split_by_buffers(active):
             buffers.transform_gradients(slots)
-            buffers.load_latents(slots)
+            buffers.load_latents(slots, point)
         if active and active[0].masks_gradient:
             for slot in active:
                 slot.mask_gradient()
@@ -279,9 +286,14 @@ class Engine:
 
     @torch.no_grad()
     def abort_step(self) -> None:
-        """Undo a step that ended in an exception and left latents in the model."""
+        """Give the model its sparse values after a step that ended in an exception and left latents in the model.
+
+        The step is undone, except where torch's own optimizers had moved weights on a CPU by then.
+        """
         self.step_frame, self.awaits_closure = None, False
-        gradients.restore_gradients(self.saved_gradients)
+        self._restore_gradients()
+        for buffers in self.buffers:
+            buffers.restore_memory()
         for slot in self.active:
             slot.enforce_mask()
         self.active = []

@@ -208,6 +208,19 @@ def is_running(frame: FrameType) -> bool:
     return current is not None
 
 
+def moves_only_parameters(optimizer: Optimizer) -> bool:
+    """Return whether a step works on the tensors that its parameters hold then, and on no alias of their memory.
+
+    Torch's own optimizers do, if no two parameters share memory. Others may keep views of flat buffers.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    addresses = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
+    found = set(addresses)
+    found.discard(0)
+    return len(found) == len(addresses) - addresses.count(0)
+
+
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Return whether GradScaler ran a fused optimizer although the gradients overflowed, which is no step."""
     found: Tensor | None = getattr(optimizer, "found_inf", None)

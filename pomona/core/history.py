@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..masking import apply_mask
+from ..native import step
 from .method import TrainingProgress
 
 if TYPE_CHECKING:
@@ -41,10 +43,20 @@ def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:
     fused = buffers.measure_update()
     if fused is not None:
         return fused
-    mask = buffers.target_mask
+    mask, norms = buffers.target_mask, [total[None] for total in weight_norms(buffers)]
+    if mask.device.type == "cpu":
+        parts = zip(mask.split(buffers.sizes), before.split(buffers.sizes), strict=True)
+        kept, kept_before, flips = torch.tensor([count_changes(*part) for part in parts]).unbind(1)
+        return [kept, flips.sum()[None], kept_before.sum()[None], *norms]
     kept_up_to = mask.cumsum(0)[buffers.last_entries]
-    totals = [(before ^ mask).sum(), before.sum(), *weight_norms(buffers)]
-    return [kept_up_to.diff(prepend=kept_up_to.new_zeros(1)), *(total[None] for total in totals)]
+    totals = (before ^ mask).sum()[None], before.sum()[None]
+    return [kept_up_to.diff(prepend=kept_up_to.new_zeros(1)), *totals, *norms]
+
+
+def count_changes(mask: Tensor, before: Tensor) -> tuple[int, int, int]:
+    """Return how many entries are set in a mask on the CPU, in the one before, and in just one of them."""
+    counts = step.count_changes(mask, before)
+    return counts or tuple([int(m.count_nonzero()) for m in (mask, before, mask ^ before)])  # type: ignore[return-value]
 
 
 def weight_norms(buffers: FlatBuffers) -> tuple[Tensor, Tensor]:
@@ -52,10 +64,15 @@ def weight_norms(buffers: FlatBuffers) -> tuple[Tensor, Tensor]:
     flat = buffers.latent if buffers.weight is None else buffers.weight
     if flat is not None and buffers.projection_is_mask:
         dense = flat[: buffers.count]
-        return norm(dense.masked_fill(buffers.target_mask, 0)), norm(dense)
-    lost = [norm(slot.dense.detach() - slot.projected()) for slot in buffers.targets]
+        lost = torch.empty_like(dense)
+        apply_mask(dense, ~buffers.target_mask, lost)
+        return norm(lost), norm(dense)
+    losses = []
+    for slot in buffers.targets:
+        projected = slot.projected()
+        losses.append(norm(torch.sub(slot.dense.detach(), projected, out=projected)))
     whole = [norm(slot.dense.detach()) for slot in buffers.targets]
-    return norm(torch.stack(lost)), norm(torch.stack(whole))
+    return norm(torch.stack(losses)), norm(torch.stack(whole))
 
 
 def norm(x: Tensor) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..masking import apply_mask
+from ..native import step
 from .channels import Channels
 from .method import Method
 from .score_method import ScoreMethod
@@ -35,6 +38,8 @@ class Slot:
     observed_mask: Tensor | None = None  # the mask of the last history entry, where the mask moves at every step
     calibration: Tensor | None = None  # what the projection measured when the mask was installed, where it does
     version: int = -1  # the parameter's version right after the last projection
+    output_norms: Tensor | None = None  # estimates of the norm of each output at that version, where they are needed
+    masked_gradient: MaskedGradient = dataclasses.field(default_factory=lambda: MaskedGradient())
 
     @classmethod
     def create(cls, target: Target, method: Method, track: bool = False, leader: OutputLeaders | None = None) -> Slot:
@@ -181,8 +186,26 @@ class Slot:
 
     def project(self) -> None:
         """Write the sparse value into the parameter."""
-        self.write_projection(self.dense, self.parameter)
+        if not self._project_with_norms():
+            self.write_projection(self.dense, self.parameter)
+            self.output_norms = None
         self.version = self.parameter._version
+
+    def _project_with_norms(self) -> bool:
+        """Project in one pass that also estimates the norm of each output; return False if impossible or not needed."""
+        projection = self.method.fused_projection
+        if self.method.fused_gradient_bound is None or projection is None or self.leader is not None:
+            return False
+        if self.target.output_dim or self.mask.ndim < 2 or not step.has_rows(self.mask, self.mask.shape[:1]):
+            return False
+        if self.output_norms is None:
+            self.output_norms = torch.empty(len(self.mask), dtype=torch.float32)
+        calibration = self.calibration if projection.soft_threshold else None
+        return step.project_rows(self.dense, self.mask, self.parameter, calibration, self.output_norms)
+
+    def known_output_norms(self) -> Tensor | None:
+        """Return estimates of the norms of the outputs that the parameter holds now, where there are any."""
+        return self.output_norms if self.version == self.parameter._version else None
 
     def enforce_mask(self) -> None:
         """Project, except for free weights, which may grow between two updates."""
@@ -224,9 +247,40 @@ class Slot:
             self.method.clip_latent(self.latent)
 
     def mask_gradient(self) -> None:
-        """Zero the gradient off the mask."""
-        if self.parameter.grad is not None:
-            apply_mask(self.parameter.grad, self.mask, self.parameter.grad)
+        """Zero the gradient off the mask, unless nothing has changed since that was done."""
+        gradient = self.parameter.grad
+        if gradient is not None and not self.masked_gradient.is_same(gradient, self.mask):
+            apply_mask(gradient, self.mask, gradient)
+            self.masked_gradient.remember(gradient, self.mask)
+
+
+class MaskedGradient:
+    """A gradient that was masked and the mask, remembered without keeping them alive."""
+
+    def __init__(self) -> None:
+        self.tensors: tuple[Any, ...] = ()
+        self.state: tuple[int, ...] = ()
+
+    def remember(self, *tensors: Tensor) -> None:
+        """Remember tensors as they are now."""
+        self.tensors = tuple([torch._C._WeakTensorRef(tensor) for tensor in tensors])  # type: ignore[attr-defined]
+        self.state = read_versions(tensors)
+
+    def is_same(self, *tensors: Tensor) -> bool:
+        """Return whether these are the remembered tensors, in memory that is still theirs, and none was written to."""
+        return (
+            len(self.tensors) > 0
+            and not any(reference.expired() for reference in self.tensors)
+            and self.state == read_versions(tensors)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskedGradient:
+        return MaskedGradient()
+
+
+def read_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the address and the version of each tensor."""
+    return tuple([number for tensor in tensors for number in (tensor.data_ptr(), tensor._version)])
 
 
 @dataclass(eq=False)

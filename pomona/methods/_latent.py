@@ -41,9 +41,10 @@ class Compressed(Method):
         return None if self.compressor is None else self.compressor.calibrate(latent, mask, output_dim)
 
     def project(self, latent: Tensor, mask: Tensor, out: Tensor, calibration: Tensor | None = None) -> None:
-        super().project(latent, mask, out)
-        if self.compressor is not None:
-            self.compressor.compress(out, mask, calibration)
+        if self.compressor is None:
+            super().project(latent, mask, out)
+        else:
+            self.compressor.project(latent, mask, out, calibration)
 
     def clip_latent(self, latent: Tensor) -> None:
         if self.compressor is not None:
@@ -93,7 +94,10 @@ class BoundedFeedback(Method):
         norm = torch.linalg.vector_norm(gradient.float(), dim=inner, keepdim=True)
         weak = weight_norm < WEAK * weight_norm.mean()
         largest = median_where(norm, ~weak & (norm > 0)) * torch.where(weak, self.feedback, 1 / WEAK)
-        return gradient * torch.where(norm > largest, largest / norm, 1).to(gradient.dtype)
+        bounded = norm > largest
+        if gradient.device.type == "cpu" and not bool(bounded.any()):
+            return gradient
+        return gradient * torch.where(bounded, largest / norm, 1).to(gradient.dtype)
 
 
 def median_where(values: Tensor, chosen: Tensor) -> Tensor:
