@@ -120,14 +120,14 @@ class Threshold(Compressor):
         measured = step.measure_magnitudes(latent, mask)
         if measured is None:
             whole = latent.abs()
-            measured = whole, whole * mask, whole.masked_fill(mask, 0).amax()
-        magnitude, kept, largest_pruned = measured
+            measured = whole, whole.masked_fill(mask, 0).amax()
+        magnitude, largest_pruned = measured
         inner = [dim for dim in range(latent.ndim) if dim != output_dim] or [0]
-        scale = self.output_scales(magnitude, kept, inner)
+        scale = self.output_scales(magnitude, mask, inner)
         return torch.stack([scale, largest_pruned.expand_as(scale)])
 
-    def output_scales(self, magnitude: Tensor, kept: Tensor, inner: list[int]) -> Tensor:
-        """Return the factor of each output's weights, given |w| and |w| · m: 1."""
+    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
+        """Return the factor of each output's weights, given |w|, which may be changed: 1."""
         return torch.ones_like(magnitude.mean(inner, keepdim=True))
 
 
@@ -142,10 +142,12 @@ class SoftThreshold(Threshold):
 
     rescale: bool = True
 
-    def output_scales(self, magnitude: Tensor, kept: Tensor, inner: list[int]) -> Tensor:
+    def output_scales(self, magnitude: Tensor, mask: Tensor, inner: list[int]) -> Tensor:
         """Return s for each output; `flat_buffers_triton` computes the same for all layers at once."""
         total = magnitude.mean(inner, keepdim=True) + MEAN_FLOOR
-        share = (kept.mean(inner, keepdim=True) + MEAN_FLOOR) / total
+        if not step.scale_by_mask(magnitude, mask):
+            magnitude.mul_(mask)
+        share = (magnitude.mean(inner, keepdim=True) + MEAN_FLOOR) / total
         # 1.01 / (share + 0.01), written so that it is exactly 1 where everything is kept.
         return 1 + (1 - share) / (share + SCALE_DAMPING) if self.rescale else torch.ones_like(share)
 

@@ -21,6 +21,14 @@ def apply_mask(values: Tensor, mask: Tensor, out: Tensor) -> None:
         torch.where(mask, values, _zero(values.dtype, values.device), out=out)
 
 
+def fill_pruned(values: Tensor, mask: Tensor, fill: float) -> Tensor:
+    """Return a new tensor with the values on a mask, and `fill` off it."""
+    filled = torch.empty_like(values)
+    if values.numel() >= MIN_NATIVE_VALUES and step.mask_values(values, mask, filled, fill):
+        return filled
+    return values.masked_fill(~mask, fill)
+
+
 @functools.cache
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one scalar zero for each dtype and device, so that applying a mask launches one kernel."""

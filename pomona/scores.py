@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .masking import fill_pruned
+
 Scores = dict[str, Tensor]
 
 
@@ -27,7 +29,7 @@ def random_scores(weights: Mapping[str, Tensor], seed: int) -> Scores:
 
 def exclude_pruned(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Scores:
     """Return the scores with −inf for every entry off its mask, so that pruned weights stay pruned."""
-    return {name: score.masked_fill(~masks[name], -torch.inf) for name, score in scores.items()}
+    return {name: fill_pruned(score, masks[name], -torch.inf) for name, score in scores.items()}
 
 
 def saliency(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Scores:

@@ -43,7 +43,7 @@ def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: 
     Names of layers are added to `reported`. The host reads the masks, so this is not for a captured step.
     """
     slots = [slot for slot in slots if slot.mask.ndim > 1]
-    kept = [int(slot.mask.sum()) for slot in slots]
+    kept = [int(slot.mask.count_nonzero()) for slot in slots]
     if model is None or sum(kept) == sum(slot.mask.numel() for slot in slots):
         return
     messages = describe_low_densities(slots, kept)
@@ -107,7 +107,7 @@ def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks
         scores = latent.abs() + LEAST_SCORE
         first = scores.max() * mask.numel() ** 0.5  # ranks any unit with a candidate above all units without one
         scores = torch.where(candidates, scores + first, torch.where(mask, scores, 0))
-        connected[name] = pattern.select_masks([scores], 1 - int(mask.sum()) / mask.numel())[0]
+        connected[name] = pattern.select_masks([scores], 1 - int(mask.count_nonzero()) / mask.numel())[0]
         return connected[name]
 
     follow_masks(model, {parameter: masks[name] for parameter, name in names.items()}, exchange)
@@ -177,7 +177,7 @@ def follow_layer(layer: nn.Module, source: Tensor, mask: Tensor | None) -> Tenso
         return source.any().reshape(1)
     reads = readable_inputs(layer, source)
     if mask is not None:
-        reads = reads & mask.reshape(*mask.shape[:2], -1).any(2).cpu()
+        reads = reads & (mask if mask.ndim == 2 else mask.flatten(2).any(2)).cpu()
     return reads.any(1)
 
 

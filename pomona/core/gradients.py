@@ -41,7 +41,7 @@ def require_gradients(gradients: Mapping[str, Tensor | None], method: str) -> di
                 f"{name} has no gradient, so the loss does not use it, and {method} cannot rank it: "
                 f"use exclude=['{name}']."
             )
-        if not bool(torch.isfinite(gradient).all()):
+        if gradient.numel() and not all(bool(value.isfinite()) for value in gradient.aminmax()):  # NaN is either's
             raise PomonaError(
                 f"the gradient of {name} holds NaN or inf, and {method} cannot rank it: lower the "
                 "learning rate, clip, or skip this step."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..masking import apply_mask
+from ..masking import fill_pruned
 from ..native import step
 from .method import TrainingProgress
 
@@ -64,9 +64,7 @@ def weight_norms(buffers: FlatBuffers) -> tuple[Tensor, Tensor]:
     flat = buffers.latent if buffers.weight is None else buffers.weight
     if flat is not None and buffers.projection_is_mask:
         dense = flat[: buffers.count]
-        lost = torch.empty_like(dense)
-        apply_mask(dense, ~buffers.target_mask, lost)
-        return norm(lost), norm(dense)
+        return norm(fill_pruned(dense, ~buffers.target_mask, 0)), norm(dense)
     losses = []
     for slot in buffers.targets:
         projected = slot.projected()

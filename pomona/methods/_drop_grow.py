@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.method import Masks, Method, Targets
 from ..errors import PomonaError, require
+from ..masking import fill_pruned
 from ..patterns import Pattern, Unstructured
 from ..schedules import Constant, Schedule
 from ..scores import random_scores
@@ -57,14 +58,14 @@ def drop_lowest(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Te
     Where a pattern has the same count in every block any entries may be dropped: `grow_highest` fills the blocks again.
     """
     selector = pattern if pattern.ranks_units else Unstructured()
-    pruned = mask.numel() - int(mask.sum()) + count
-    return selector.select_masks([score.masked_fill(~mask, -torch.inf)], pruned / mask.numel())[0] & mask
+    pruned = mask.numel() - int(mask.count_nonzero()) + count
+    return selector.select_masks([fill_pruned(score, mask, -torch.inf)], pruned / mask.numel())[0] & mask
 
 
 def grow_highest(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
     """Return the mask with the highest-scored entries added until `active` are kept; −inf never grows."""
     # With a padded last block, a full row counts more entries than the layer has weights.
-    return pattern.select_masks([score.masked_fill(mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
+    return pattern.select_masks([fill_pruned(score, ~mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
 
 
 def floor_share(share: float, count: int) -> int:

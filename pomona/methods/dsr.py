@@ -52,13 +52,13 @@ class DSR(DropGrow):
                     f"at a sparsity of {sparsity:.2%} {name} ({mask.numel()} weights) would start with none, and dsr "
                     "grows only where some are left: lower the sparsity, or leave the layer out."
                 )
-        targets.memory.update(kept=sum(int(m.sum()) for m in masks.values()), threshold=self.threshold)
+        targets.memory.update(kept=sum(int(m.count_nonzero()) for m in masks.values()), threshold=self.threshold)
         return masks
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
         memory, threshold = targets.memory, targets.memory["threshold"]
         sizes = unit_sizes(self.pattern, targets.masks)
-        free = {name: mask.numel() - int(mask.sum()) for name, mask in targets.masks.items()}
+        free = {name: mask.numel() - int(mask.count_nonzero()) for name, mask in targets.masks.items()}
         weak = {name: self.count_weak(targets.latent[name], mask, threshold) for name, mask in targets.masks.items()}
         # No more can move than there is room for.
         count = min(sum(weak.values()), sum(free.values()))
@@ -67,7 +67,7 @@ class DSR(DropGrow):
             name: drop_lowest(self.pattern, targets.latent[name].abs(), mask, drops[name])
             for name, mask in targets.masks.items()
         }
-        active = {name: int(mask.sum()) for name, mask in kept.items()}
+        active = {name: int(mask.count_nonzero()) for name, mask in kept.items()}
         moved = memory["kept"] - sum(active.values())
         goal = self.churn * sum(mask.numel() for mask in kept.values())
         memory["threshold"] = threshold * (0.5 if moved > 1.1 * goal else 2.0 if moved < 0.9 * goal else 1.0)
@@ -80,5 +80,5 @@ class DSR(DropGrow):
 
     def count_weak(self, weight: Tensor, mask: Tensor, threshold: float) -> int:
         """Return how many active weights lie under the threshold; at least one unit is left."""
-        removable = int(mask.sum()) - max(least_count(mask.shape, self.pattern), 1)
+        removable = int(mask.count_nonzero()) - max(least_count(mask.shape, self.pattern), 1)
         return max(min(int((mask & (weight.abs() < threshold)).sum()), removable), 0)

@@ -37,7 +37,7 @@ class RigL(SET):
 
     def drop(self, weight: Tensor, mask: Tensor, progress: TrainingProgress) -> Tensor:
         share = self.share / 2 * (1 + math.cos(math.pi * progress.step / (self.until * progress.total)))
-        return drop_lowest(self.pattern, weight.abs(), mask, floor_share(share, int(mask.sum())))
+        return drop_lowest(self.pattern, weight.abs(), mask, floor_share(share, int(mask.count_nonzero())))
 
     def growth_score(self, name: str, targets: Targets) -> Tensor:
         return targets.grads[name].abs()

@@ -42,7 +42,7 @@ class SET(DropGrow):
         """Return one layer's new mask; a dropped weight may grow again."""
         mask = targets.masks[name]
         kept = self.drop(targets.latent[name], mask, targets.progress)
-        grown = grow_highest(self.pattern, self.growth_score(name, targets), kept, int(mask.sum()))
+        grown = grow_highest(self.pattern, self.growth_score(name, targets), kept, int(mask.count_nonzero()))
         if self.restarts_at_zero:
             targets.reset[name] = grown & ~kept
         return grown
@@ -50,11 +50,11 @@ class SET(DropGrow):
     def drop(self, weight: Tensor, mask: Tensor, progress: TrainingProgress) -> Tensor:
         """Return the mask without ζ of the smallest positive and of the largest negative weights, and without zeros."""
         if self.pattern.ranks_units:
-            count = floor_share(self.share, int(mask.sum()))
+            count = floor_share(self.share, int(mask.count_nonzero()))
             return drop_lowest(self.pattern, weight.abs(), mask, count)
         kept = mask & (weight != 0)
         for sign in (mask & (weight > 0), mask & (weight < 0)):
-            count = floor_share(self.share, int(sign.sum()))
+            count = floor_share(self.share, int(sign.count_nonzero()))
             kept &= ~sign | drop_lowest(self.pattern, weight.abs(), sign, count)
         return kept
 

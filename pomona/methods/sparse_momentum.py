@@ -46,7 +46,7 @@ class SparseMomentum(DropGrow):
 
     def initial_masks(self, targets: Targets, sparsity: float) -> Masks:
         masks = super().initial_masks(targets, sparsity)
-        targets.memory["kept"] = sum(int(m.sum()) for m in masks.values())
+        targets.memory["kept"] = sum(int(m.count_nonzero()) for m in masks.values())
         return masks
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
@@ -64,7 +64,7 @@ class SparseMomentum(DropGrow):
             )
             for name, mask in targets.masks.items()
         }
-        active = {name: int(mask.sum()) for name, mask in kept.items()}
+        active = {name: int(mask.count_nonzero()) for name, mask in kept.items()}
         room = {name: mask.numel() - active[name] for name, mask in kept.items()}
         # Unless the others cannot take the rest, no layer grows into more than MAX_GROWTH of its free entries.
         cap = {name: floor_share(MAX_GROWTH, free) for name, free in room.items()}
@@ -77,7 +77,7 @@ class SparseMomentum(DropGrow):
         """Return ⌈p · active⌉, so that one unit stays; a nearly dense layer that grows drops no more than its zeros."""
         progress = targets.progress
         rate = self.floor + (self.rate - self.floor) * (1 + math.cos(math.pi * progress.step / progress.total)) / 2
-        active = int(mask.sum())
+        active = int(mask.count_nonzero())
         sparsity = 1 - active / mask.numel()
         if sparsity < NEARLY_DENSE and share > 1 / len(targets.masks):
             rate = min(sparsity, rate)

@@ -125,16 +125,17 @@ DEFINE_LANES(64)
 /* ---- m ⊙ v for values of 2, 4 and 8 bytes. In place, only vectors that change are written. */
 
 #define DEFINE_MASK(bits)                                                                                            \
-  static void mask_run##bits(const char *values, const uint8_t *mask, char *out, int64_t n, int streams) {           \
+  static void mask_run##bits(const char *values, const uint8_t *mask, char *out, int64_t n, int64_t filler,           \
+                             int streams) {                                                                          \
     const int lanes = VECTOR * 8 / bits;                                                                             \
     const int##bits##_t *from = (const void *)values;                                                                \
-    int##bits##_t *to = (void *)out;                                                                                 \
+    int##bits##_t *to = (void *)out, fill = (int##bits##_t)filler;                                                   \
     int64_t i = 0;                                                                                                   \
     if (streams)                                                                                                     \
-      for (int64_t head = values_before_alignment(to, sizeof *to, n); i < head; i++) to[i] = mask[i] ? from[i] : 0;  \
+      for (int64_t head = values_before_alignment(to, sizeof *to, n); i < head; i++) to[i] = mask[i] ? from[i] : fill; \
     for (; i + lanes <= n; i += lanes) {                                                                             \
       Vector##bits value = *(const Vector##bits *)(from + i);                                                        \
-      Vector##bits kept = value & lanes##bits(mask + i);                                                             \
+      Vector##bits on = lanes##bits(mask + i), kept = (value & on) | (fill & ~on);                                   \
       if (streams) {                                                                                                 \
         stream(to + i, &kept);                                                                                       \
       } else if (from != to) {                                                                                       \
@@ -144,25 +145,25 @@ DEFINE_LANES(64)
         if (any_bit(&change)) *(Vector##bits *)(to + i) = kept;                                                      \
       }                                                                                                              \
     }                                                                                                                \
-    for (; i < n; i++) to[i] = mask[i] ? from[i] : 0;                                                                \
+    for (; i < n; i++) to[i] = mask[i] ? from[i] : fill;                                                             \
   }
 
 DEFINE_MASK(16)
 DEFINE_MASK(32)
 DEFINE_MASK(64)
 
-/* Write where(mask, values, 0) for n values of `size` bytes; `out` may be `values`. */
-void PUBLIC(mask)(const char *values, const uint8_t *mask, char *out, int64_t n, int64_t size, int64_t streams,
-                  int64_t threads) {
+/* Write where(mask, values, fill) for n values of `size` bytes, given the bits of `fill`; `out` may be `values`. */
+void PUBLIC(mask)(const char *values, const uint8_t *mask, char *out, int64_t n, int64_t size, int64_t fill,
+                  int64_t streams, int64_t threads) {
   streams = streams && values != out;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t chunk = 0; chunk < ceil_div(n, CHUNK); chunk++) {
     int64_t start = chunk * CHUNK, count = smaller(CHUNK, n - start);
     const char *from = values + start * size;
     char *to = out + start * size;
-    if (size == 2) mask_run16(from, mask + start, to, count, (int)streams);
-    else if (size == 4) mask_run32(from, mask + start, to, count, (int)streams);
-    else mask_run64(from, mask + start, to, count, (int)streams);
+    if (size == 2) mask_run16(from, mask + start, to, count, fill, (int)streams);
+    else if (size == 4) mask_run32(from, mask + start, to, count, fill, (int)streams);
+    else mask_run64(from, mask + start, to, count, fill, (int)streams);
     if (streams) finish_stream();
   }
 }
@@ -330,16 +331,14 @@ void PUBLIC(compare_masks)(const uint8_t *mask, const uint8_t *before, int64_t n
   }
 }
 
-/* Write |w| and |w| · m, and return the largest |w| off the mask, which is NaN where one of these is. */
-float PUBLIC(measure_magnitudes)(const float *weights, const uint8_t *mask, float *magnitude, float *kept, int64_t n) {
+/* Write |w|, and return the largest |w| off the mask, which is NaN where one of these is. */
+float PUBLIC(measure_magnitudes)(const float *weights, const uint8_t *mask, float *magnitude, int64_t n) {
   const int32_t magnitude_bits = 0x7FFFFFFF;
   Bits most = {0}; /* the bits of positive floats, and of NaN above them, are in the order of integers */
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    Bits bits = *(const Bits *)(weights + i) & magnitude_bits, on = lanes32(mask + i), pruned = bits & ~on;
-    Floats one_or_zero = (Floats)((Bits)((Floats){0} + 1.0f) & on);
+    Bits bits = *(const Bits *)(weights + i) & magnitude_bits, pruned = bits & ~lanes32(mask + i);
     *(Bits *)(magnitude + i) = bits;
-    *(Floats *)(kept + i) = (Floats)bits * one_or_zero;
     Bits is_more = pruned > most;
     most = (pruned & is_more) | (most & ~is_more);
   }
@@ -350,10 +349,81 @@ float PUBLIC(measure_magnitudes)(const float *weights, const uint8_t *mask, floa
     memcpy(&bits, weights + i, sizeof bits);
     bits &= magnitude_bits;
     memcpy(magnitude + i, &bits, sizeof bits);
-    kept[i] = magnitude[i] * (float)(mask[i] != 0);
     if (!mask[i] && bits > largest) largest = bits;
   }
   float result;
   memcpy(&result, &largest, sizeof result);
   return result;
+}
+
+/* Multiply values by 1 on a mask and by 0 off it: a pruned inf becomes NaN, which a mask would hide. */
+void PUBLIC(scale_by_mask)(float *values, const uint8_t *mask, int64_t n) {
+  const Bits one = (Bits)((Floats){0} + 1.0f);
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) *(Floats *)(values + i) *= (Floats)(one & lanes32(mask + i));
+  for (; i < n; i++) values[i] *= (float)(mask[i] != 0);
+}
+
+/* ---- exact selection (`patterns.selection`), where a NaN is above everything */
+
+/* Count the values below `high`, and copy those of them that are not at most `low` into `inside`, in their order, which
+ * has room for n. Return how many these are. */
+int64_t PUBLIC(collect_between)(const float *values, int64_t n, float low, float high, float *inside,
+                                int64_t *below_high) {
+  const Floats lows = (Floats){0} + low, highs = (Floats){0} + high;
+  Bits count = {0};
+  int64_t found = 0, below = 0, i = 0;
+  while (i + LANES <= n) {
+    int64_t end = smaller(n - LANES, i + LANES * 1048576); /* so that no lane of the counter overflows */
+    for (; i <= end; i += LANES) {
+      Floats value = *(const Floats *)(values + i);
+      Bits under = value < highs, between = under & ~(value <= lows);
+      count -= under;
+      if (any_bit(&between))
+        for (int lane = 0; lane < LANES; lane++) {
+          inside[found] = value[lane];
+          found -= between[lane];
+        }
+    }
+    for (int lane = 0; lane < LANES; lane++) below += count[lane];
+    count = (Bits){0};
+  }
+  for (; i < n; i++) {
+    below += values[i] < high;
+    if (values[i] < high && !(values[i] <= low)) inside[found++] = values[i];
+  }
+  *below_high = below;
+  return found;
+}
+
+/* Mark the values that are not at most `threshold`; return how many these are. */
+int64_t PUBLIC(mark_above)(const float *values, int64_t n, float threshold, uint8_t *mask) {
+  const Floats thresholds = (Floats){0} + threshold;
+  int64_t marked = 0, i = 0;
+#if defined(__AVX2__)
+  for (; i + 32 <= n; i += 32) {
+    uint32_t above = 0;
+    for (int part = 0; part < 32; part += LANES) {
+#if defined(__AVX512F__)
+      __mmask16 lanes = _mm512_cmp_ps_mask(_mm512_loadu_ps(values + i + part), (__m512)thresholds, _CMP_NLE_UQ);
+      above |= (uint32_t)lanes << part;
+#else
+      __m256 lanes = _mm256_cmp_ps(_mm256_loadu_ps(values + i + part), (__m256)thresholds, _CMP_NLE_UQ);
+      above |= (uint32_t)_mm256_movemask_ps(lanes) << part;
+#endif
+    }
+    /* Each byte of the mask is one bit of `above`. */
+    const __m256i bytes = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
+                                           3, 3, 3, 3, 3, 3);
+    const __m256i bits = _mm256_set1_epi64x((int64_t)0x8040201008040201ull);
+    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)above), bytes), bits);
+    __m256i ones = _mm256_and_si256(_mm256_cmpeq_epi8(spread, bits), _mm256_set1_epi8(1));
+    _mm256_storeu_si256((void *)(mask + i), ones);
+    marked += __builtin_popcount(above);
+  }
+#else
+  (void)thresholds;
+#endif
+  for (; i < n; i++) marked += mask[i] = !(values[i] <= threshold);
+  return marked;
 }

@@ -11,22 +11,28 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .library import load_library, supported_instruction_sets
 from .toolchain import STEP_SOURCE
 
+Array = NDArray[Any]
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES: dict[str, tuple[list[Any], Any]] = {
-    "mask": ([POINTER] * 3 + [INTEGER] * 4, None),
+    "mask": ([POINTER] * 3 + [INTEGER] * 5, None),
     "project_rows": ([POINTER] * 6 + [INTEGER] * 4, None),
     "bound_factors": ([POINTER] * 3 + [INTEGER] + [ctypes.c_double] * 3, INTEGER),
     "compare_masks": ([POINTER, POINTER, INTEGER, POINTER], None),
-    "measure_magnitudes": ([POINTER] * 4 + [INTEGER], ctypes.c_float),
+    "measure_magnitudes": ([POINTER] * 3 + [INTEGER], ctypes.c_float),
+    "scale_by_mask": ([POINTER] * 2 + [INTEGER], None),
+    "collect_between": ([POINTER, INTEGER, ctypes.c_float, ctypes.c_float, POINTER, POINTER], INTEGER),
+    "mark_above": ([POINTER, INTEGER, ctypes.c_float, POINTER], INTEGER),
 }
 FLOAT_BYTES = 4
-MASKED_SIZES = {2, 4, 8}  # bytes of a value that can be masked
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value that can be masked
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 SINGLE_THREAD_VALUES = 1 << 16  # values up to which waking other threads takes longer than they save
 CACHED_VALUES = 1 << 20  # values up to which a result should stay in the cache
@@ -45,16 +51,25 @@ def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., 
     return function
 
 
-def mask_values(values: Tensor, mask: Tensor, out: Tensor, instruction_set: str | None = None) -> bool:
-    """Write where(mask, values, 0) into `out`, which may be `values`; return False where the kernels cannot."""
+def mask_values(
+    values: Tensor, mask: Tensor, out: Tensor, fill: float = 0.0, instruction_set: str | None = None
+) -> bool:
+    """Write where(mask, values, fill) into `out`, which may be `values`; return False where the kernels cannot."""
     kernel = load_kernel("mask", instruction_set) if lie_alike(values, mask, out) else None
-    if kernel is None or values.element_size() not in MASKED_SIZES or values.is_complex():
+    if kernel is None or values.element_size() not in INTEGERS or values.is_complex():
         return False
-    n = values.numel()
-    streams, threads = n > CACHED_VALUES, thread_count(n)
-    kernel(values.data_ptr(), mask.data_ptr(), out.data_ptr(), n, values.element_size(), streams, threads)
+    n, size = values.numel(), values.element_size()
+    bits, streams, threads = bits_of(fill, values.dtype) if fill else 0, n > CACHED_VALUES, thread_count(n)
+    kernel(values.data_ptr(), mask.data_ptr(), out.data_ptr(), n, size, bits, streams, threads)
     torch.autograd.graph.increment_version(out)
     return True
+
+
+@cache
+def bits_of(value: float, dtype: torch.dtype) -> int:
+    """Return the bits of a number as a signed integer."""
+    number = torch.tensor(value, dtype=dtype, device="cpu")
+    return int(number.view(INTEGERS[number.element_size()]))
 
 
 def project_rows(
@@ -120,14 +135,47 @@ def count_changes(mask: Tensor, before: Tensor) -> tuple[int, int, int] | None:
     return counts[0], counts[1], counts[2]
 
 
-def measure_magnitudes(weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return |w|, |w| · m and the largest |w| off the mask, 0 where all are on it; None if impossible."""
+def measure_magnitudes(weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return |w| and the largest |w| off the mask, 0 where all are on it; None if impossible."""
     kernel = load_kernel("measure_magnitudes") if lie_alike(weight, mask, weight) else None
     if kernel is None or weight.dtype is not torch.float32:
         return None
-    magnitude, kept = torch.empty_like(weight, requires_grad=False), torch.empty_like(weight, requires_grad=False)
-    most = kernel(weight.data_ptr(), mask.data_ptr(), magnitude.data_ptr(), kept.data_ptr(), weight.numel())
-    return magnitude, kept, torch.tensor(most, dtype=torch.float32)
+    magnitude = torch.empty_like(weight, requires_grad=False)
+    most = kernel(weight.data_ptr(), mask.data_ptr(), magnitude.data_ptr(), weight.numel())
+    return magnitude, torch.tensor(most, dtype=torch.float32)
+
+
+def scale_by_mask(values: Tensor, mask: Tensor) -> bool:
+    """Multiply values by a mask in place; return False where the kernels cannot."""
+    kernel = load_kernel("scale_by_mask") if lie_alike(values, mask, values) else None
+    if kernel is None or values.dtype is not torch.float32:
+        return False
+    kernel(values.data_ptr(), mask.data_ptr(), values.numel())
+    return True
+
+
+def collect_between(values: Array, low: float, high: float, inside: Array) -> tuple[int, int] | None:
+    """Collect the values in (low, high) at the front of `inside`; return their number and how many are below `high`.
+
+    A NaN is above everything. Return None if impossible.
+    """
+    kernel = load_kernel("collect_between") if is_run(values) and is_run(inside) else None
+    if kernel is None:
+        return None
+    below = ctypes.c_int64()
+    found = kernel(values.ctypes.data, values.size, low, high, inside.ctypes.data, ctypes.byref(below))
+    return found, below.value
+
+
+def mark_above(values: Array, threshold: float, mask: Array) -> int | None:
+    """Mark the values that are not at most a threshold in a mask and return their number; None if impossible."""
+    kernel = load_kernel("mark_above") if is_run(values) and mask.flags.c_contiguous else None
+    return None if kernel is None else kernel(values.ctypes.data, values.size, threshold, mask.ctypes.data)
+
+
+def is_run(values: Array) -> bool:
+    """Return whether an array is contiguous float32."""
+    return bool(values.dtype == np.float32 and values.flags.c_contiguous)
 
 
 def has_rows(weight: Tensor, shape: torch.Size) -> bool:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PomonaError, require
+from ..native import step
 
 Array = NDArray[Any]
 
@@ -217,16 +218,31 @@ def _estimate_threshold(parts: list[Array], chunks: list[Array], keep: int) -> A
     low = sample[int(rank - slack)] if rank > slack else -np.inf
     high = sample[int(rank + slack)] if rank + slack < sample.size else np.inf
 
+    below, middle = _collect_between(parts, chunks, low, high)
+    k = keep - (total - below)
+    if 0 < k <= middle.size:
+        return _kth_largest(middle, k)
+    return high if k <= 0 else low
+
+
+def _collect_between(parts: list[Array], chunks: list[Array], low: Any, high: Any) -> tuple[int, Array]:
+    """Return the number of values below `high`, and those of them above `low`; NaN counts as above."""
+    below, inside = 0, []
+    room = np.empty(max(part.size for part in parts), parts[0].dtype)
+    for part in parts:
+        found = step.collect_between(part, low, high, room)
+        if found is None:
+            break
+        inside.append(room[: found[0]].copy())
+        below += found[1]
+    else:
+        return below, np.concatenate(inside)
     below, inside = 0, []
     for chunk in chunks:
         under = chunk < high  # false for NaN, which counts as above
         below += int(np.count_nonzero(under))
         inside.append(chunk[under > (chunk <= low)])
-    middle = np.concatenate(inside)
-    k = keep - (total - below)
-    if 0 < k <= middle.size:
-        return _kth_largest(middle, k)
-    return high if k <= 0 else low
+    return below, np.concatenate(inside)
 
 
 def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) -> bool:
@@ -234,10 +250,13 @@ def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) ->
     is_nan = np.isnan(threshold)  # if so nothing is above the threshold, and the NaNs are the ties
     remaining = keep
     for chunk, mask in zip(chunks, masks, strict=True):
-        np.logical_not(np.less_equal(chunk, threshold, out=mask), out=mask)
-        if is_nan:
-            mask[:] = False
-        remaining -= int(np.count_nonzero(mask))
+        marked = None if is_nan else step.mark_above(chunk, threshold, mask)
+        if marked is None:
+            np.logical_not(np.less_equal(chunk, threshold, out=mask), out=mask)
+            if is_nan:
+                mask[:] = False
+            marked = int(np.count_nonzero(mask))
+        remaining -= marked
     for chunk, mask in zip(chunks, masks, strict=True):
         if remaining <= 0:
             break

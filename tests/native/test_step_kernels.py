@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,16 +67,19 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
     st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
     instruction_sets,
     st.booleans(),
+    st.sampled_from([0.0, math.inf, -math.inf, 1.0]),
 )
-def test_masked_values_have_the_bits_of_where(shape, layout, sparsity, seed, dtype, instruction_set, in_place) -> None:
+def test_masked_values_have_the_bits_of_where(
+    shape, layout, sparsity, seed, dtype, instruction_set, in_place, fill
+) -> None:
     weight = draw_weights(shape, layout, seed, dtype, special=5)
     mask = draw_mask(weight, sparsity, seed)
     if weight.stride() != mask.stride():
         return
-    expected = torch.where(mask, weight, torch.zeros((), dtype=dtype))
+    expected = torch.where(mask, weight, torch.tensor(fill, dtype=dtype))
     out = weight if in_place else torch.empty_like(weight)
     version = out._version
-    assert step.mask_values(weight, mask, out, instruction_set)
+    assert step.mask_values(weight, mask, out, fill, instruction_set)
     assert has_same_bits(out, expected)
     assert out._version == version + 1
 
@@ -109,9 +113,10 @@ def test_calibrations_have_the_bits_of_torch(shape, layout, sparsity, seed, spec
     found = step.measure_magnitudes(weight, mask)
     if found is not None:
         magnitude = weight.abs()
-        expected = magnitude, magnitude * mask, magnitude.masked_fill(mask, 0).amax()
-        assert all(map(has_same_bits, found, expected))
+        assert all(map(has_same_bits, found, (magnitude, magnitude.masked_fill(mask, 0).amax())))
         assert found[0].stride() == weight.stride()
+        assert step.scale_by_mask(found[0], mask)
+        assert has_same_bits(found[0], magnitude * mask)
 
 
 @quick
@@ -119,6 +124,25 @@ def test_calibrations_have_the_bits_of_torch(shape, layout, sparsity, seed, spec
 def test_changes_of_a_mask_are_counted(count, sparsity, seed) -> None:
     one, other = (draw_mask(torch.empty(count), sparsity, s) for s in (seed, seed + 7))
     assert step.count_changes(one, other) == (int(one.sum()), int(other.sum()), int((one ^ other).sum()))
+
+
+@quick
+@given(st.integers(1, 3000), st.integers(0, 2**32), st.integers(0, 9), instruction_sets)
+def test_selections_agree_with_numpy(count, seed, special, instruction_set) -> None:
+    generator = np.random.default_rng(seed)
+    values = draw_weights([count], "contiguous", seed, special=special).round(decimals=1).numpy()
+    low, high = np.sort(generator.choice(values, 2)) if generator.random() < 0.9 else (-np.inf, np.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        best = step.load_kernel
+        patch.setattr(step, "load_kernel", lambda name: best(name, instruction_set))
+        inside, mask = np.full(count, 7, np.float32), np.empty(count, bool)
+        found, below = step.collect_between(values, low, high, inside)
+        marked = step.mark_above(values, low, mask)
+    under = values < high
+    np.testing.assert_array_equal(inside[:found], values[under > (values <= low)])
+    assert below == np.count_nonzero(under)
+    np.testing.assert_array_equal(mask, ~(values <= low))
+    assert marked == np.count_nonzero(mask)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
