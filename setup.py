@@ -34,11 +34,11 @@ class Build(build_py):
         bundle_files(Path(self.build_lib) / BUNDLED)
         if toolchain["find_compiler"]() is None:
             return  # done by PyTorch
-        try:
-            for source, library in zip(toolchain["SOURCES"], built_libraries(self.build_lib), strict=True):
+        for source, library in zip(toolchain["SOURCES"], built_libraries(self.build_lib), strict=True):
+            try:
                 toolchain["build_library"](library, source, verify=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            self.warn(f"the native kernels could not be built: {error}")
+            except (OSError, subprocess.SubprocessError) as error:
+                self.warn(f"the native kernels of {source.name} could not be built: {error}")
 
 
 class Wheel(bdist_wheel):

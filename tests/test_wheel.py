@@ -86,11 +86,12 @@ def test_commands_of_the_readme_find_their_recipes(installed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs x86-64 Linux")
 def test_the_kernels_run_on_any_processor_and_old_systems(wheel, installed, tmp_path):
-    library = (installed / "pomona/sparse/cpu/kernels.so").read_bytes()
-    needed = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)}
-    assert max(needed) <= int(re.search(r"manylinux_2_(\d+)", wheel.name)[1]) <= 28  # that of torch's wheels
-    for name in ("plain", "avx2", "avx512"):
-        assert f"pomona_{name}_rows".encode() in library
+    for file, function in (("sparse/cpu/kernels.so", "rows"), ("native/step.so", "project_rows")):
+        library = (installed / "pomona" / file).read_bytes()
+        needed = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)}
+        assert max(needed) <= int(re.search(r"manylinux_2_(\d+)", wheel.name)[1]) <= 28  # that of torch's wheels
+        for name in ("plain", "avx2", "avx512"):
+            assert f"pomona_{name}_{function}".encode() in library
     # Without a compiler, on a processor that torch is told has neither AVX2 nor AVX-512.
     code = (
         "from pomona.sparse.cpu.backend import load_library, supported_instruction_sets\n"

@@ -247,9 +247,13 @@ class Slot:
             self.method.clip_latent(self.latent)
 
     def mask_gradient(self) -> None:
-        """Zero the gradient off the mask, unless nothing has changed since that was done."""
+        """Zero the gradient off the mask, unless on a CPU nothing has changed since that was done."""
         gradient = self.parameter.grad
-        if gradient is not None and not self.masked_gradient.is_same(gradient, self.mask):
+        if gradient is None:
+            return
+        if gradient.device.type != "cpu":  # kernels change masks there without a new version
+            apply_mask(gradient, self.mask, gradient)
+        elif not self.masked_gradient.is_same(gradient, self.mask):
             apply_mask(gradient, self.mask, gradient)
             self.masked_gradient.remember(gradient, self.mask)
 

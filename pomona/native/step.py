@@ -61,8 +61,14 @@ def mask_values(
     n, size = values.numel(), values.element_size()
     bits, streams, threads = bits_of(fill, values.dtype) if fill else 0, n > CACHED_VALUES, thread_count(n)
     kernel(values.data_ptr(), mask.data_ptr(), out.data_ptr(), n, size, bits, streams, threads)
-    torch.autograd.graph.increment_version(out)
+    note_change(out)
     return True
+
+
+def note_change(tensor: Tensor) -> None:
+    """Give a tensor that was written to a new version, as PyTorch does; tensors of inference mode have none."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 @cache
@@ -101,7 +107,7 @@ def project_rows(
     thresholds = None if scales is None else scales + count * FLOAT_BYTES
     places = (latent.data_ptr(), mask.data_ptr(), out.data_ptr(), scales, thresholds)
     kernel(*places, None if norms is None else norms.data_ptr(), count, n // count, n > CACHED_VALUES, thread_count(n))
-    torch.autograd.graph.increment_version(out)
+    note_change(out)
     return True
 
 

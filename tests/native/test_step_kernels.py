@@ -224,3 +224,12 @@ def test_other_tensors_are_left_to_torch() -> None:
         (torch.empty(0, 8), torch.empty(0, 8)),
     ]:
         assert not step.mask_values(values, mask[: values.shape[0], : values.shape[1]], out)
+
+
+def test_tensors_of_inference_mode_are_masked() -> None:
+    with torch.inference_mode():
+        weight = torch.randn(64, 64)
+        mask = weight > 0
+        expected = weight.clamp(min=0)
+        assert step.mask_values(weight, mask, weight)
+        assert torch.equal(weight, expected)
