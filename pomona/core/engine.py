@@ -293,7 +293,7 @@ class Engine:
         self.step_frame, self.awaits_closure = None, False
         self._restore_gradients()
         for buffers in self.buffers:
-            buffers.restore_memory()
+            buffers.latent_memory.restore()
         for slot in self.active:
             slot.enforce_mask()
         self.active = []

@@ -8,12 +8,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ..slot import dense_strides
 from .bounded_rows import BoundedRows
 from .captured_graphs import CapturedGraphs
+from .latent_memory import LatentMemory
 from .redraw_inputs import has_known_layouts, redraw_inputs
 from .unit_selection import UnitSelection
 
@@ -59,7 +60,7 @@ class FlatBuffers:
         self.bounded_views: dict[Slot, Tensor] = {}  # the part of each slot in their buffer
         self.graphs = CapturedGraphs(self.mask.device)
         self.bounded_rows = BoundedRows()  # on a CPU
-        self.sparse_values: dict[Slot, Tensor] = {}  # of parameters that point to their latents during a step
+        self.latent_memory = LatentMemory()
 
     def _flatten_field(self, field: str) -> Any:
         """Move one field of the slots into a new buffer and return it; None where no slot has the field.
@@ -215,29 +216,19 @@ class FlatBuffers:
         """Copy latents into parameters, or `point` the parameters to the memory of the latents where they can."""
         if self.latent is None or not slots:
             return
-        if point and all(map(can_point, slots)):
-            for slot in slots:
-                if slot.latent is not None:
-                    self.sparse_values[slot] = slot.parameter.data
-                    slot.parameter.data = slot.latent
+        if point and self.latent_memory.point(slots):
             return
         if len(slots) == len(self.slots) and self.kernels_ready():
             self.launch("load")
             return
         torch._foreach_copy_([s.parameter for s in slots], [s.moved for s in slots])
 
-    def restore_memory(self) -> None:
-        """Point parameters to their own memory again."""
-        while self.sparse_values:
-            slot, values = self.sparse_values.popitem()
-            slot.parameter.data = values
-
     def store_latents(self, slots: Sequence[Slot]) -> None:
         """Copy parameters into latents, which the method may clip."""
         if self.latent is None or not slots:
             return
-        if self.sparse_values:
-            self.restore_memory()
+        if self.latent_memory.is_used:
+            self.latent_memory.restore()
             for slot in slots:
                 slot.clip_latent()
             return
@@ -379,17 +370,6 @@ def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
     for slot in slots:
         groups.setdefault((slot.parameter.device, slot.parameter.dtype), []).append(slot)
     return [FlatBuffers(group) for group in groups.values()]
-
-
-def can_point(slot: Slot) -> bool:
-    """Return whether a parameter can use the memory of its latent during a step, because nothing else uses its own."""
-    parameter, latent = slot.parameter, slot.latent
-    return latent is None or (
-        parameter.device.type == "cpu"
-        and type(parameter) is nn.Parameter
-        and parameter.stride() == latent.stride()
-        and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-    )
 
 
 def threshold_count(slot: Slot) -> int:
