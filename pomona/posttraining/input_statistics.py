@@ -13,6 +13,10 @@ class InputStatistics(ABC):
 
     count = 0  # rows that were added
 
+    @abstractmethod
+    def __init__(self, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Start a sum over rows of so many columns."""
+
     def add(self, rows: Tensor) -> None:
         """Add the rows of one batch."""
         self.count += len(rows)

@@ -71,8 +71,8 @@ class PostTraining(ABC):
             self.sparsity,
             pattern=self.resolved_pattern,
             allocation=self.allocation,
-            include=self.include,  # type: ignore[arg-type]
-            exclude=self.exclude,  # type: ignore[arg-type]
+            include=self.include,
+            exclude=self.exclude,
         )
 
     @abstractmethod
