@@ -110,7 +110,7 @@ def pieces_of(step: Step, like: Tensor, side: int) -> Pieces:
         return call(step, [x], side_weights(step, side))
 
     def pieces(knots: list[float], slopes: list[float]) -> Pieces:
-        return Pieces(knots, [torch.full_like(like, s) for s in slopes], function)
+        return Pieces(knots, [torch.tensor(s, dtype=torch.float64) for s in slopes], function)
 
     if step.op == "relu":
         return pieces([0.0], [0.0, 1.0])
@@ -147,7 +147,7 @@ def parametric_relu(step: Step, like: Tensor, side: int) -> Pieces:
         raise unsupported(step, "the slope depends on the input")
     slope = weight.of(side)
     slope = slope.view(-1, *[1] * (like.ndim - 2)) if slope.numel() > 1 else slope.reshape(())
-    return Pieces([0.0], [slope.expand_as(like), torch.ones_like(like)], lambda x: torch.where(x < 0, slope * x, x))
+    return Pieces([0.0], [slope, torch.ones_like(slope)], lambda x: torch.where(x < 0, slope * x, x))
 
 
 def argument(step: Step, position: int, name: str, default: Any) -> Any:
@@ -187,5 +187,11 @@ def piecewise_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Su
     return substitute_elementwise(form, x, dense.lines(x.dense), pruned.lines(x.pruned), gap)
 
 
-PIECEWISE = Rule(piecewise_bounds, piecewise_substitute)
+def open_entries(step: Step, x: PairBounds) -> Tensor:
+    """Return where the values of both networks lie on more than one piece."""
+    slopes = pieces_of(step, x.gap.low, DENSE).slope_range(x.hull)
+    return (slopes.low < slopes.high) | torch.tensor(not same_function(step))
+
+
+PIECEWISE = Rule(piecewise_bounds, piecewise_substitute, open_entries=open_entries)
 register(PIECEWISE, "relu", "relu6", "leaky_relu", "prelu", "hardtanh", "clamp", "clamp_min", "clamp_max", "abs")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ....errors import PomonaError
 from ..intervals import PairBounds
 from ..linear_form import Form, Substitution
 from ..paired_graph import Step
 
 BoundsFunction = Callable[[Step, list[PairBounds]], PairBounds]
+OpenEntries = Callable[[Step, PairBounds], Tensor]
 SubstituteFunction = Callable[[Step, Form, list[PairBounds]], "Substitution | None"]
 
 
@@ -26,11 +29,14 @@ class Rule:
     The functions work on one example and are called under torch.vmap, so that no Python branch may depend on bounds.
     `inputs` has the bounds of each value that the step reads, in the order of `step.inputs`. An `affine` rule
     substitutes without loss, and does not use the bounds of its inputs except for rounding.
+    `open_entries` says where the substitution of a function of one input loses something: the other entries need no
+    tighter bounds. Without it, all do.
     """
 
     bounds: BoundsFunction
     substitute: SubstituteFunction = no_substitution
     affine: bool = False
+    open_entries: OpenEntries | None = None
 
 
 Condition = Callable[[Step], bool]
