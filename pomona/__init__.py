@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
     from .sparse.shrink import shrink
+    from .theory.certificate.predictions import certify_predictions
+    from .theory.certified_pruning import Certified
 
 __all__ = [
     "ACDC",
@@ -69,6 +71,7 @@ __all__ = [
     "BalancedTensor",
     "Binary",
     "Block",
+    "Certified",
     "Constant",
     "Cosine",
     "Cubic",
@@ -94,6 +97,7 @@ __all__ = [
     "SparseMomentum",
     "Unstructured",
     "__version__",
+    "certify_predictions",
     "compress",
     "data",
     "decompress",
@@ -124,6 +128,8 @@ _PUBLIC_NAMES = {
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",
     "sparse.shrink": "shrink",
+    "theory.certificate.predictions": "certify_predictions",
+    "theory.certified_pruning": "Certified",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()}
 # The modules that are attributes of the package, such as `pm.theory`.

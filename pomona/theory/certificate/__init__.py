@@ -17,6 +17,10 @@ lipschitz         Lipschitz constants of the other operations
 paired_value      the knowledge about one value of both networks
 propagation       the pass through the graph
 gradient_attack   projected gradient ascent
+margin_bounds     bounds of the differences between the outputs of classes
+margin_gaps       one bound of these differences for a whole region
+predictions       `certify_predictions`: the examples whose predicted class cannot change
+prediction_attack projected gradient steps towards an input that changes the class
 certification     `certify` and the search for the largest certified sparsity
 """
 
@@ -24,19 +28,26 @@ from __future__ import annotations
 
 from .certification import Certificate, certify, cut, largest, largest_certified_sparsity, prune_by_magnitude
 from .gradient_attack import attack
+from .margin_gaps import MarginGaps, certify_margins
+from .predictions import CertifiedPredictions, certify_predictions, largest_radius
 from .norm_bounds import Layer
 from .regions import Ball, Cube, Region
 
 __all__ = [
     "Ball",
     "Certificate",
+    "CertifiedPredictions",
     "Cube",
     "Layer",
+    "MarginGaps",
     "Region",
     "attack",
     "certify",
+    "certify_margins",
+    "certify_predictions",
     "cut",
     "largest",
     "largest_certified_sparsity",
+    "largest_radius",
     "prune_by_magnitude",
 ]
