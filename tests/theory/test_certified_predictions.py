@@ -1,9 +1,10 @@
-"""Certified predictions: hand-worked networks, agreement with exhaustive sampling, and attacks that must not succeed."""
+"""Certified predictions: networks worked out by hand, random points of a region, and attacks that must not succeed."""
 
 from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def random_networks(
         layers += [nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, widths[0])]
     else:
         layers.append(nn.Linear(9, widths[0]))
-    for a, b in zip(widths[:-1], widths[1:], strict=True):
+    for a, b in pairwise(widths):
         layers += [nn.ReLU(), nn.Linear(a, b)]
     dense = nn.Sequential(*layers, nn.ReLU(), nn.Linear(widths[-1], 4))
     return dense, certificate.prune_by_magnitude(dense, sparsity)

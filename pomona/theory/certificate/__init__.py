@@ -29,8 +29,8 @@ from __future__ import annotations
 from .certification import Certificate, certify, cut, largest, largest_certified_sparsity, prune_by_magnitude
 from .gradient_attack import attack
 from .margin_gaps import MarginGaps, certify_margins
-from .predictions import CertifiedPredictions, certify_predictions, largest_radius
 from .norm_bounds import Layer
+from .predictions import CertifiedPredictions, certify_predictions, largest_radius
 from .regions import Ball, Cube, Region
 
 __all__ = [

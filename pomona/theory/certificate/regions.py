@@ -111,13 +111,10 @@ def neighbourhoods(
     require(norm in ("linf", "l2"), f"norm must be 'linf' or 'l2', got {norm!r}.")
     centre = examples.detach().double().unsqueeze(1)
     radii = torch.as_tensor(radius, dtype=torch.float64, device=centre.device).expand(len(centre))
-    valid = bool(((radii >= 0) & radii.isfinite()).all())
-    require(
-        valid, f"radius must be finite and not negative, got {radius if isinstance(radius, Tensor) else f'{radius:g}'}."
-    )
-    each = radii.view(-1, *[1] * (centre.ndim - 1))
+    require(bool(((radii >= 0) & radii.isfinite()).all()), f"radius must be finite and not negative, got {radius}.")
+    reach = radii.view(-1, *[1] * (centre.ndim - 1))
     # Centre ± radius is rounded outward.
-    reach = torch.where(each > 0, each + torch.finfo(torch.float64).eps * (centre.abs() + each), 0.0)
+    reach = torch.where(reach > 0, reach + torch.finfo(torch.float64).eps * (centre.abs() + reach), 0.0)
     box = [centre - reach, centre + reach]
     if low is not None or high is not None:
         box = [end.clamp(low, high) for end in box]
