@@ -30,7 +30,7 @@ from ..certificate.regions import InputSet, neighbourhoods
 from .margin_costs import DAMPING, MarginCosts, MarginDrops
 
 SELECTIONS = 20  # selections of weights between two computations of the costs, each with the drift of those before
-ATTACK_STEPS = 40
+ATTACK_STEPS = 40  # of the attack on the result
 MAX_EXAMPLES = 1000  # that are read of the data
 
 
@@ -232,6 +232,7 @@ class Search:
             same = model(self.points(model)).flatten(1).argmax(1) == self.classes
         return int((same & self.certifiable).sum())
 
+    @torch.no_grad()
     def certify(self, model: nn.Module, steps: int = 0) -> CertifiedPredictions:
         """Return the certified predictions of a pruned copy of the model."""
         return certify_pair(self.pair.with_pruned(model), self.inputs, "the examples", steps=steps)
@@ -240,15 +241,12 @@ class Search:
         """Return the sparsest of some masks, found by bisection, that the proof accepts, and the predictions."""
         needed = self.options.budget * int(self.certifiable.sum())
         proven, refused = 0, len(accepted)
-        found = self.certify(self.masked_copy(accepted[0]), steps=ATTACK_STEPS)
         while refused - proven > 1:
             middle = refused - 1 if refused == len(accepted) else (proven + refused) // 2
-            candidate = self.certify(self.masked_copy(accepted[middle]), steps=ATTACK_STEPS)
-            if int((candidate.unchanged & self.certifiable).sum()) >= needed:
-                proven, found = middle, candidate
-            else:
-                refused = middle
-        return accepted[proven], found
+            found = self.certify(self.masked_copy(accepted[middle]))
+            keeps = int((found.unchanged & self.certifiable).sum()) >= needed
+            proven, refused = (middle, refused) if keeps else (proven, middle)
+        return accepted[proven], self.certify(self.masked_copy(accepted[proven]), steps=ATTACK_STEPS)
 
     def layer_cost(self, target: Target, masks: Masks) -> LayerCost:
         """Return what one layer contributes to the result."""
