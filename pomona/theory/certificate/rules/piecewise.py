@@ -192,9 +192,10 @@ def piecewise_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Su
 
 
 def open_entries(step: Step, x: PairBounds) -> Tensor:
-    """Return where the values of both networks lie on more than one piece."""
-    slopes = pieces_of(step, x.gap.low, DENSE).slope_range(x.hull)
-    return (slopes.low < slopes.high) | torch.tensor(not same_function(step))
+    """Return where the values of a network lie on more than one piece."""
+    dense, pruned = (pieces_of(step, x.gap.low, side) for side in (DENSE, PRUNED))
+    slopes = dense.slope_range(x.dense), pruned.slope_range(x.pruned)
+    return (slopes[0].low < slopes[0].high) | (slopes[1].low < slopes[1].high)
 
 
 PIECEWISE = Rule(piecewise_bounds, piecewise_substitute, open_entries=open_entries)
