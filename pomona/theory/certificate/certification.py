@@ -56,7 +56,9 @@ def certify(
     return certify_graph(graph, region or Ball(), steps=steps, starts=starts, seed=seed)
 
 
-def certify_graph(graph: PairedGraph, region: Region, *, steps: int, starts: int, seed: int) -> Certificate:
+def certify_graph(
+    graph: PairedGraph, region: Region, *, steps: int = 100, starts: int = 8, seed: int = 0
+) -> Certificate:
     """Return the certificate of two networks from their common graph."""
     bounds = best_bounds(graph, region)
     found = attack_graph(graph, region=region, steps=steps, starts=starts, seed=seed)

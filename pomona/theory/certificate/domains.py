@@ -22,7 +22,7 @@ from .paired_value import ROUNDING, euclidean_norm
 from .regions import InputSet, Region
 from .rules import rule_of
 
-WORK = 2e7  # coefficients that the linear bounds of one certificate may compute: a few seconds on one core
+WORK = 5e6  # coefficients that the linear bounds of one certificate may compute: about a second on one core
 FEWEST_NEURONS = 16  # with fewer, the linear bounds are hardly better than intervals
 
 
