@@ -10,6 +10,7 @@ from ..intervals import PairBounds
 from ..linear_form import Form, Substitution, substitute_elementwise
 from ..paired_graph import Step, is_reference
 from . import smooth_functions as functions
+from .linearised import finite_substitution
 from .periodic import COSINE, SINE
 from .registry import Rule, register
 from .scalar_function import RangedFunction, gap_lines, gap_range
@@ -74,7 +75,7 @@ def substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution
     """Return forms on a function's result as forms on its input, by lines around the function."""
     function, x = function_of(step), inputs[0]
     around = function.lines(x.dense), function.lines(x.pruned), gap_lines(function, x.hull, x.gap)
-    return substitute_elementwise(form, x, *around)
+    return finite_substitution(substitute_elementwise(form, x, *around))
 
 
 register(Rule(bounds, substitute), *FIXED, *SETTINGS, when=has_number_settings)
