@@ -16,6 +16,9 @@ from .registry import Rule, register
 from .scalar_function import finite_or_infinite
 
 
+MASKED = "masked_softmax"
+
+
 def softmax_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     """Return the bounds of softmax over one dimension."""
     to_last = swap_last(step)
@@ -46,14 +49,6 @@ def visible(step: Step, x: PairBounds) -> PairBounds:
     keep = step.args[2].dense
     hidden = lambda interval: interval.map(lambda end: torch.where(keep, end, -torch.inf))  # noqa: E731
     return PairBounds(hidden(x.dense), hidden(x.pruned), x.gap.map(lambda end: torch.where(keep, end, 0.0)))
-
-
-def masked_softmax(x: Tensor, axis: int, keep: Tensor) -> Tensor:
-    """Return softmax over the last dimension among the entries to keep; the others are zero."""
-    return torch.softmax(torch.where(keep, x, -torch.inf), axis)
-
-
-MASKED = "masked_softmax"
 
 
 def keeps_type(step: Step) -> bool:
