@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from .certification import Certificate, certify, cut, largest, largest_certified_sparsity, prune_by_magnitude
 from .gradient_attack import attack
-from .propagation import Layer
+from .norm_bounds import Layer
 from .regions import Ball, Cube, Region
 
 __all__ = [

@@ -1,35 +1,41 @@
 """The common graph of two networks: one list of ATen operations, with the weights of both.
 
 `torch.export` turns a network into a graph of functional operations: modules, views, in-place operations and dropout
-are resolved, and every setting of an operation is an argument in the graph. Two networks can be certified if their
-graphs are equal up to the values of parameters and buffers.
+are resolved, and every setting of an operation is an argument in the graph. What does not depend on the input is
+computed and becomes a weight, so a masked or parametrized layer is a plain one. Two networks can be certified if their
+graphs are then equal up to the values of the weights.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...errors import PomonaError, require
+from .exported_network import (
+    device_of,
+    evaluation_copy,
+    export_network,
+    live_nodes,
+    load_copy,
+    operation_name,
+    placeholder_targets,
+    require_deterministic,
+    tensors_of,
+)
 
 DENSE, PRUNED = 0, 1
-# Operations that have a bound of their own and are not taken apart.
-KEPT_WHOLE = (
-    "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "relu", "relu6",
-    "leaky_relu", "prelu", "elu", "celu", "selu", "gelu", "silu", "mish", "softplus", "log_sigmoid", "hardtanh",
-    "hardsigmoid", "hardswish", "softmax", "layer_norm", "group_norm", "batch_norm", "scaled_dot_product_attention",
-    "matmul", "embedding", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "max_pool1d",
-    "max_pool2d",
-)  # fmt: skip
+EXTRA_STATE = "_extra_state"  # the end of the key of a state dict that holds more than tensors
+BATCH = 3  # examples in the check that a network treats each example of a batch alone
+AGREEMENT = 1e-4  # relative to the largest output: above float32 rounding inside a network
+DIFFERENT = "the networks differ in more than their weights"
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,14 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A tensor that does not depend on the input: a parameter, a buffer or what is computed from them."""
+    """A tensor that does not depend on the input: a parameter, a buffer or what is computed from them.
+
+    Floating-point weights are float64; others, such as positions and masks, are equal in both networks.
+    """
 
     name: str
-    dense: Tensor
-    pruned: Tensor
+    dense: Tensor = field(repr=False)
+    pruned: Tensor = field(repr=False)
 
     def of(self, side: int) -> Tensor:
         """Return the tensor of one network: DENSE or PRUNED."""
@@ -82,17 +91,43 @@ class Step:
         """Return the arguments, those in lists and tuples too."""
         return tree_leaves((self.args, self.kwargs), is_leaf=is_reference)
 
-    def evaluate(self, side: int, values: Sequence[Tensor | None]) -> Tensor:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All arguments of the operation by their names, with the defaults of those that are left out."""
+        schema = self.function._schema.arguments
+        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+        given = {argument.name: value for argument, value in zip(schema, self.args, strict=False)}
+        return defaults | given | self.kwargs
+
+    def evaluate(self, side: int, values: Sequence[Tensor]) -> Tensor:
         """Return the step's result in one network, from the results of all earlier steps in it."""
+        return self.call(side, [values[index] for index in self.inputs])
+
+    def call(self, side: int, operands: Sequence[Tensor]) -> Tensor:
+        """Return the step's result with the weights of one network, for other operands in the order of `inputs`."""
+        remaining = iter(operands)
 
         def look_up(leaf: Any) -> Any:
             if isinstance(leaf, Value):
-                return values[leaf.index]
+                return next(remaining)
             return leaf.of(side) if isinstance(leaf, Weight) else leaf
 
         args, kwargs = tree_map(look_up, (self.args, self.kwargs), is_leaf=is_reference)
         result = self.function(*args, **kwargs)
         return result if self.item is None else result[self.item]
+
+    def describe(self) -> str:
+        """Return the operation with its settings and shape, for a message."""
+        settings = [repr(leaf) for leaf in self.leaves() if not is_reference(leaf)]
+        return f"{self.op}({', '.join(settings)}) of shape {tuple(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The exported dense network of a paired graph, to exchange the weights of the pruned one."""
+
+    program: ExportedProgram
+    names: frozenset[str]  # of all entries of the dense network's state dict
 
 
 @dataclass(frozen=True)
@@ -100,11 +135,17 @@ class PairedGraph:
     """The steps of a dense and a pruned network on one example; the first is the input, the last is the output."""
 
     steps: tuple[Step, ...]
+    source: Source | None = field(default=None, repr=False, compare=False)
 
     @property
     def input_shape(self) -> torch.Size:
         """The shape of the input, with a leading 1 for the batch."""
         return self.steps[0].shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next((w.dense.device for step in self.steps for w in step.weights), torch.device("cpu"))
 
     def evaluate(self, side: int, x: Tensor) -> list[Tensor]:
         """Return the results of all steps of one network for an input of `input_shape`."""
@@ -113,170 +154,212 @@ class PairedGraph:
             values.append(step.evaluate(side, values))
         return values
 
+    def run(self, side: int, batch: Tensor) -> Tensor:
+        """Return the outputs of one network for a batch of examples, each with its leading 1 in the result."""
+        return torch.func.vmap(lambda x: self.evaluate(side, x)[-1])(batch.unsqueeze(1))
+
+    def with_pruned(self, state: Mapping[str, Tensor]) -> PairedGraph:
+        """Return the graph with other pruned weights, which have the names of the dense network's state dict.
+
+        Tensors that `state` leaves out are those of the dense network. Nothing is exported again.
+        """
+        assert self.source is not None
+        program, tensors = self.source.program, tensors_of(self.source.program)
+        for name, tensor in state.items():
+            require(name in self.source.names, f"the dense network has no weight '{name}'.")
+            if name not in tensors:
+                continue
+            shapes = tuple(tensor.shape), tuple(tensors[name].shape)
+            require(shapes[0] == shapes[1], f"'{name}' has the shape {shapes[0]}, and {shapes[1]} in the dense network.")
+        own = tied_entries(tensors)
+        for name, other in own.items():  # the graph may read any one of the tied entries
+            same = name not in state or other not in state or torch.equal(state[name], state[other])
+            require(same, f"'{name}' and '{other}' are one weight in the dense network and differ in the pruned one.")
+        pruned = tensors | {n: tensor.to(tensors[n].device) for n, tensor in state.items() if n in tensors}
+        steps = pair_steps(build_steps(program, tensors), build_steps(program, pruned))
+        return replace(self, steps=steps)
+
 
 def is_reference(leaf: Any) -> bool:
     """Return whether an argument is a Value or a Weight."""
     return isinstance(leaf, (Value, Weight))
 
 
-def pair_networks(dense: nn.Module, pruned: nn.Module, example: Tensor) -> PairedGraph:
-    """Return the common graph of two networks in evaluation mode for one example (1 × …).
+def pair_networks(dense: nn.Module, pruned: nn.Module | Mapping[str, Tensor], example: Tensor) -> PairedGraph:
+    """Return the common graph in float64 of two networks in evaluation mode for one example (1 × …).
 
-    Raise PomonaError where a network cannot be exported, or where the two compute different operations.
+    `pruned` is a network, or a state dict of the dense one. Neither network is changed. Raise PomonaError where a
+    network cannot be exported, where the two compute different operations, or where an example's result depends on
+    the other examples of its batch.
     """
-    programs = [export_network(model, example) for model in (dense, pruned)]
-    nodes = [list(program.graph.nodes) for program in programs]
-    require_equal_graphs(nodes[DENSE], nodes[PRUNED], programs)
-    return PairedGraph(tuple(build_steps(programs, nodes[DENSE])))
-
-
-def export_network(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """Return a network as a graph of functional ATen operations."""
-    kept = {overload for name in KEPT_WHOLE for overload in overloads(name)}
-    table = {op: function for op, function in torch.export.default_decompositions().items() if op not in kept}
-    try:
-        with warnings.catch_warnings(), without_fast_attention(), quiet_export():
-            warnings.simplefilter("ignore")
-            return torch.export.export(model.eval(), (example,), strict=False).run_decompositions(table)
-    except PomonaError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise PomonaError(
-            f"{type(model).__name__} cannot be exported, so there is no graph to certify ({first}): leave out control "
-            "flow that depends on values, and give inputs of the right shape."
-        ) from error
-
-
-def overloads(name: str) -> Iterator[Any]:
-    """Yield every overload of an ATen operation."""
-    packet = getattr(torch.ops.aten, name)
-    yield from (getattr(packet, overload) for overload in packet.overloads())
-
-
-def require_equal_graphs(
-    dense: Sequence[fx.Node], pruned: Sequence[fx.Node], programs: Sequence[torch.export.ExportedProgram]
-) -> None:
-    """Raise PomonaError unless two graphs have the same operations, arguments and shapes."""
-    for one, other in zip(dense, pruned, strict=False):
-        same = (one.op, one.target, repr(one.args), repr(one.kwargs), shape_of(one)) == (
-            other.op,
-            other.target,
-            repr(other.args),
-            repr(other.kwargs),
-            shape_of(other),
-        )
-        require(
-            same,
-            f"the networks differ in more than their weights: '{one.name}' is {describe(one)} in one and "
-            f"{describe(other)} in the other.",
-        )
-    count = f"{len(dense)} and {len(pruned)}"
-    require(len(dense) == len(pruned), f"the networks differ in more than their weights: they have {count} operations.")
-    targets = [[(spec.kind, spec.target) for spec in p.graph_signature.input_specs] for p in programs]
-    require(
-        targets[0] == targets[1], "the networks differ in more than their weights: their parameters have other names."
+    dense = evaluation_copy(dense)
+    example = example.detach().to(device_of(dense))
+    example = example.double() if example.is_floating_point() else example
+    program = export_network(dense, example.clone())
+    graph = PairedGraph(
+        pair_steps(build_steps(program, tensors_of(program)), build_steps(program, tensors_of(program))),
+        Source(program, frozenset(dense.state_dict())),
     )
+    require_faithful(graph, DENSE, dense, example)
+    if isinstance(pruned, Mapping) and not any(str(name).endswith(EXTRA_STATE) for name in pruned):
+        return graph.with_pruned(load_copy(dense, pruned).state_dict())
+    other = load_copy(dense, pruned) if isinstance(pruned, Mapping) else evaluation_copy(pruned).to(example.device)
+    other_program = export_network(other, example.clone())
+    steps = pair_steps(
+        build_steps(program, tensors_of(program)), build_steps(other_program, tensors_of(other_program))
+    )
+    graph = replace(graph, steps=steps)
+    require_faithful(graph, PRUNED, other, example)
+    return graph
 
 
-def describe(node: fx.Node) -> str:
-    """Return an operation with its settings, for a message."""
-    settings = [repr(a) for a in tree_leaves((node.args, node.kwargs)) if not isinstance(a, fx.Node)]
-    return f"{operation_name(node)}({', '.join(settings)})" if settings else operation_name(node)
-
-
-def operation_name(node: fx.Node) -> str:
-    """Return the name of an ATen operation without its overload."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def shape_of(node: fx.Node) -> Any:
-    """Return the shape and dtype of a node's tensor, or None."""
-    value = node.meta.get("val")
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
-
-
-def build_steps(programs: Sequence[torch.export.ExportedProgram], nodes: Sequence[fx.Node]) -> list[Step]:
-    """Return the steps that lead from the input to the output; what does not depend on the input becomes a Weight."""
-    placeholders = weights_of(programs)
+def build_steps(program: ExportedProgram, tensors: Mapping[str, Tensor]) -> list[Step]:
+    """Return the steps from the input to the output of one network, whose weights hold its tensors on both sides."""
+    targets = placeholder_targets(program)
     known: dict[fx.Node, Value | Weight] = {}
     steps: list[Step] = []
-    for node in nodes:
-        if node.op == "placeholder":
-            if node.name in placeholders:
-                known[node] = placeholders[node.name]
-                continue
+    for node in input_first(program):
+        if node.op == "placeholder" and node.name in targets:
+            known[node] = single_weight(targets[node.name], tensors[targets[node.name]])
+        elif node.op == "placeholder":
             require(not steps, "certify takes networks of one input.")
             known[node] = Value(0)
             steps.append(Step(node.name, "input", None, (), {}, None, node.meta["val"].shape))
-        elif node.op == "output":
-            outputs = tree_leaves(node.args)
-            result = known.get(outputs[0])
-            require(len(outputs) == 1 and result is not None, "certify takes networks of one output, a tensor.")
-            require(isinstance(result, Value), "the output does not depend on the input.")
-            assert isinstance(result, Value)
-            return steps[: result.index + 1]
-        elif not isinstance(node.meta.get("val"), Tensor):
-            continue  # several results, of which getitem selects
-        else:
+        elif isinstance(node.meta.get("val"), Tensor):
+            require_deterministic(node)
             step = build_step(node, known)
             if step.inputs:
                 known[node] = Value(len(steps))
                 steps.append(step)
             else:
-                sides = [step.evaluate(side, []) for side in (DENSE, PRUNED)]
                 name = step.weights[0].name if step.weights else node.name
-                known[node] = Weight(name, *sides)
-    raise AssertionError("a graph ends with its output")
+                known[node] = single_weight(name, step.evaluate(DENSE, []))
+        # Other nodes have several results, of which getitem selects, or none that a step may read.
+    result = known[live_nodes(program)[-1]]
+    require(isinstance(result, Value), "the output does not depend on the input.")
+    return steps
 
 
-def build_step(node: fx.Node, known: dict[fx.Node, Value | Weight]) -> Step:
-    """Return the step of a node whose result is one tensor."""
+def input_first(program: ExportedProgram) -> list[fx.Node]:
+    """Return the live nodes, after the placeholders of the user's inputs, live or not."""
+    targets = placeholder_targets(program)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name not in targets]
+    return inputs + [node for node in live_nodes(program) if node not in inputs]
+
+
+def single_weight(name: str, tensor: Tensor) -> Weight:
+    """Return a weight that is the same in both networks."""
+    tensor = tensor.detach()
+    tensor = tensor.double() if tensor.is_floating_point() else tensor
+    return Weight(name, tensor, tensor)
+
+
+def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
+    """Return the step of a node whose result is one tensor; it computes in float64, whatever types the network has."""
     source, item = node, None
     if node.target is operator.getitem:
         source, item = node.args  # type: ignore[assignment]
-    args, kwargs = fx.node.map_arg((source.args, source.kwargs), known.__getitem__)
-    return Step(
-        node.name, operation_name(source), source.target, tuple(args), dict(kwargs), item, node.meta["val"].shape
+        require_deterministic(source)
+
+    def look_up(argument: fx.Node) -> Value | Weight:
+        if argument in known:
+            return known[argument]
+        raise PomonaError(f"certify cannot follow {operation_name(argument)} at '{argument.name}', whose result is no tensor.")
+
+    args, kwargs = fx.node.map_arg((source.args, source.kwargs), look_up)
+    args, kwargs = tree_map(in_float64, (tuple(args), dict(kwargs)), is_leaf=is_reference)
+    step = Step(node.name, operation_name(source), source.target, args, kwargs, item, node.meta["val"].shape)
+    aten = torch.ops.aten
+    if source.target is aten.view.default:  # which needs the strides of the exported tensors; a reshape takes any
+        return replace(step, function=aten.reshape.default)
+    if source.target is aten._native_batch_norm_legit_no_training.default:  # has no batching rule for vmap
+        args = (*args[:5], False, *args[5:7], False)
+        return replace(step, op="batch_norm", function=aten.batch_norm.default, args=args, item=None)
+    return step
+
+
+def in_float64(leaf: Any) -> Any:
+    """Return torch.float64 for a floating-point type, and any other argument as it is."""
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+
+# ---- two networks
+
+
+def pair_steps(dense: Sequence[Step], pruned: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the common steps of two networks; raise PomonaError where they differ in more than their weights."""
+    steps = tuple(pair_step(one, other) for one, other in zip(dense, pruned, strict=False))
+    counts = f"{len(dense)} and {len(pruned)}"
+    require(len(dense) == len(pruned), f"{DIFFERENT}: they have {counts} operations.")
+    return steps
+
+
+def pair_step(dense: Step, pruned: Step) -> Step:
+    """Return the common step of two networks; raise PomonaError where it is not the same operation."""
+    leaves, structure = tree_flatten((dense.args, dense.kwargs), is_leaf=is_reference)
+    others, other_structure = tree_flatten((pruned.args, pruned.kwargs), is_leaf=is_reference)
+    same = (dense.function, dense.item, dense.shape) == (pruned.function, pruned.item, pruned.shape)
+    same = same and structure == other_structure and all(map(is_same_argument, leaves, others))
+    require(
+        same, f"{DIFFERENT}: '{dense.name}' is {dense.describe()} in one, and {pruned.describe()} in the other."
     )
+    merged = [pair_weight(a, b) if isinstance(a, Weight) else a for a, b in zip(leaves, others, strict=True)]
+    args, kwargs = structure.unflatten(merged)
+    return replace(dense, args=args, kwargs=kwargs)
 
 
-def weights_of(programs: Sequence[torch.export.ExportedProgram]) -> dict[str, Weight]:
-    """Return the parameters, buffers and constants of both networks, by the names of their placeholders."""
-    weights = {}
-    for spec in programs[DENSE].graph_signature.input_specs:
-        if spec.kind is not InputKind.USER_INPUT:
-            assert spec.target is not None
-            sides = [read_tensor(program, spec.target).detach() for program in programs]
-            weights[spec.arg.name] = Weight(spec.target, *sides)
-    return weights
+def is_same_argument(one: Any, other: Any) -> bool:
+    """Return whether two arguments are equal; weights only need the same shape and type."""
+    if isinstance(one, Weight) and isinstance(other, Weight):
+        return (one.dense.shape, one.dense.dtype) == (other.dense.shape, other.dense.dtype)
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
-def read_tensor(program: torch.export.ExportedProgram, target: str) -> Tensor:
-    """Return a parameter, buffer or constant of an exported network by its name."""
-    tensor = program.state_dict.get(target)
-    return program.constants[target] if tensor is None else tensor
+def pair_weight(dense: Weight, pruned: Weight) -> Weight:
+    """Return the weight of both networks."""
+    same = dense.dense.is_floating_point() or torch.equal(dense.dense, pruned.dense)
+    require(same, f"{DIFFERENT}: the whole numbers '{dense.name}', such as positions or a mask, are not equal.")
+    return Weight(dense.name, dense.dense, pruned.dense)
 
 
-class without_fast_attention:
-    """A context in which nn.MultiheadAttention and nn.TransformerEncoderLayer compute what their code says."""
+def tied_entries(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the name of the first entry that shares its memory with an entry, for each entry that has one."""
+    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if tensor.numel() and first.setdefault(key, name) != name:
+            tied[name] = first[key]
+    return tied
 
-    def __enter__(self) -> None:
-        self.enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
 
-    def __exit__(self, *_: Any) -> None:
-        torch.backends.mha.set_fastpath_enabled(self.enabled)
+# ---- check
 
 
-class quiet_export:
-    """A context in which torch.export logs errors only."""
+@torch.no_grad()
+def require_faithful(graph: PairedGraph, side: int, model: nn.Module, example: Tensor) -> None:
+    """Raise PomonaError unless the graph computes what the network does, for each example of a batch alone.
 
-    def __enter__(self) -> None:
-        self.logger = logging.getLogger("torch.export")
-        self.level = self.logger.level
-        self.logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: Any) -> None:
-        self.logger.setLevel(self.level)
+    A network that takes one example at a time, and fails for a batch, is compared on one.
+    """
+    batches = [example]
+    if example.is_floating_point():
+        draw = torch.randn(BATCH, *example.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        batches.append(draw.to(example.device))
+    for batch in batches:
+        expected = torch.cat([graph.evaluate(side, x)[-1] for x in batch.split(1)])
+        try:
+            found = [leaf for leaf in tree_leaves(model(batch.clone())) if isinstance(leaf, Tensor)][0].double()
+        except Exception:
+            require(len(batch) > 1, f"{type(model).__name__} fails for an input of shape {tuple(batch.shape)}.")
+            continue
+        if graph.steps[-1].shape[:1] != (1,) and len(batch) > 1:
+            continue  # the first axis of the output is not the batch
+        scale = float(expected.nan_to_num().abs().amax()) if expected.numel() else 0.0
+        same = found.shape == expected.shape
+        same = same and torch.allclose(found, expected, rtol=0, atol=AGREEMENT * scale + 1e-30, equal_nan=True)
+        require(
+            same,
+            f"{type(model).__name__} gives another result for an example alone than in a batch of {len(batch)}, as a "
+            "batch norm without running statistics does, so there is no certificate for one example.",
+        )
