@@ -79,7 +79,7 @@ def check_forms(
     coefficients = torch.randn(2, rows, *step.shape, generator=generator, dtype=torch.float64)
     coefficients[0, 0], coefficients[1, 1] = 0, 0
     form = Form(*coefficients)
-    substitution = rule_of(step).substitute(step, form, inputs)
+    substitution = rule_of(step).substitution(step, form, inputs)
     if substitution is None:
         return
     truth = contract(form.gap, dense - pruned) + contract(form.pruned, pruned)

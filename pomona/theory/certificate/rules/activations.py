@@ -7,13 +7,13 @@ from typing import Any
 
 from ....errors import require
 from ..intervals import PairBounds
-from ..linear_form import Form, Substitution, substitute_elementwise
+from ..linear_form import Form, Lines, Substitution, substitute_elementwise
 from ..paired_graph import Step, is_reference
 from . import smooth_functions as functions
 from .linearised import finite_substitution
 from .periodic import COSINE, SINE
 from .registry import Rule, register
-from .scalar_function import RangedFunction, gap_lines, gap_range
+from .scalar_function import RangedFunction, gap_range, lines_around
 
 FIXED: dict[str, RangedFunction] = {
     "silu": functions.SILU, "mish": functions.MISH, "sigmoid": functions.SIGMOID, "tanh": functions.TANH,
@@ -71,11 +71,14 @@ def bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return PairBounds(function.range(x.dense), function.range(x.pruned), gap).tighten()
 
 
-def substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution:
-    """Return forms on a function's result as forms on its input, by lines around the function."""
-    function, x = function_of(step), inputs[0]
-    around = function.lines(x.dense), function.lines(x.pruned), gap_lines(function, x.hull, x.gap)
-    return finite_substitution(substitute_elementwise(form, x, *around))
+def relax(step: Step, inputs: list[PairBounds]) -> tuple[Lines, Lines, Lines]:
+    """Return lines around a function in the dense and in the pruned network, and around its gap."""
+    return lines_around(function_of(step), inputs[0])
 
 
-register(Rule(bounds, substitute), *FIXED, *SETTINGS, when=has_number_settings)
+def substitute(step: Step, form: Form, inputs: list[PairBounds], around: tuple[Lines, Lines, Lines]) -> Substitution:
+    """Return forms on a function's result as forms on its input."""
+    return finite_substitution(substitute_elementwise(form, inputs[0], *around))
+
+
+register(Rule(bounds, relax=relax, substitute_relaxed=substitute), *FIXED, *SETTINGS, when=has_number_settings)

@@ -7,7 +7,6 @@ changes p_i by p_i · (1 / (1 + s_i) − 1) with s_i = Σ_j p_j (exp(d_j − d_i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -93,7 +92,7 @@ def pruned_part(x: Interval) -> LinearPart:
     size = torch.where(p.high == 0, 0, x.magnitude)
     reach = middle * (1 + size + (middle * size).sum(-1, keepdim=True))
     error = error + 16 * (middle.shape[-1] + 8) * EPS * (reach + error)
-    return choose(derivative(middle), Interval(constant - error, constant + error), p)
+    return choose((middle,), Interval(constant - error, constant + error), p)
 
 
 def gap_part(x: PairBounds, gap: Interval) -> LinearPart:
@@ -107,7 +106,7 @@ def gap_part(x: PairBounds, gap: Interval) -> LinearPart:
     error = derivative_error(p, middle, size)
     reach = middle * (size + shift.abs() + (middle * (size + shift.abs())).sum(-1, keepdim=True))
     error = error + 16 * (middle.shape[-1] + 8) * EPS * (reach + error)
-    return choose(derivative(middle), Interval(-error, error), gap)
+    return choose((middle,), Interval(-error, error), gap)
 
 
 def derivative_error(p: Interval, middle: Tensor, size: Tensor) -> Tensor:
@@ -119,10 +118,7 @@ def derivative_error(p: Interval, middle: Tensor, size: Tensor) -> Tensor:
     return off * spread + middle * (off * size).sum(-1, keepdim=True)
 
 
-def derivative(middle: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the derivative of softmax where it has this result; it is symmetric."""
-
-    def apply(rows: Tensor) -> Tensor:
-        return middle * (rows - (middle * rows).sum(-1, keepdim=True))
-
-    return apply
+def apply_derivative(result: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+    """Return the derivative of softmax where it has this result, which is symmetric, times rows."""
+    (p,) = result
+    return p * (rows - (p * rows).sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Substitution through an operation that is linear up to a remainder: result = J · input + remainder."""
+"""Operations that are linear up to a remainder: result = J · input + remainder."""
 
 from __future__ import annotations
 
@@ -8,35 +8,42 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, largest, row_sums
 
+Transpose = Callable[[tuple[Tensor, ...], Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class LinearPart:
-    """A linear map J, by its transpose on rows of coefficients, and the interval of result − J · input."""
+    """Tensors that describe a linear map J, the entries where it is used, and the interval of result − J · input."""
 
-    transpose: Callable[[Tensor], Tensor]
+    derivative: tuple[Tensor, ...]
+    used: Tensor
     remainder: Interval
 
-    def above(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def above(self, rows: Tensor, transpose: Transpose) -> tuple[Tensor, Tensor]:
         """Return rows on the result as rows on the input, and what they are at most above these."""
         slack = 2 * rows[0].numel() * EPS * rows.abs() * self.remainder.magnitude
-        return self.transpose(rows), row_sums(largest(rows, self.remainder) + slack)
+        return transpose(self.derivative, rows * self.used), row_sums(largest(rows, self.remainder) + slack)
 
 
-def choose(transpose: Callable[[Tensor], Tensor], remainder: Interval, result: Interval) -> LinearPart:
+register_dataclass(LinearPart)
+
+
+def choose(derivative: tuple[Tensor, ...], remainder: Interval, result: Interval) -> LinearPart:
     """Return the linear part, or nothing but the result's interval, for each entry the narrower of the two."""
-    linear = (remainder.high - remainder.low) < (result.high - result.low)
-    low, high = (torch.where(linear, a, b) for a, b in ((remainder.low, result.low), (remainder.high, result.high)))
-    return LinearPart(lambda rows: transpose(rows * linear), Interval(low, high))
+    used = (remainder.high - remainder.low) < (result.high - result.low)
+    low, high = (torch.where(used, a, b) for a, b in ((remainder.low, result.low), (remainder.high, result.high)))
+    return LinearPart(derivative, used, Interval(low, high))
 
 
-def substitute_linear(form: Form, gap: LinearPart, pruned: LinearPart) -> tuple[Form, Tensor]:
+def substitute_linear(form: Form, gap: LinearPart, pruned: LinearPart, transpose: Transpose) -> tuple[Form, Tensor]:
     """Return forms on the result as forms on the input, and a constant."""
-    on_gap, above_gap = gap.above(form.gap)
-    on_pruned, above_pruned = pruned.above(form.pruned)
+    on_gap, above_gap = gap.above(form.gap, transpose)
+    on_pruned, above_pruned = pruned.above(form.pruned, transpose)
     return Form(on_gap, on_pruned), above_gap + above_pruned
 
 

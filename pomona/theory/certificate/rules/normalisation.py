@@ -13,9 +13,9 @@ from ..linear_form import Form, Substitution
 from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
 from .activations import setting
 from .affine import AffineLayer
-from .linearised import finite_substitution, moved
+from .linearised import LinearPart, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
-from .standardised import standardised_bounds, standardised_forms
+from .standardised import standardised_bounds, standardised_parts, transpose
 
 INSTANCE_NORM = "_native_batch_norm_legit"
 
@@ -74,12 +74,22 @@ def norm_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return norm.affine.bounds(norm.standardise(inputs[0]))
 
 
-def norm_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution:
+def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, tuple[LinearPart, LinearPart]]:
+    """Return the bounds before the scale and the shift, and their linear parts."""
+    norm = norm_of(step)
+    x = moved(inputs[0], norm.group)
+    result = standardised_bounds(x, norm.epsilon)
+    return moved(result, norm.restore), standardised_parts(x, result, norm.epsilon)
+
+
+def norm_substitute(
+    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, tuple[LinearPart, LinearPart]]
+) -> Substitution:
     """Return forms on a norm as forms on its input."""
-    norm, x = norm_of(step), inputs[0]
-    scaled = norm.affine.substitute(form, norm.standardise(x))
+    norm, (standardised, parts) = norm_of(step), relaxation
+    scaled = norm.affine.substitute(form, standardised)
     rows = Form(norm.group(scaled.forms[0].gap), norm.group(scaled.forms[0].pruned))
-    below, constant = standardised_forms(rows, moved(x, norm.group), norm.epsilon)
+    below, constant = substitute_linear(rows, *parts, transpose)
     result = Form(norm.restore(below.gap), norm.restore(below.pruned))
     return finite_substitution(Substitution([result], scaled.constant + constant))
 
@@ -90,4 +100,5 @@ def normalises_one_example(step: Step) -> bool:
     return len(step.inputs) == 1 and isinstance(step.args[0], Value) and alone
 
 
-register(Rule(norm_bounds, norm_substitute), "layer_norm", "group_norm", INSTANCE_NORM, when=normalises_one_example)
+NORM = Rule(norm_bounds, relax=norm_relax, substitute_relaxed=norm_substitute)
+register(NORM, "layer_norm", "group_norm", INSTANCE_NORM, when=normalises_one_example)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..intervals import Interval, PairBounds
-from ..linear_form import Form, Substitution, substitute_elementwise
+from ..linear_form import Form, Lines, Substitution, substitute_elementwise
 from ..paired_graph import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
 from .registry import Rule, register
-from .scalar_function import gap_lines, gap_range
+from .scalar_function import gap_range, lines_around
 from .smooth_functions import power
 
 INVERSE = power(-1)
@@ -51,12 +51,18 @@ def division_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return NUMBERS.bounds(numerator(step, inputs), reciprocal(inputs[-1]))
 
 
-def division_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution:
+def division_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, tuple[Lines, Lines, Lines]]:
+    """Return the bounds of the divisor's reciprocal, and lines around it."""
+    return reciprocal(inputs[-1]), lines_around(INVERSE, inputs[-1])
+
+
+def division_substitute(
+    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, tuple[Lines, Lines, Lines]]
+) -> Substitution:
     """Return forms on a quotient as forms on its numerator and denominator."""
-    divisor = inputs[-1]
-    first, on_inverse, constant = NUMBERS.substitute(form, numerator(step, inputs), reciprocal(divisor))
-    lines = INVERSE.lines(divisor.dense), INVERSE.lines(divisor.pruned), gap_lines(INVERSE, divisor.hull, divisor.gap)
-    below = substitute_elementwise(on_inverse, divisor, *lines)
+    inverse, around = relaxation
+    first, on_inverse, constant = NUMBERS.substitute(form, numerator(step, inputs), inverse)
+    below = substitute_elementwise(on_inverse, inputs[-1], *around)
     forms = [first, *below.forms] if isinstance(step.args[0], Value) else below.forms
     return finite_substitution(Substitution(forms, constant + below.constant))
 
@@ -80,4 +86,5 @@ def constant_bounds(constant: Any, like: Tensor) -> PairBounds:
 
 
 register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", when=is_product)
-register(Rule(division_bounds, division_substitute), "div", when=is_division)
+DIVISION = Rule(division_bounds, relax=division_relax, substitute_relaxed=division_substitute)
+register(DIVISION, "div", when=is_division)

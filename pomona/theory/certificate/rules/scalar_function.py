@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..intervals import EPS, Interval
+from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Lines
 
 ROUNDINGS = 64  # bound of the error of one evaluation, in EPS · (1 + |x| + |result|)
@@ -230,3 +230,8 @@ def gap_lines(function: RangedFunction, hull: Interval, gap: Interval) -> Lines:
     constant = torch.where(mixed, (most - m) * u * (-l) / width, 0)
     margin = jump + 16 * EPS * (m.abs() + most.abs()) * gap.magnitude
     return Lines(low_slope, -constant - margin, high_slope, constant + margin)
+
+
+def lines_around(function: RangedFunction, x: PairBounds) -> tuple[Lines, Lines, Lines]:
+    """Return lines around a function in the dense and in the pruned network, and around its gap."""
+    return function.lines(x.dense), function.lines(x.pruned), gap_lines(function, x.hull, x.gap)

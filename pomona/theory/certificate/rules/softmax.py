@@ -10,8 +10,8 @@ from torch import Tensor
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, row_sums
 from ..paired_graph import Step
-from .distribution import distribution_bounds, gap_part, growth, log_sum_of_others, probabilities, pruned_part
-from .linearised import finite_substitution, moved, substitute_linear
+from .distribution import apply_derivative, distribution_bounds, gap_part, growth, log_sum_of_others, probabilities, pruned_part
+from .linearised import LinearPart, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
 from .scalar_function import finite_or_infinite
 
@@ -25,13 +25,19 @@ def softmax_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return moved(distribution_bounds(visible(step, moved(inputs[0], to_last))), to_last)
 
 
-def softmax_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution:
-    """Return forms on softmax as forms on its input, by the derivative in the middle and a remainder."""
+def softmax_relax(step: Step, inputs: list[PairBounds]) -> tuple[LinearPart, LinearPart]:
+    """Return softmax as its derivative in the middle and a remainder, for the gap and for the pruned network."""
+    x = visible(step, moved(inputs[0], swap_last(step)))
+    return gap_part(x, distribution_bounds(x).gap), pruned_part(x.pruned)
+
+
+def softmax_substitute(
+    step: Step, form: Form, inputs: list[PairBounds], parts: tuple[LinearPart, LinearPart]
+) -> Substitution:
+    """Return forms on softmax as forms on its input."""
     to_last = swap_last(step)
-    x = visible(step, moved(inputs[0], to_last))
-    result = distribution_bounds(x)
     rows = Form(to_last(form.gap), to_last(form.pruned))
-    below, constant = substitute_linear(rows, gap_part(x, result.gap), pruned_part(x.pruned))
+    below, constant = substitute_linear(rows, *parts, apply_derivative)
     return finite_substitution(Substitution([Form(to_last(below.gap), to_last(below.pruned))], constant))
 
 
@@ -46,7 +52,7 @@ def visible(step: Step, x: PairBounds) -> PairBounds:
     """Return the bounds of softmax's input, minus infinity where a mask hides it."""
     if step.op != MASKED:
         return x
-    keep = step.args[2].dense
+    keep = swap_last(step)(step.args[2].dense)
     hidden = lambda interval: interval.map(lambda end: torch.where(keep, end, -torch.inf))  # noqa: E731
     return PairBounds(hidden(x.dense), hidden(x.pruned), x.gap.map(lambda end: torch.where(keep, end, 0.0)))
 
@@ -113,5 +119,6 @@ def log_sum_forms(form: Form, x: PairBounds) -> tuple[Form, Tensor]:
     return Form(gap, pruned), above_gap + above_pruned
 
 
-register(Rule(softmax_bounds, softmax_substitute), "softmax", "_softmax", MASKED, when=keeps_type)
+SOFTMAX = Rule(softmax_bounds, relax=softmax_relax, substitute_relaxed=softmax_substitute)
+register(SOFTMAX, "softmax", "_softmax", MASKED, when=keeps_type)
 register(Rule(log_softmax_bounds, log_softmax_substitute), "_log_softmax", "log_softmax", when=keeps_type)

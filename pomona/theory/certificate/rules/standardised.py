@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
-from ..linear_form import Form
 from .bilinear import multiply_numbers
-from .linearised import LinearPart, choose, substitute_linear
+from .linearised import LinearPart, choose
 from .scalar_function import finite_or_infinite
 
 
@@ -92,9 +90,8 @@ def gap_between(first: Box, second: Box, gap: Interval) -> Interval:
     return multiply_numbers(gap, inverse) - multiply_numbers(second.y, ratio)
 
 
-def standardised_forms(form: Form, x: PairBounds, epsilon: float) -> tuple[Form, Tensor]:
-    """Return forms on y as forms on x, and a constant."""
-    result = standardised_bounds(x, epsilon)
+def standardised_parts(x: PairBounds, result: PairBounds, epsilon: float) -> tuple[LinearPart, LinearPart]:
+    """Return y, whose bounds are given, as its derivative in the middle and a remainder: of the gap, and pruned."""
     pruned = box_of(centred(x.pruned), epsilon)
     hull = box_of(centred(x.hull), epsilon)
     centre, radius = pruned.z.centre, pruned.z.radius
@@ -102,12 +99,11 @@ def standardised_forms(form: Form, x: PairBounds, epsilon: float) -> tuple[Form,
     error = derivative_error(pruned, middle, scale, radius)
     constant = middle - apply_derivative(middle, scale, centre)
     margin = rounding(middle, scale, centre.abs() + radius)
-    part = choose(transpose(middle, scale), Interval(constant - error, constant + error).widen_by(margin), result.pruned)
+    part = choose((middle, scale), Interval(constant - error, constant + error).widen_by(margin), result.pruned)
     middle, scale = at_centre(hull.z.centre, epsilon)
     size = centred(x.gap).magnitude
     error = derivative_error(hull, middle, scale, size) + rounding(middle, scale, size)
-    gap_part = choose(transpose(middle, scale), Interval(-error, error), result.gap)
-    return substitute_linear(form, gap_part, part)
+    return choose((middle, scale), Interval(-error, error), result.gap), part
 
 
 def at_centre(z: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -121,14 +117,11 @@ def apply_derivative(y: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     return scale * (rows - y * (y * rows).mean(-1, keepdim=True))
 
 
-def transpose(y: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the map of rows of coefficients on y to rows on x."""
-
-    def apply(rows: Tensor) -> Tensor:
-        on_z = apply_derivative(y, scale, rows)
-        return on_z - on_z.mean(-1, keepdim=True)
-
-    return apply
+def transpose(derivative: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+    """Return rows of coefficients on y as rows on x."""
+    y, scale = derivative
+    on_z = apply_derivative(y, scale, rows)
+    return on_z - on_z.mean(-1, keepdim=True)
 
 
 def derivative_error(box: Box, y: Tensor, scale: Tensor, size: Tensor) -> Tensor:
