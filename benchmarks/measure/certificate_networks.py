@@ -86,19 +86,20 @@ def random_relu_network(depth: int, seed: int, width: int = 64, inputs: int = 32
 
 
 class Transformer(nn.Module):
-    """An encoder of pre-norm blocks on a sequence of vectors, and a classifier of its mean."""
+    """An encoder of pre-norm blocks on a sequence of vectors with positions, and a classifier of its mean."""
 
     def __init__(self, width: int = 16, heads: int = 2, blocks: int = 2, length: int = 6, classes: int = 4) -> None:
         super().__init__()
         options = {"dim_feedforward": 2 * width, "batch_first": True, "norm_first": True, "dropout": 0.0}
         layer = nn.TransformerEncoderLayer(width, heads, **options)  # type: ignore[arg-type]
         self.encoder = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.position = nn.Parameter(torch.randn(length, width))
         self.classifier = nn.Linear(width, classes)
         self.input_shape = (length, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of the classes."""
-        return self.classifier(self.encoder(x).mean(1))
+        return self.classifier(self.encoder(x + self.position).mean(1))
 
 
 def random_transformer(seed: int = 0) -> Transformer:

@@ -6,6 +6,7 @@ output         tables, JSON and charts
 theorem_forms  one theorem of Qian & Klabjan (2021) in its three forms
 qian_klabjan   magnitude, random, cnn, estimate
 certificate    certify, fraction
+predictions    certify --predictions
 spectral  gip  balanced  iterand  convergence     one command each
 """
 
