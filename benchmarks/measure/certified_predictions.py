@@ -180,7 +180,8 @@ def measure_pruning(network: Trained) -> list[dict[str, Any]]:
         options: dict[str, Any] = {"radius": radius, "low": 0, "high": 1}
         whole, whole_held_out = (certified_share(network.model, network.model, part, options) for part in (x, held_out))
         pruners: dict[str, Callable[[], nn.Module]] = {
-            "certified": lambda x=x, options=options: prune_certified(network.model, x, options),
+            "certified": lambda x=x, o=options: prune_certified(network.model, x, o),
+            "certified, holdout": lambda x=x, o=options: prune_certified(network.model, x, o | {"holdout": 0.3}),
             "magnitude, global": lambda x=x, o=options, w=whole: prune_largest(network.model, x, o, w, "global"),
             "magnitude, uniform": lambda x=x, o=options, w=whole: prune_largest(network.model, x, o, w, "uniform"),
         }

@@ -75,6 +75,21 @@ def test_predictions_are_certified_in_regions(digits: tuple[nn.Module, Tensor]):
     assert report.sparsity > 0.05
 
 
+def test_held_out_examples_keep_the_budget_by_themselves(digits: tuple[nn.Module, Tensor]):
+    dense, x = digits
+    model = copy.deepcopy(dense)
+    options = pm.Certified(0.95, holdout=0.4, precision=0.05)
+    search = certified.Search(options, dense, x)
+    assert [len(x[part]) for part in search.parts] == [100, 40]
+    assert search.costs.count == 60
+    assert sorted(search.x.sum(1).tolist()) == sorted(x.sum(1).tolist())
+    report = options.prune(model, x)
+    held_out = search.x[search.parts[1]]
+    assert pm.certify_predictions(dense, model, held_out).share >= 0.95
+    assert report.certified >= 0.95
+    assert not search.is_within_budget(torch.arange(100) < 96)
+
+
 def test_weights_without_effect_are_pruned_first():
     # The third input is always zero, and the weights that read it are the largest.
     torch.manual_seed(0)
@@ -152,7 +167,13 @@ def test_batches_of_a_loader_are_read():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"budget": 0}, "budget"), ({"budget": 1.5}, "budget"), ({"step": 1}, "step"), ({"precision": 0}, "precision")],
+    [
+        ({"budget": 0}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"step": 1}, "step"),
+        ({"precision": 0}, "precision"),
+        ({"holdout": 1}, "holdout"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, float], message: str):
     with pytest.raises(pm.PomonaError, match=message):

@@ -104,11 +104,13 @@ class Certified:
     exclude: str | Sequence[str] = ()  # globs of layers to leave dense
     step: float = 0.1  # the share of the remaining weights that is pruned between two computations of the costs
     precision: float = 0.002  # the sparsity to which the search goes
+    holdout: float = 0.0  # the share of examples that the costs do not see and that must keep the budget by themselves
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", PATTERNS.resolve(self.pattern))
         require(0 < self.budget <= 1, f"budget is a share of predictions in (0, 1], got {self.budget:g}.")
         require(0 < self.step < 1, f"step is a share of the weights in (0, 1), got {self.step:g}.")
+        require(0 <= self.holdout < 1, f"holdout is a share of the examples in [0, 1), got {self.holdout:g}.")
         require(0 < self.precision < 1, f"precision is a sparsity in (0, 1), got {self.precision:g}.")
 
     def prune(self, model: nn.Module, data: Tensor | Iterable[Any]) -> CertifiedReport:
@@ -132,7 +134,12 @@ class Search:
     """The search for the masks of `Certified` on one model and its examples."""
 
     def __init__(self, options: Certified, model: nn.Module, x: Tensor) -> None:
-        self.options, self.x = options, x
+        self.options = options
+        # Examples are often sorted by class: those that the costs do not see are drawn, and come last.
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)) if options.holdout else ...
+        self.x = x = x[order]
+        seen = max(1, len(x) - round(options.holdout * len(x)))
+        self.parts = [slice(0, len(x)), slice(seen, len(x))]  # the examples that must keep the budget
         self.dense = copy.deepcopy(unwrap(model)).eval()
         sparsity = options.pattern.sparsity or 0.0
         self.method: Method = OneShot(
@@ -152,7 +159,8 @@ class Search:
             bool(self.certifiable.any()),
             f"no prediction of the dense network is certified at radius {options.radius:g}: choose a smaller radius.",
         )
-        self.costs = MarginCosts(self.targets, options.pattern, self.dense, self.points(self.dense), self.classes)
+        points = self.points(self.dense)[:seen]
+        self.costs = MarginCosts(self.targets, options.pattern, self.dense, points, self.classes[:seen])
 
     # ---- the masks
 
@@ -181,7 +189,7 @@ class Search:
         costs = self.next_costs(full)
         scores = self.costs.scores(costs, self.costs.own_costs(costs), self.costs.drift(costs))
         chosen = allocations.select(scores, self.method.final_sparsity, self.options.pattern, "uniform")
-        alone = {name: self.count_kept({**full, name: mask}) for name, mask in chosen.items()}
+        alone = {name: int(self.find_kept({**full, name: mask}).sum()) for name, mask in chosen.items()}
         accepted = [full]
         for name in sorted(alone, key=lambda one: -alone[one]):
             proposed = {**accepted[-1], name: chosen[name]}
@@ -219,18 +227,23 @@ class Search:
     # ---- the budget
 
     def keeps_budget(self, masks: Masks) -> bool:
-        """Return whether the predictions under masks keep the budget."""
-        return self.count_kept(masks) >= self.options.budget * int(self.certifiable.sum())
+        """Return whether the predictions under masks keep the budget, as far as `find_kept` can tell."""
+        return self.is_within_budget(self.find_kept(masks))
 
-    def count_kept(self, masks: Masks) -> int:
-        """Return how many certifiable predictions stay the same at the inputs where their margins are small.
+    def is_within_budget(self, kept: Tensor) -> bool:
+        """Return whether enough of the certifiable predictions are kept, among all and among those held out."""
+        counts = [(int(kept[part].sum()), int(self.certifiable[part].sum())) for part in self.parts]
+        return all(count >= self.options.budget * total for count, total in counts)
 
-        At most so many stay certified. The search steps by this count, and the proof decides at its end.
+    def find_kept(self, masks: Masks) -> Tensor:
+        """Return which certifiable predictions stay the same at the inputs where their margins are small.
+
+        No others stay certified. The search steps by these, and the proof decides at its end.
         """
         model = self.masked_copy(masks)
         with torch.no_grad():
             same = model(self.points(model)).flatten(1).argmax(1) == self.classes
-        return int((same & self.certifiable).sum())
+        return same & self.certifiable
 
     @torch.no_grad()
     def certify(self, model: nn.Module, steps: int = 0) -> CertifiedPredictions:
@@ -239,12 +252,11 @@ class Search:
 
     def verified(self, accepted: list[Masks]) -> tuple[Masks, CertifiedPredictions]:
         """Return the sparsest of some masks, found by bisection, that the proof accepts, and the predictions."""
-        needed = self.options.budget * int(self.certifiable.sum())
         proven, refused = 0, len(accepted)
         while refused - proven > 1:
             middle = refused - 1 if refused == len(accepted) else (proven + refused) // 2
             found = self.certify(self.masked_copy(accepted[middle]))
-            keeps = int((found.unchanged & self.certifiable).sum()) >= needed
+            keeps = self.is_within_budget(found.unchanged & self.certifiable)
             proven, refused = (middle, refused) if keeps else (proven, middle)
         return accepted[proven], self.certify(self.masked_copy(accepted[proven]), steps=ATTACK_STEPS)
 
