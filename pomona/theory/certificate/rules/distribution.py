@@ -59,13 +59,14 @@ def smallest_growth(p: Interval, e: Interval, *, negate: bool = False) -> Tensor
     away = values - mean
     least = mean.squeeze(-1) + (exact_zero_product(centre, away) - exact_zero_product(radius, away.abs())).sum(-1)
     size = exact_zero_product(p.high.unsqueeze(-2), values.abs()).sum(-1) + 2 * mean.squeeze(-1).abs()
-    return torch.maximum(least - 4 * (n + 16) * EPS * size, values.amin(-1) * (1 + 4 * EPS))
+    least, smallest = least - 4 * (n + 16) * EPS * size, values.amin(-1) * (1 + 4 * EPS)
+    return torch.where(least > smallest, least, smallest)  # also where `least` is not a number
 
 
 def change(p: Interval, growth_range: Interval) -> Interval:
     """Return the range of p_i (1 / (1 + s_i) − 1)."""
     low, high = growth_range.low.clamp(min=-1), growth_range.high.clamp(min=-1)
-    most, least = -low / (1 + low), -high / (1 + high)
+    most, least = -low / (1 + low), torch.where(high.isinf(), -1, -high / (1 + high))
     ends = torch.stack([exact_zero_product(q, r) for q in (p.low, p.high) for r in (least, most)])
     return Interval(ends.amin(0), ends.amax(0)).widen_by(8 * EPS * ends.abs().amax(0))
 
@@ -77,7 +78,7 @@ def distribution_bounds(x: PairBounds) -> PairBounds:
     return PairBounds(dense, pruned, gap).tighten()
 
 
-def pruned_part(x: Interval) -> LinearPart:
+def side_part(x: Interval) -> LinearPart:
     """Return softmax on a box as its derivative in the middle and a remainder.
 
     The derivative maps d to p_i (d_i − Σ p_j d_j). Between the middle, with p⁰, and another point of the box it is off

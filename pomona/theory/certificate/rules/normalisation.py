@@ -13,7 +13,7 @@ from ..linear_form import Form, Substitution
 from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
 from .activations import setting
 from .affine import AffineLayer
-from .linearised import LinearPart, finite_substitution, moved, substitute_linear
+from .linearised import LinearParts, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
 from .standardised import standardised_bounds, standardised_parts, transpose
 
@@ -74,7 +74,7 @@ def norm_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return norm.affine.bounds(norm.standardise(inputs[0]))
 
 
-def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, tuple[LinearPart, LinearPart]]:
+def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, LinearParts]:
     """Return the bounds before the scale and the shift, and their linear parts."""
     norm = norm_of(step)
     x = moved(inputs[0], norm.group)
@@ -83,13 +83,13 @@ def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, tuple[
 
 
 def norm_substitute(
-    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, tuple[LinearPart, LinearPart]]
+    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, LinearParts]
 ) -> Substitution:
     """Return forms on a norm as forms on its input."""
     norm, (standardised, parts) = norm_of(step), relaxation
     scaled = norm.affine.substitute(form, standardised)
     rows = Form(norm.group(scaled.forms[0].gap), norm.group(scaled.forms[0].pruned))
-    below, constant = substitute_linear(rows, *parts, transpose)
+    below, constant = substitute_linear(rows, parts, transpose)
     result = Form(norm.restore(below.gap), norm.restore(below.pruned))
     return finite_substitution(Substitution([result], scaled.constant + constant))
 

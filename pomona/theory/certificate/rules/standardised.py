@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from .bilinear import multiply_numbers
-from .linearised import LinearPart, choose
+from .linearised import LinearPart, LinearParts, choose
 from .scalar_function import finite_or_infinite
 
 
@@ -90,20 +90,24 @@ def gap_between(first: Box, second: Box, gap: Interval) -> Interval:
     return multiply_numbers(gap, inverse) - multiply_numbers(second.y, ratio)
 
 
-def standardised_parts(x: PairBounds, result: PairBounds, epsilon: float) -> tuple[LinearPart, LinearPart]:
-    """Return y, whose bounds are given, as its derivative in the middle and a remainder: of the gap, and pruned."""
-    pruned = box_of(centred(x.pruned), epsilon)
+def standardised_parts(x: PairBounds, result: PairBounds, epsilon: float) -> LinearParts:
+    """Return y, whose bounds are given, as its derivative in the middle and a remainder."""
     hull = box_of(centred(x.hull), epsilon)
-    centre, radius = pruned.z.centre, pruned.z.radius
-    middle, scale = at_centre(centre, epsilon)
-    error = derivative_error(pruned, middle, scale, radius)
-    constant = middle - apply_derivative(middle, scale, centre)
-    margin = rounding(middle, scale, centre.abs() + radius)
-    part = choose((middle, scale), Interval(constant - error, constant + error).widen_by(margin), result.pruned)
     middle, scale = at_centre(hull.z.centre, epsilon)
     size = centred(x.gap).magnitude
     error = derivative_error(hull, middle, scale, size) + rounding(middle, scale, size)
-    return choose((middle, scale), Interval(-error, error), result.gap), part
+    gap = choose((middle, scale), Interval(-error, error), result.gap)
+    return LinearParts(side_part(x.dense, result.dense, epsilon), side_part(x.pruned, result.pruned, epsilon), gap)
+
+
+def side_part(x: Interval, result: Interval, epsilon: float) -> LinearPart:
+    """Return y in one network as its derivative in the middle and a remainder."""
+    box = box_of(centred(x), epsilon)
+    centre, radius = box.z.centre, box.z.radius
+    middle, scale = at_centre(centre, epsilon)
+    error = derivative_error(box, middle, scale, radius) + rounding(middle, scale, centre.abs() + radius)
+    constant = middle - apply_derivative(middle, scale, centre)
+    return choose((middle, scale), Interval(constant - error, constant + error), result)
 
 
 def at_centre(z: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
