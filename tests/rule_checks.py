@@ -17,7 +17,9 @@ from pomona.theory.certificate.rules import rule_of
 SAMPLES = 64
 
 
-def make_step(op: str, function: Callable[..., Tensor], args: Sequence[Any], shape: Sequence[int], **kwargs: Any) -> Step:
+def make_step(
+    op: str, function: Callable[..., Tensor], args: Sequence[Any], shape: Sequence[int], **kwargs: Any
+) -> Step:
     """Return a step of one operation; values are numbered from 0 in the order of the arguments."""
     return Step(op, op, function, tuple(args), kwargs, None, torch.Size(shape))
 

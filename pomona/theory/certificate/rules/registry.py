@@ -44,7 +44,9 @@ class Rule:
     relax: RelaxFunction | None = None
     substitute_relaxed: RelaxedFunction | None = None
 
-    def substitution(self, step: Step, form: Form, inputs: list[PairBounds], relaxation: Any = None) -> Substitution | None:
+    def substitution(
+        self, step: Step, form: Form, inputs: list[PairBounds], relaxation: Any = None
+    ) -> Substitution | None:
         """Return forms on a step's result as forms on its inputs, or None where the rule has no linear relaxation."""
         if self.relax is None or self.substitute_relaxed is None:
             return self.substitute(step, form, inputs)

@@ -119,7 +119,9 @@ class ScalarFunction:
         for piece in self.pieces:
             for start, end in piece.segments():
                 part = restrict(x, start, end)
-                ends = torch.stack([piece.value(part.low) - slope * part.low, piece.value(part.high) - slope * part.high])
+                ends = torch.stack(
+                    [piece.value(part.low) - slope * part.low, piece.value(part.high) - slope * part.high]
+                )
                 a, b = bisect(lambda z, piece=piece: piece.slope(z) - slope, part, slope)  # type: ignore[misc]
                 slack = (b - a) * torch.maximum((piece.slope(a) - slope).abs(), (piece.slope(b) - slope).abs())
                 middle = piece.value(a) - slope * a
@@ -203,9 +205,7 @@ def pick_piece(
 def gap_range(function: RangedFunction, hull: Interval, gap: Interval) -> Interval:
     """Return the range of g(a) − g(b) for a and b in an interval, with a − b in `gap`: slope · gap, and jumps."""
     slopes, jump = function.slopes(hull), function.jumps(hull)
-    products = torch.stack(
-        [exact_zero_product(s, d) for s in (slopes.low, slopes.high) for d in (gap.low, gap.high)]
-    )
+    products = torch.stack([exact_zero_product(s, d) for s in (slopes.low, slopes.high) for d in (gap.low, gap.high)])
     result = Interval(products.amin(0), products.amax(0))
     return finite_or_infinite(result.widen_by(4 * EPS * result.magnitude + jump))
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, row_sums
 from ..paired_graph import Step
-from .distribution import apply_derivative, distribution_bounds, gap_part, growth, log_sum_of_others, probabilities, side_part
+from .distribution import (
+    apply_derivative,
+    distribution_bounds,
+    gap_part,
+    growth,
+    log_sum_of_others,
+    probabilities,
+    side_part,
+)
 from .linearised import LinearParts, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
 from .scalar_function import finite_or_infinite
