@@ -6,7 +6,6 @@ the bounds of their inputs. These bounds are refined by the same means, from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from .forward import input_bounds, step_bounds
 from .intervals import EPS, Interval, PairBounds
-from .linear_form import Form, largest_value, rounding, row_sums
+from .linear_form import Form, contract, largest_value, rounding
 from .paired_graph import PairedGraph, Step
 from .regions import InputSet
 from .rules import rule_of
 
-Indices = Sequence[int]
 KINDS = 6  # forms for the bounds of one entry: upper and lower, of dense, pruned and gap
 
 
@@ -32,18 +30,26 @@ class Effort:
     """
 
     neurons: int = 4096
-    entries: int = 2**22
+    entries: int = 2**20
 
 
-def linear_bounds(graph: PairedGraph, inputs: InputSet, effort: Effort = Effort()) -> list[PairBounds]:
+DEFAULT_EFFORT = Effort()
+
+
+def linear_bounds(graph: PairedGraph, inputs: InputSet, effort: Effort = DEFAULT_EFFORT) -> list[PairBounds]:
     """Return the bounds of every step over a set of inputs for each example, refined by linear forms."""
     bounds = [input_bounds(inputs)]
     refined = {i for step in graph.steps[1:] if not rule_of(step).affine for i in step.inputs} | {len(graph.steps) - 1}
     for index, step in enumerate(graph.steps[1:], 1):
         bounds.append(relaxed(step, step_bounds(step, bounds), bounds))
-        if index in refined and rule_of(step).affine:
+        if index in refined and rule_of(step).affine and not is_exact(step, inputs):
             refine_step(graph, inputs, bounds, index, effort)
     return bounds
+
+
+def is_exact(step: Step, inputs: InputSet) -> bool:
+    """Return whether intervals are exact for a step: an affine operation on a box of inputs."""
+    return set(step.inputs) == {0} and len(step.inputs) == 1 and bool(inputs.radius.isinf().all())
 
 
 def relaxed(step: Step, result: PairBounds, bounds: list[PairBounds]) -> PairBounds:
@@ -92,7 +98,9 @@ def refine_entries(
     def refine(known: list[PairBounds], region: InputSet, entries: Tensor) -> PairBounds:
         unit = torch.nn.functional.one_hot(entries, shape.numel()).double().view(-1, *shape)
         zero = torch.zeros_like(unit)
-        form = Form(torch.cat([unit, -unit, zero, zero, unit, -unit]), torch.cat([unit, -unit, unit, -unit, zero, zero]))
+        form = Form(
+            torch.cat([unit, -unit, zero, zero, unit, -unit]), torch.cat([unit, -unit, unit, -unit, zero, zero])
+        )
         most = largest_forms(graph, {index: form}, known, region).view(KINDS, -1)
         sides = [known[index].dense, known[index].pruned, known[index].gap]
         for k, old in enumerate(sides):
@@ -105,7 +113,7 @@ def refine_entries(
 
 
 def largest_output(
-    graph: PairedGraph, inputs: InputSet, bounds: list[PairBounds], form: Form, effort: Effort = Effort()
+    graph: PairedGraph, inputs: InputSet, bounds: list[PairBounds], form: Form, effort: Effort = DEFAULT_EFFORT
 ) -> Tensor:
     """Return upper bounds (examples × rows) of forms on the output (rows × shape, or examples × rows × shape)."""
     last = len(graph.steps) - 1
@@ -151,12 +159,12 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
 def largest_input(coefficients: Tensor, inputs: InputSet) -> Tensor:
     """Return the largest Σ coefficient · x over one example's inputs, for each row."""
     centre, half = (inputs.low + inputs.high) / 2, (inputs.high - inputs.low) / 2
-    box = row_sums(coefficients * centre + coefficients.abs() * half)
+    absolute = coefficients.abs()
+    box = contract(coefficients, centre) + contract(absolute, half)
     lengths = torch.linalg.vector_norm(coefficients.flatten(1), dim=1)
-    ball = row_sums(coefficients * inputs.centre) + torch.where(lengths > 0, inputs.radius * lengths, 0.0)
+    ball = contract(coefficients, inputs.centre) + torch.where(lengths > 0, inputs.radius * lengths, 0.0)
     reach = torch.maximum(inputs.low.abs(), inputs.high.abs()) + inputs.centre.abs()
-    margin = 4 * (reach.numel() + 8) * EPS * row_sums(coefficients.abs() * reach)
-    return torch.minimum(box, ball) + margin
+    return torch.minimum(box, ball) + 4 * (reach.numel() + 8) * EPS * contract(absolute, reach)
 
 
 def largest_value_size(graph: PairedGraph, index: int) -> int:

@@ -32,27 +32,50 @@ class Substitution:
 
 @dataclass(frozen=True)
 class Lines:
-    """Two lines around a function z ↦ g(z) of one number on an interval, for each entry of a tensor."""
+    """Two lines around a function z ↦ g(z) of one number on an interval, for each entry of a tensor.
+
+    Lines around a gap may also have slopes in the pruned network's input, `low_tilt` and `high_tilt`.
+    """
 
     low_slope: Tensor
     low_constant: Tensor
     high_slope: Tensor
     high_constant: Tensor
+    low_tilt: Tensor | None = None
+    high_tilt: Tensor | None = None
 
-    def error(self, interval: Interval) -> Tensor:
+    def error(self, interval: Interval, pruned: Interval | None = None) -> Tensor:
         """Return the distance of the lines in the middle of an interval."""
         slope, constant = self.high_slope - self.low_slope, self.high_constant - self.low_constant
-        return slope * interval.centre + constant
+        distance = slope * interval.centre + constant
+        if pruned is not None and self.low_tilt is not None and self.high_tilt is not None:
+            distance = distance + (self.high_tilt - self.low_tilt) * pruned.centre
+        return distance
 
-    def above(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return slope and constant of a line above coefficient · g."""
-        positive, negative = coefficient.clamp(min=0), coefficient.clamp(max=0)
-        slope = positive * self.high_slope + negative * self.low_slope
-        return slope, positive * self.high_constant + negative * self.low_constant
+    def above(self, coefficient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return slope, constant and tilt of a line above coefficient · g."""
+        positive = coefficient > 0
+        slope = coefficient * torch.where(positive, self.high_slope, self.low_slope)
+        constant = row_sums(coefficient * torch.where(positive, self.high_constant, self.low_constant))
+        if self.low_tilt is None or self.high_tilt is None:
+            return slope, constant, None
+        return slope, constant, coefficient * torch.where(positive, self.high_tilt, self.low_tilt)
+
+    def reach(self, magnitude: Tensor) -> Tensor:
+        """Return a number above all terms of the lines, on inputs and gaps of this magnitude."""
+        slopes = torch.maximum(self.low_slope.abs(), self.high_slope.abs())
+        if self.low_tilt is not None and self.high_tilt is not None:
+            slopes = slopes + torch.maximum(self.low_tilt.abs(), self.high_tilt.abs())
+        return slopes * magnitude + torch.maximum(self.low_constant.abs(), self.high_constant.abs())
 
 
 for data in (Form, Substitution, Lines):
     register_dataclass(data)
+
+
+def contract(rows: Tensor, vector: Tensor) -> Tensor:
+    """Return Σ row · vector for each row; the vector may have to be broadcast."""
+    return rows.flatten(1) @ vector.expand(rows.shape[1:]).flatten()
 
 
 def row_sums(x: Tensor) -> Tensor:
@@ -62,8 +85,8 @@ def row_sums(x: Tensor) -> Tensor:
 
 def rounding(form: Form, bounds: PairBounds, terms: int) -> Tensor:
     """Return a margin for forms whose coefficients have a relative error of `terms` roundings, on values in bounds."""
-    reach = form.gap.abs() * bounds.gap.magnitude + form.pruned.abs() * bounds.pruned.magnitude
-    return 2 * (terms + reach[0].numel()) * EPS * row_sums(reach)
+    reach = contract(form.gap.abs(), bounds.gap.magnitude) + contract(form.pruned.abs(), bounds.pruned.magnitude)
+    return 2 * (terms + form.gap[0].numel()) * EPS * reach
 
 
 def largest_value(form: Form, bounds: PairBounds) -> Tensor:
@@ -84,28 +107,21 @@ def largest(coefficient: Tensor, interval: Interval) -> Tensor:
 def substitute_elementwise(form: Form, bounds: PairBounds, dense: Lines, pruned: Lines, gap: Lines) -> Substitution:
     """Return an upper bound of forms on an elementwise function from lines in its input, whose bounds are given.
 
-    A form c·gap + d·pruned of the function's result is also c·dense + (d − c)·pruned and d·dense + (c − d)·gap. For
-    each entry the pair with the smallest error is bounded, each of the two by its line: `dense` and `pruned` are the
-    lines of the function, `gap` are lines of the gap after it over the gap before it.
+    A form c·gap + d·pruned of the function's result is also (c − d)·gap + d·dense. For each entry the pair with the
+    smaller error is bounded, each of the two by its line: `dense` and `pruned` are the lines of the function, `gap` are
+    lines of the gap after it over the gap before it.
     """
     c, d = form.gap, form.pruned
-    errors = dense.error(bounds.dense), pruned.error(bounds.pruned), gap.error(bounds.gap)
-    costs = torch.stack([
-        c.abs() * errors[2] + d.abs() * errors[1],
-        c.abs() * errors[0] + (d - c).abs() * errors[1],
-        d.abs() * errors[0] + (c - d).abs() * errors[2],
-    ])  # fmt: skip
-    choice = costs.argmin(0)
-    zero = torch.zeros_like(c)
-    on_dense = torch.where(choice == 1, c, torch.where(choice == 2, d, zero))
-    on_pruned = torch.where(choice == 0, d, torch.where(choice == 1, d - c, zero))
-    on_gap = torch.where(choice == 0, c, torch.where(choice == 2, c - d, zero))
-    above = [dense.above(on_dense), pruned.above(on_pruned), gap.above(on_gap)]
-    slopes, constants = [slope for slope, _ in above], [constant for _, constant in above]
+    errors = dense.error(bounds.dense), pruned.error(bounds.pruned), gap.error(bounds.gap, bounds.pruned)
+    size = d.abs()
+    use_dense = (c.abs() - (c - d).abs()) * errors[2] > size * (errors[0] - errors[1])
+    on_dense = torch.where(use_dense, d, 0.0)
+    on_pruned, on_gap = d - on_dense, c - on_dense
+    slopes = [lines.above(x) for lines, x in ((dense, on_dense), (pruned, on_pruned), (gap, on_gap))]
     # dense = pruned + gap in the input, too
-    result = Form(slopes[2] + slopes[0], slopes[1] + slopes[0])
-    total = constants[0] + constants[1] + constants[2]
-    reach = constants[0].abs() + constants[1].abs() + constants[2].abs()
-    absolute = [slope.abs() for slope in slopes]
-    slack = rounding(Form(absolute[2] + absolute[0], absolute[1] + absolute[0]), bounds, 8)
-    return Substitution([result], row_sums(total) + slack + 2 * reach[0].numel() * EPS * row_sums(reach))
+    on_input = slopes[1][0] + slopes[0][0]
+    result = Form(slopes[2][0] + slopes[0][0], on_input if slopes[2][2] is None else on_input + slopes[2][2])
+    magnitude = torch.maximum(bounds.hull.magnitude, bounds.gap.magnitude)
+    reach = dense.reach(magnitude) + pruned.reach(magnitude) + gap.reach(magnitude)
+    slack = 4 * (c[0].numel() + 8) * EPS * contract(size + c.abs(), reach)
+    return Substitution([result], slopes[0][1] + slopes[1][1] + slopes[2][1] + slack)

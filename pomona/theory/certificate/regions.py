@@ -102,22 +102,23 @@ register_dataclass(InputSet)
 
 
 def neighbourhoods(
-    examples: Tensor, radius: float, *, norm: str = "linf", low: float | None = None, high: float | None = None
+    examples: Tensor, radius: float | Tensor, *, norm: str = "linf", low: float | None = None, high: float | None = None
 ) -> InputSet:
     """Return the inputs within a radius of each example (examples × shape), clipped to [low, high] where given.
 
-    The norm is "linf", for a box, or "l2", for a ball.
+    The radius is one number, or one for each example; the norm is "linf", for a box, or "l2", for a ball.
     """
     require(norm in ("linf", "l2"), f"norm must be 'linf' or 'l2', got {norm!r}.")
-    require(0 <= radius < math.inf, f"radius must be finite and not negative, got {radius:g}.")
     centre = examples.detach().double().unsqueeze(1)
+    radii = torch.as_tensor(radius, dtype=torch.float64, device=centre.device).expand(len(centre))
+    require(bool(((radii >= 0) & radii.isfinite()).all()), f"radius must be finite and not negative, got {radius}.")
+    reach = radii.view(-1, *[1] * (centre.ndim - 1))
     # Centre ± radius is rounded outward.
-    reach = radius + torch.finfo(torch.float64).eps * (centre.abs() + radius) if radius else torch.zeros_like(centre)
+    reach = torch.where(reach > 0, reach + torch.finfo(torch.float64).eps * (centre.abs() + reach), 0.0)
     box = [centre - reach, centre + reach]
     if low is not None or high is not None:
         box = [end.clamp(low, high) for end in box]
-    limit = radius if norm == "l2" else math.inf
-    return InputSet(box[0], box[1], centre, centre.new_full((len(centre),), limit))
+    return InputSet(box[0], box[1], centre, radii if norm == "l2" else torch.full_like(radii, math.inf))
 
 
 def box_inputs(low: Tensor, high: Tensor) -> InputSet:

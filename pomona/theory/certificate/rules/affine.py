@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
-from ..linear_form import Form, Substitution, row_sums
+from ..linear_form import Form, Substitution, contract
 from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
 from .calls import transpose
 from .registry import Rule, register, unsupported
@@ -66,14 +66,12 @@ class AffineLayer:
         on_pruned = form.pruned - form.gap
         (gap,) = transpose(lambda v: self.product(v, self.weight[0]), [shape], form.gap)
         (rest,) = transpose(lambda v: self.product(v, self.weight[1]), [shape], on_pruned)
-        constant = form.gap * self.bias[0] + on_pruned * self.bias[1]
+        constant = contract(form.gap, self.bias[0]) + contract(on_pruned, self.bias[1])
         reach = torch.maximum(x.hull.magnitude, x.gap.magnitude)
         margins = [self.product(reach, w.abs()) + b.abs() for w, b in zip(self.weight, self.bias, strict=True)]
-        slack = form.gap.abs() * margins[0] + on_pruned.abs() * margins[1]
+        slack = contract(form.gap.abs(), margins[0]) + contract(on_pruned.abs(), margins[1])
         entries = form.gap[0].numel()
-        return Substitution(
-            [Form(gap, gap + rest)], row_sums(constant) + (4 * self.rounding + 2 * entries * EPS) * row_sums(slack)
-        )
+        return Substitution([Form(gap, gap + rest)], constant + (4 * self.rounding + 2 * entries * EPS) * slack)
 
 
 def layer_of(step: Step) -> AffineLayer:

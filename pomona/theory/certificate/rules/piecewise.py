@@ -14,6 +14,7 @@ from ..linear_form import Form, Lines, Substitution, substitute_elementwise
 from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
 from .calls import call, side_weights
 from .registry import Rule, register, unsupported
+from .relu_pair import pair_lines
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,10 @@ def piecewise_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Su
     else:
         after = piecewise_bounds(step, inputs).gap
         gap = Lines(torch.zeros_like(after.low), after.low, torch.zeros_like(after.low), after.high)
-    return substitute_elementwise(form, x, dense.lines(x.dense), pruned.lines(x.pruned), gap)
+    sides = dense.lines(x.dense), pruned.lines(x.pruned)
+    if same_function(step) and dense.knots == [0.0]:
+        gap = pair_lines(x, dense.function, *sides, gap)
+    return substitute_elementwise(form, x, *sides, gap)
 
 
 def open_entries(step: Step, x: PairBounds) -> Tensor:

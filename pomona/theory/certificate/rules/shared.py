@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
-from ..linear_form import Form, Substitution, row_sums
+from ..linear_form import Form, Substitution, contract
 from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
 from .calls import call, side_weights, transpose, weight_differences
 from .registry import Rule, register
@@ -19,7 +19,7 @@ MOVES = (
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze",
     "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "index", "index_select", "gather", "expand",
     "repeat", "flip", "roll", "cat", "stack", "clone", "alias", "contiguous", "detach", "lift_fresh_copy", "narrow",
-    "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "where", "pixel_shuffle", "pixel_unshuffle",
+    "pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "where", "pixel_shuffle", "pixel_unshuffle",
     "channel_shuffle", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "diagonal", "movedim",
     "_to_copy",
 )  # fmt: skip
@@ -96,10 +96,10 @@ def shared_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Subst
     sizes = [torch.maximum(x.hull.magnitude, x.gap.magnitude) for x in inputs]
     weights = [largest_weight(weight) for weight in step.weights]
     margin = 4 * terms(step, [x.gap for x in inputs]) * EPS * reach(step, sizes, weights)
-    slack = (form.gap.abs() + form.pruned.abs()) * margin
-    constant = form.gap * (dense - pruned) + form.pruned * pruned
+    slack = contract(form.gap.abs() + form.pruned.abs(), margin)
+    constant = contract(form.gap, dense - pruned) + contract(form.pruned, pruned)
     forms = [Form(gap, side) for gap, side in zip(gaps, sides, strict=True)]
-    return Substitution(forms, row_sums(constant + slack))
+    return Substitution(forms, constant + slack)
 
 
 def largest_weight(weight: Weight) -> Tensor:
