@@ -28,7 +28,7 @@ LIBRARY.impl("root_mean_square_norm", root_mean_square_norm, "CompositeImplicitA
 
 
 def rewrite_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the steps of a network with attention in parts and known functions as a whole, the unread ones left out."""
+    """Return the steps of a network with attention in parts and known functions as wholes, without unread steps."""
     new = Rewriting(steps)
     for step in steps:
         if not any(rewrite(new, step) for rewrite in REWRITES.get(step.op, ())):

@@ -97,7 +97,7 @@ def side_part(x: Interval) -> LinearPart:
 
 
 def gap_part(x: PairBounds, gap: Interval) -> LinearPart:
-    """Return the gap of softmax as a derivative between the two networks times the gap of the input, and a remainder."""
+    """Return the gap of softmax as a derivative between the networks times the gap of the input, and a remainder."""
     p = probabilities(x.hull)
     middle = torch.softmax(x.hull.centre, -1)
     known = p.high > 0

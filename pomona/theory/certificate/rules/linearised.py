@@ -42,7 +42,7 @@ def choose(derivative: tuple[Tensor, ...], remainder: Interval, result: Interval
 
 @dataclass(frozen=True)
 class LinearParts:
-    """The linear parts of an operation in the dense network, in the pruned one, and of the gap over that of the input."""
+    """The linear parts of an operation in the dense network, in the pruned one, and of its gap over the input's gap."""
 
     dense: LinearPart
     pruned: LinearPart

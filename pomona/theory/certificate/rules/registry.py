@@ -32,7 +32,7 @@ class Rule:
     The functions work on one example and are called under torch.vmap, so that no Python branch may depend on bounds.
     `inputs` has the bounds of each value that the step reads, in the order of `step.inputs`. An `affine` rule
     substitutes without loss, and does not use the bounds of its inputs except for rounding.
-    A rule with `relax` computes what depends on the bounds alone once for each step, and substitutes many forms with it.
+    A rule with `relax` computes what depends on the bounds once for each step, and substitutes many forms with it.
     `open_entries` says where the substitution of a function of one input loses something: the other entries need no
     tighter bounds. Without it, all do.
     """

@@ -23,7 +23,6 @@ from .linearised import LinearParts, finite_substitution, moved, substitute_line
 from .registry import Rule, register
 from .scalar_function import finite_or_infinite
 
-
 MASKED = "masked_softmax"
 
 

@@ -152,7 +152,7 @@ def transpose(statistics: Statistics) -> Transpose:
 def derivative_error(box: Box, y: Tensor, scale: Tensor, size: Tensor) -> Tensor:
     """Return a bound of |(J − J⁰) d| for |d| ≤ size, where J is the derivative in the box and J⁰ that at its centre.
 
-    With r = 1/σ: J d = r d − r y m with m = mean y d, so that (J − J⁰) d = (r − r⁰) d − (r y − r⁰ y⁰) m − r⁰ y⁰ (m − m⁰).
+    With r = 1/σ and m = mean y d, J d = r d − r y m, and (J − J⁰) d = (r − r⁰) d − (r y − r⁰ y⁰) m − r⁰ y⁰ (m − m⁰).
     """
     n = size.shape[-1]
     inverse = Interval(1 / box.deviation.high, 1 / box.deviation.low)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +89,7 @@ def check_forms(
         above += contract(below.gap, a - b) + contract(below.pruned, b)
     excess = float((truth - above).max())
     assert excess <= 1e-12 * (1 + float(truth.abs().max())), f"a form is above its bound by {excess:g}"
-    assert not above.isnan().any() and math.isfinite(float(truth.abs().max()))
+    assert not above.isnan().any()
 
 
 def contract(rows: Tensor, samples: Tensor) -> Tensor:
