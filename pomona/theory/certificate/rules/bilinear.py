@@ -65,7 +65,7 @@ class Bilinear:
         Each product is replaced by its linear part at the middles: x · y = x₀ · y + x · y₀ − x₀ · y₀ up to the product
         of the radii, which is the mean of McCormick's two planes.
         """
-        x_shape, y_shape = (1, *x.gap.low.shape), (1, *y.gap.low.shape)
+        x_shape, y_shape = x.gap.low.shape, y.gap.low.shape
         on_x = self.rows_on_x(form.gap, y.gap.centre, x_shape)
         x_form = Form(
             on_x + self.rows_on_x(form.gap, y.pruned.centre, x_shape),
@@ -79,15 +79,13 @@ class Bilinear:
         constant = sum((self.constant(*part) for part in parts), torch.zeros_like(row_sums(form.gap)))
         return x_form, y_form, constant
 
-    def rows_on_x(self, rows: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return rows of coefficients on x · y, for a fixed y, as coefficients on x, of this shape after the rows."""
-        full = rows * y if self.of_numbers else rows @ y.mT
-        return full.sum_to_size(len(rows), *shape[1:])
+    def rows_on_x(self, rows: Tensor, y: Tensor, shape: torch.Size) -> Tensor:
+        """Return rows of coefficients on x · y, for a fixed y, as coefficients on an x of this shape."""
+        return sum_to_shape(rows * y if self.of_numbers else rows @ y.mT, shape)
 
-    def rows_on_y(self, rows: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return rows of coefficients on x · y, for a fixed x, as coefficients on y, of this shape after the rows."""
-        full = rows * x if self.of_numbers else x.mT @ rows
-        return full.sum_to_size(len(rows), *shape[1:])
+    def rows_on_y(self, rows: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        """Return rows of coefficients on x · y, for a fixed x, as coefficients on a y of this shape."""
+        return sum_to_shape(rows * x if self.of_numbers else x.mT @ rows, shape)
 
     def constant(self, rows: Tensor, x: Interval, y: Interval) -> Tensor:
         """Return what rows on x · y are at most above their linear part, with a margin for rounding."""
@@ -95,6 +93,12 @@ class Bilinear:
         middle = self.multiply(x.centre, y.centre)
         slack = 2 * rows[0].numel() * EPS * self.multiply(x.magnitude, y.magnitude)
         return row_sums(rows.abs() * (error + slack) - rows * middle)
+
+
+def sum_to_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return rows of coefficients summed over the axes along which a tensor of this shape was repeated."""
+    axes = rows.ndim - 1 - len(shape)
+    return rows.sum_to_size(len(rows), *[1] * axes, *shape).reshape(len(rows), *shape)
 
 
 def multiply_numbers(x: Interval, y: Interval) -> Interval:

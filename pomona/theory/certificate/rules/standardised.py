@@ -123,9 +123,32 @@ def side_part(x: Interval, result: Interval, statistics: Statistics) -> LinearPa
     box = box_of(x, statistics)
     centre, radius = box.z.centre, box.z.radius
     middle, scale = at_centre(centre, statistics.epsilon)
-    error = derivative_error(box, middle, scale, radius) + rounding(middle, scale, centre.abs() + radius)
     constant = middle - apply_derivative(middle, scale, centre)
-    return choose((middle, scale), Interval(constant - error, constant + error), result)
+    margin = rounding(middle, scale, centre.abs() + radius)
+    remainder = side_remainder(box, centre, scale, statistics.epsilon) + Interval(constant, constant)
+    return choose((middle, scale), remainder.widen_by(margin), result)
+
+
+def side_remainder(box: Box, centre: Tensor, scale: Tensor, epsilon: float) -> Interval:
+    """Return the interval of y − y⁰ − J⁰ d for all z = z⁰ + d in the box, where z⁰ is its centre.
+
+    With v = mean z² and r(v) = 1 / √(v + ε), y_i = z_i r(v), and the remainder is z⁰_i (h(v) + r'(v⁰) mean d²) +
+    d_i (r(v) − r(v⁰)), where h(v) = r(v) − r(v⁰) − r'(v⁰) (v − v⁰) is convex and zero at v⁰.
+    """
+    n = centre.shape[-1]
+    inverse = Interval(1 / box.deviation.high, 1 / box.deviation.low)
+    slope = -(scale**3) / 2
+    start = 1 / scale**2  # v⁰ + ε
+
+    def excess(root: Tensor) -> Tensor:
+        return (root - scale - slope * (1 / root**2 - start)).clamp(min=0)
+
+    most = torch.maximum(excess(inverse.low), excess(inverse.high)) + 64 * (n + 8) * EPS * inverse.high
+    least = slope * (box.z.radius**2).mean(-1, keepdim=True)
+    change = torch.maximum(inverse.high - scale, scale - inverse.low).clamp(min=0)
+    curved = multiply_numbers(Interval(centre, centre), Interval(least, most).widen_by(8 * n * EPS * least.abs()))
+    moved = box.z.radius * change * (1 + 8 * EPS)
+    return finite_or_infinite(curved + Interval(-moved, moved))
 
 
 def at_centre(z: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
