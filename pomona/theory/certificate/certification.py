@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from ...allocation import largest_sparsity
 from ...core.attachment import find_targets
 from ...errors import PomonaError, require
 from ...methods import OneShot, prune
+from .domains import best_bounds
 from .gradient_attack import attack_graph
-from .norm_bounds import Layer, UnsupportedOperation, norm_bounds
+from .norm_bounds import Layer
 from .paired_graph import DENSE, PairedGraph, pair_networks
 from .paired_value import euclidean_norm
 from .regions import Ball, Region
@@ -32,7 +33,7 @@ class Certificate:
     found: float
     output: float  # a bound of ‖F(x) − F(centre)‖, the scale to compare the error with
     layers: tuple[Layer, ...] = field(repr=False)
-    domain: str = "norms"  # the kind of bounds that gave the error
+    domain: str = "norms"  # the kind of bounds that gave the error: norms, intervals or linear
 
 
 def certify(
@@ -55,44 +56,14 @@ def certify(
     return certify_graph(graph, region or Ball(), steps=steps, starts=starts, seed=seed)
 
 
-def certify_graph(graph: PairedGraph, region: Region, *, steps: int, starts: int, seed: int) -> Certificate:
+def certify_graph(
+    graph: PairedGraph, region: Region, *, steps: int = 100, starts: int = 8, seed: int = 0
+) -> Certificate:
     """Return the certificate of two networks from their common graph."""
     bounds = best_bounds(graph, region)
     found = attack_graph(graph, region=region, steps=steps, starts=starts, seed=seed)
     require_not_exceeded(found, bounds.error, graph, region)
     return Certificate(bounds.error, found, bounds.output, bounds.layers, bounds.domain)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What one domain of bounds says about the outputs of two networks."""
-
-    domain: str
-    error: float
-    output: float
-    layers: tuple[Layer, ...] = ()
-
-
-def best_bounds(graph: PairedGraph, region: Region) -> Bounds:
-    """Return the bounds of the domain with the smallest error; raise PomonaError where no domain knows an operation."""
-    found, refused = [], []
-    for domain in DOMAINS:
-        try:
-            found.append(domain(graph, region))
-        except UnsupportedOperation as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    return min(found, key=lambda bounds: bounds.error)
-
-
-def bound_by_norms(graph: PairedGraph, region: Region) -> Bounds:
-    """Return the bounds in the Euclidean norm."""
-    bounds = norm_bounds(graph, region)
-    return Bounds("norms", bounds.output.gap, bounds.output.dense_spread, bounds.layers)
-
-
-DOMAINS: tuple[Callable[[PairedGraph, Region], Bounds], ...] = (bound_by_norms,)
 
 
 def require_not_exceeded(found: float, error: float, graph: PairedGraph, region: Region) -> None:

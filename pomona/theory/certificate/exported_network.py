@@ -110,8 +110,9 @@ def live_nodes(program: ExportedProgram) -> list[fx.Node]:
 def require_deterministic(node: fx.Node) -> None:
     """Raise PomonaError for an operation whose result is random or uninitialized."""
     name = operation_name(node)
-    dropout = name == "scaled_dot_product_attention" and len(node.args) > 4 and node.args[4] != 0
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or dropout
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if name == "scaled_dot_product_attention":  # which may have dropout, and so always has the tag
+        random = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0
     require(
         not random,
         f"'{node.name}' is random ({name}) in evaluation mode too, so there is no certificate: give F.dropout "

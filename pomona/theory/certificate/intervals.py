@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,11 +65,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairBounds:
-    """Intervals of one value in the dense network, in the pruned one, and of the gap dense − pruned."""
+    """Intervals of one value in the dense network, in the pruned one, and of the gap dense − pruned.
+
+    `relaxation` holds what the rule of the step that computes this value needs to substitute linear forms, if any.
+    """
 
     dense: Interval
     pruned: Interval
     gap: Interval
+    relaxation: Any = None
 
     def tighten(self) -> PairBounds:
         """Return the bounds with each interval cut to what the other two allow."""

@@ -6,7 +6,7 @@ the bounds of their inputs. These bounds are refined by the same means, from the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def linear_bounds(graph: PairedGraph, inputs: InputSet, effort: Effort = DEFAULT
     bounds = [input_bounds(inputs)]
     refined = {i for step in graph.steps[1:] if not rule_of(step).affine for i in step.inputs} | {len(graph.steps) - 1}
     for index, step in enumerate(graph.steps[1:], 1):
-        bounds.append(step_bounds(step, bounds))
+        bounds.append(relaxed(step, step_bounds(step, bounds), bounds))
         if index in refined and rule_of(step).affine and not is_exact(step, inputs):
             refine_step(graph, inputs, bounds, index, effort)
     return bounds
@@ -50,6 +50,15 @@ def linear_bounds(graph: PairedGraph, inputs: InputSet, effort: Effort = DEFAULT
 def is_exact(step: Step, inputs: InputSet) -> bool:
     """Return whether intervals are exact for a step: an affine operation on a box of inputs."""
     return set(step.inputs) == {0} and len(step.inputs) == 1 and bool(inputs.radius.isinf().all())
+
+
+def relaxed(step: Step, result: PairBounds, bounds: list[PairBounds]) -> PairBounds:
+    """Return the bounds of a step with what its rule needs to substitute forms, for each example."""
+    relax = rule_of(step).relax
+    if relax is None:
+        return result
+    arguments = [bounds[index] for index in step.inputs]
+    return replace(result, relaxation=torch.func.vmap(lambda inputs: relax(step, inputs))(arguments))
 
 
 def refine_step(graph: PairedGraph, inputs: InputSet, bounds: list[PairBounds], index: int, effort: Effort) -> None:
@@ -132,7 +141,7 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
         rule = rule_of(step)
         if not rule.affine and not pending:
             best = torch.minimum(best, constant + largest_value(form, bounds[index]))
-        result = rule.substitute(step, form, [bounds[i] for i in step.inputs])
+        result = rule.substitution(step, form, [bounds[i] for i in step.inputs], bounds[index].relaxation)
         if result is None:
             constant = constant + largest_value(form, bounds[index])
             continue

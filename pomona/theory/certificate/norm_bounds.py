@@ -26,10 +26,6 @@ from .regions import Region
 SIDES = (DENSE, PRUNED)
 
 
-class UnsupportedOperation(PomonaError):
-    """An operation that a domain of bounds has no rule for."""
-
-
 @dataclass(frozen=True)
 class Layer:
     """The norms of one layer: dense, pruned and of the removed part; `gap` bounds the distance of the outputs."""
@@ -57,7 +53,7 @@ class NormBounds:
 
 @torch.no_grad()
 def norm_bounds(graph: PairedGraph, region: Region) -> NormBounds:
-    """Return the bounds of all values for inputs in the region; raise UnsupportedOperation where one has no norm."""
+    """Return the bounds of all values for inputs in the region; raise PomonaError where one has no norm."""
     centre, spread = region.centre(tuple(graph.input_shape[1:]))
     centre = centre.to(graph.device)
     propagation = NormPropagation(graph)
@@ -68,7 +64,7 @@ def norm_bounds(graph: PairedGraph, region: Region) -> NormBounds:
     values = [None if index in hidden else propagation.known[index] for index in range(len(graph.steps))]
     result = NormBounds(tuple(values), tuple(propagation.layers))
     if not math.isfinite(result.output.gap):
-        raise UnsupportedOperation("the bounds in the Euclidean norm overflow.")
+        raise PomonaError("the bounds in the Euclidean norm overflow.")
     return result
 
 
@@ -165,7 +161,7 @@ class NormPropagation:
                 return apply_lipschitz(values[0], results, constant, jump(step))
         if self.is_softsign(step):
             return apply_lipschitz(values[0], results, 1.0)
-        raise UnsupportedOperation(
+        raise PomonaError(
             f"certify cannot bound {step.op} at '{step.name}' by norms: they know linear and convolutional layers, "
             "batch norm, pooling, activations of bounded slope, sums and reshaping."
         )

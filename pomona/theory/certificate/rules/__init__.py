@@ -6,11 +6,32 @@ affine      layers with weights, products with constants
 shared      affine operations with the same coefficients in both networks: moves, sums, average pooling
 piecewise   ReLU and other piecewise linear functions
 max_pool    maxima
+activations         smooth functions of one number: scalar_function, smooth_functions, periodic
+products            products of two values, division: bilinear
+softmax             softmax and log-softmax: distribution
+normalisation       layer norm, group norm, instance norm: standardised
+embedding           rows of a table
+linearised          operations that are linear up to a remainder
 """
 
 from __future__ import annotations
 
-from . import affine, max_pool, piecewise, shared
+from . import activations, affine, embedding, max_pool, normalisation, piecewise, products, shared, softmax
 from .registry import RULES, Rule, register, rule_of, unsupported
 
-__all__ = ["RULES", "Rule", "affine", "max_pool", "piecewise", "register", "rule_of", "shared", "unsupported"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "activations",
+    "affine",
+    "embedding",
+    "max_pool",
+    "normalisation",
+    "piecewise",
+    "products",
+    "register",
+    "rule_of",
+    "shared",
+    "softmax",
+    "unsupported",
+]
