@@ -284,12 +284,12 @@ def in_float64(leaf: Any) -> Any:
 
 def pair_steps(dense: Sequence[Step], pruned: Sequence[Step]) -> tuple[Step, ...]:
     """Return the common steps of two networks; raise PomonaError where they differ in more than their weights."""
-    from .attention_steps import expand_attention
+    from .fused_steps import rewrite_steps
 
     steps = tuple(pair_step(one, other) for one, other in zip(dense, pruned, strict=False))
     counts = f"{len(dense)} and {len(pruned)}"
     require(len(dense) == len(pruned), f"{DIFFERENT}: they have {counts} operations.")
-    return expand_attention(steps)
+    return rewrite_steps(steps)
 
 
 def pair_step(dense: Step, pruned: Step) -> Step:
