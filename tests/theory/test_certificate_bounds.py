@@ -266,7 +266,7 @@ def assert_planes_hold(x: PairBounds) -> None:
     """Assert that forms on the ReLU of one number are above it on a grid, and touch it in a corner at least."""
     relu = relu_step()
     c, d = (v.flatten() for v in torch.meshgrid(*[torch.linspace(-1, 1, 5, dtype=torch.float64)] * 2, indexing="ij"))
-    result = rule_of(relu).substitute(relu, Form(c[:, None], d[:, None]), [x])
+    result = rule_of(relu).substitution(relu, Form(c[:, None], d[:, None]), [x])
     assert result is not None
     a = torch.linspace(float(x.dense.low), float(x.dense.high), 61, dtype=torch.float64)
     b = torch.linspace(float(x.pruned.low), float(x.pruned.high), 61, dtype=torch.float64)

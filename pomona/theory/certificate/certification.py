@@ -21,6 +21,7 @@ from .paired_graph import DENSE, PairedGraph, pair_networks
 from .paired_value import euclidean_norm
 from .regions import Ball, Region
 
+
 FOUND_MARGIN = 1e-9  # relative to the bound and to the outputs: the rounding of an attack in float64
 
 

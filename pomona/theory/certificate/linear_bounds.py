@@ -18,6 +18,7 @@ from .paired_graph import PairedGraph, Step
 from .regions import InputSet
 from .rules import rule_of
 
+FEW_ENTRIES = 512  # of a larger value, the dense network's bounds follow from those of the pruned one and of the gap
 KINDS = 6  # forms for the bounds of one entry: upper and lower, of dense, pruned and gap
 
 
@@ -30,7 +31,7 @@ class Effort:
     """
 
     neurons: int = 4096
-    entries: int = 2**20
+    entries: int = 2**21
 
 
 DEFAULT_EFFORT = Effort()
@@ -94,20 +95,22 @@ def refine_entries(
 ) -> PairBounds:
     """Return the bounds of a step with some entries (examples × count) refined."""
     shape = bounds[index].gap.low.shape[1:]
+    names = ("dense", "pruned", "gap") if shape.numel() <= FEW_ENTRIES else ("pruned", "gap")
 
     def refine(known: list[PairBounds], region: InputSet, entries: Tensor) -> PairBounds:
         unit = torch.nn.functional.one_hot(entries, shape.numel()).double().view(-1, *shape)
         zero = torch.zeros_like(unit)
-        form = Form(
-            torch.cat([unit, -unit, zero, zero, unit, -unit]), torch.cat([unit, -unit, unit, -unit, zero, zero])
-        )
-        most = largest_forms(graph, {index: form}, known, region).view(KINDS, -1)
-        sides = [known[index].dense, known[index].pruned, known[index].gap]
-        for k, old in enumerate(sides):
+        rows = {"dense": (unit, unit), "pruned": (zero, unit), "gap": (unit, zero)}
+        signed = [[sign * part for part in rows[name]] for name in names for sign in (1, -1)]
+        form = Form(*(torch.cat(parts) for parts in zip(*signed, strict=True)))
+        most = largest_forms(graph, {index: form}, known, region).view(2 * len(names), -1)
+        changes = {}
+        for k, name in enumerate(names):
+            old: Interval = getattr(known[index], name)
             high = old.high.flatten().scatter_reduce(0, entries, most[2 * k], "amin").view(shape)
             low = old.low.flatten().scatter_reduce(0, entries, -most[2 * k + 1], "amax").view(shape)
-            sides[k] = Interval(low, high)
-        return PairBounds(*sides).tighten()
+            changes[name] = Interval(low, high)
+        return replace(known[index], **changes).tighten()
 
     return torch.func.vmap(refine)(bounds[: index + 1], inputs, chosen)
 
@@ -132,15 +135,12 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
     pending = dict(forms)
     rows = len(next(iter(forms.values())).gap)
     constant = bounds[0].gap.low.new_zeros(rows)
-    best = torch.full_like(constant, torch.inf)
     for index in range(max(forms), 0, -1):
         form = pending.pop(index, None)
         if form is None:
             continue
         step = graph.steps[index]
         rule = rule_of(step)
-        if not rule.affine and not pending:
-            best = torch.minimum(best, constant + largest_value(form, bounds[index]))
         result = rule.substitution(step, form, [bounds[i] for i in step.inputs], bounds[index].relaxation)
         if result is None:
             constant = constant + largest_value(form, bounds[index])
@@ -153,7 +153,7 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
             pending[i] = part
     if 0 in pending:
         constant = constant + largest_input(pending[0].pruned, inputs)
-    return torch.minimum(best, constant)
+    return constant
 
 
 def largest_input(coefficients: Tensor, inputs: InputSet) -> Tensor:

@@ -26,6 +26,7 @@ from .exported_network import (
     live_nodes,
     load_copy,
     operation_name,
+    output_node,
     placeholder_targets,
     require_deterministic,
     tensors_of,
@@ -213,12 +214,13 @@ def pair_networks(dense: nn.Module, pruned: nn.Module | Mapping[str, Tensor], ex
     return graph
 
 
-def build_steps(program: ExportedProgram, tensors: Mapping[str, Tensor]) -> list[Step]:
+def build_steps(program: ExportedProgram, tensors: Mapping[str, Tensor], output: fx.Node | None = None) -> list[Step]:
     """Return the steps from the input to the output of one network, whose weights hold its tensors on both sides."""
+    output = output_node(program) if output is None else output
     targets = placeholder_targets(program)
     known: dict[fx.Node, Value | Weight] = {}
     steps: list[Step] = []
-    for node in input_first(program):
+    for node in live_nodes(program, output):
         if node.op == "placeholder" and node.name in targets:
             known[node] = single_weight(targets[node.name], tensors[targets[node.name]])
         elif node.op == "placeholder":
@@ -235,16 +237,8 @@ def build_steps(program: ExportedProgram, tensors: Mapping[str, Tensor]) -> list
                 name = step.weights[0].name if step.weights else node.name
                 known[node] = single_weight(name, step.evaluate(DENSE, []))
         # Other nodes have several results, of which getitem selects, or none that a step may read.
-    result = known[live_nodes(program)[-1]]
-    require(isinstance(result, Value), "the output does not depend on the input.")
+    require(isinstance(known[output], Value), "the output does not depend on the input.")
     return steps
-
-
-def input_first(program: ExportedProgram) -> list[fx.Node]:
-    """Return the live nodes, after the placeholders of the user's inputs, live or not."""
-    targets = placeholder_targets(program)
-    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name not in targets]
-    return inputs + [node for node in live_nodes(program) if node not in inputs]
 
 
 def single_weight(name: str, tensor: Tensor) -> Weight:
@@ -272,6 +266,8 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     aten = torch.ops.aten
     if source.target is aten.view.default:  # which needs the strides of the exported tensors; a reshape takes any
         return replace(step, function=aten.reshape.default)
+    if source.target is aten.copy.default:  # the values of one tensor in the shape of another; it has no derivative
+        return replace(step, op="expand", function=aten.expand.default, args=(args[1], list(step.shape)), kwargs={})
     if source.target is aten._native_batch_norm_legit_no_training.default:  # has no batching rule for vmap
         args = (*args[:5], False, *args[5:7], False)
         return replace(step, op="batch_norm", function=aten.batch_norm.default, args=args, item=None)
@@ -288,12 +284,12 @@ def in_float64(leaf: Any) -> Any:
 
 def pair_steps(dense: Sequence[Step], pruned: Sequence[Step]) -> tuple[Step, ...]:
     """Return the common steps of two networks; raise PomonaError where they differ in more than their weights."""
-    from .attention_steps import expand_attention
+    from .fused_steps import rewrite_steps
 
     steps = tuple(pair_step(one, other) for one, other in zip(dense, pruned, strict=False))
     counts = f"{len(dense)} and {len(pruned)}"
     require(len(dense) == len(pruned), f"{DIFFERENT}: they have {counts} operations.")
-    return expand_attention(steps)
+    return rewrite_steps(steps)
 
 
 def pair_step(dense: Step, pruned: Step) -> Step:
@@ -321,6 +317,8 @@ def pair_weight(dense: Weight, pruned: Weight) -> Weight:
     """Return the weight of both networks."""
     same = dense.dense.is_floating_point() or torch.equal(dense.dense, pruned.dense)
     require(same, f"{DIFFERENT}: the whole numbers '{dense.name}', such as positions or a mask, are not equal.")
+    for tensor in (dense.dense, pruned.dense):
+        require(not bool(tensor.isnan().any()), f"'{dense.name}' has weights that are not a number.")
     return Weight(dense.name, dense.dense, pruned.dense)
 
 

@@ -176,8 +176,8 @@ def piecewise_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return PairBounds(*sides, gap).tighten()
 
 
-def piecewise_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Substitution:
-    """Return an upper bound of forms on a piecewise linear function from lines around it."""
+def piecewise_relax(step: Step, inputs: list[PairBounds]) -> tuple[Lines, Lines, Lines]:
+    """Return lines around the function of each network and around the gap."""
     (x,) = inputs
     slopes, dense, pruned = slopes_and_pieces(step, x)
     if same_function(step):
@@ -188,7 +188,14 @@ def piecewise_substitute(step: Step, form: Form, inputs: list[PairBounds]) -> Su
     sides = dense.lines(x.dense), pruned.lines(x.pruned)
     if same_function(step) and dense.knots == [0.0]:
         gap = pair_lines(x, dense.function, *sides, gap)
-    return substitute_elementwise(form, x, *sides, gap)
+    return *sides, gap
+
+
+def piecewise_substitute(
+    step: Step, form: Form, inputs: list[PairBounds], around: tuple[Lines, Lines, Lines]
+) -> Substitution:
+    """Return an upper bound of forms on a piecewise linear function from lines around it."""
+    return substitute_elementwise(form, inputs[0], *around)
 
 
 def open_entries(step: Step, x: PairBounds) -> Tensor:
@@ -198,5 +205,7 @@ def open_entries(step: Step, x: PairBounds) -> Tensor:
     return (slopes[0].low < slopes[0].high) | (slopes[1].low < slopes[1].high)
 
 
-PIECEWISE = Rule(piecewise_bounds, piecewise_substitute, open_entries=open_entries)
+PIECEWISE = Rule(
+    piecewise_bounds, open_entries=open_entries, relax=piecewise_relax, substitute_relaxed=piecewise_substitute
+)
 register(PIECEWISE, "relu", "relu6", "leaky_relu", "prelu", "hardtanh", "clamp", "clamp_min", "clamp_max", "abs")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..intervals import Interval, PairBounds
-from ..linear_form import Form, Lines, Substitution, substitute_elementwise
+from ..linear_form import Form, Lines, Substitution, largest_value, substitute_elementwise
 from ..paired_graph import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
-from .registry import Rule, register
+from .registry import Rule, register, unsupported
 from .scalar_function import gap_range, lines_around
 from .smooth_functions import power
 
@@ -26,7 +26,11 @@ def is_product(step: Step) -> bool:
 
 def product_of(step: Step, inputs: list[PairBounds]) -> Bilinear:
     """Return the product that a step computes."""
-    return NUMBERS if step.op == "mul" else matrices(inputs[0].gap.low.shape[-1])
+    if step.op == "mul":
+        return NUMBERS
+    if any(x.gap.low.ndim < 2 for x in inputs):
+        raise unsupported(step, "a product of a matrix and a vector that both depend on the input")
+    return matrices(inputs[0].gap.low.shape[-1])
 
 
 def product_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
@@ -61,10 +65,13 @@ def division_substitute(
 ) -> Substitution:
     """Return forms on a quotient as forms on its numerator and denominator."""
     inverse, around = relaxation
-    first, on_inverse, constant = NUMBERS.substitute(form, numerator(step, inputs), inverse)
+    above = numerator(step, inputs)
+    first, on_inverse, constant = NUMBERS.substitute(form, above, inverse)
     below = substitute_elementwise(on_inverse, inputs[-1], *around)
-    forms = [first, *below.forms] if isinstance(step.args[0], Value) else below.forms
-    return finite_substitution(Substitution(forms, constant + below.constant))
+    constant = constant + below.constant
+    if isinstance(step.args[0], Value):
+        return finite_substitution(Substitution([first, *below.forms], constant))
+    return finite_substitution(Substitution(below.forms, constant + largest_value(first, above)))
 
 
 def reciprocal(x: PairBounds) -> PairBounds:
@@ -85,6 +92,6 @@ def constant_bounds(constant: Any, like: Tensor) -> PairBounds:
     return PairBounds(Interval(dense, dense), Interval(pruned, pruned), Interval(gap, gap))
 
 
-register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", when=is_product)
+register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", "mm", when=is_product)
 DIVISION = Rule(division_bounds, relax=division_relax, substitute_relaxed=division_substitute)
 register(DIVISION, "div", when=is_division)
