@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rest:
-    """The rest of a piecewise linear function: half the range of its slopes, and what it is at the centre for the gap."""
+    """The rest of a piecewise linear function: the middle and half the range of its slopes, and its gap at the centre."""
 
     step: int
     gap_slope: Tensor
