@@ -7,16 +7,13 @@ operation, a softmax among the entries to keep, instead of scores of minus infin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ...errors import require
-from .paired_graph import Step, Value, Weight, is_reference
+from .rewriting import Rewriting
+from .steps import Step, Value, Weight
 
 HIDDEN = -1e30  # scores below this have a probability of zero in float64, beside any ordinary score
 LIBRARY = torch.library.Library("pomona", "FRAGMENT")
@@ -31,57 +28,24 @@ def masked_softmax(x: Tensor, dim: int, keep: Tensor) -> Tensor:
 LIBRARY.impl("masked_softmax", masked_softmax, "CompositeImplicitAutograd")
 
 
-class Rewriting:
-    """The new steps of a graph, and where the result of each old step is among them."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.old = steps
-        self.steps: list[Step] = []
-        self.place: list[Value] = []
-
-    def copy(self, step: Step) -> None:
-        """Add an old step as it is."""
-        args, kwargs = tree_map(self.move, (step.args, step.kwargs), is_leaf=is_reference)
-        self.steps.append(replace(step, args=args, kwargs=kwargs))
-
-    def move(self, leaf: Any) -> Any:
-        """Return a reference to an old step as one to a new step."""
-        return self.place[leaf.index] if isinstance(leaf, Value) else leaf
-
-    def add(self, name: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Value:
-        """Add a new step, whose arguments refer to new steps, and return its place."""
-        op = function.overloadpacket.__name__
-        self.steps.append(Step(name, op, function, args, {}, None, torch.Size(shape)))
-        return Value(len(self.steps) - 1)
-
-    def shape(self, value: Value) -> torch.Size:
-        """Return the shape of a new step's result."""
-        return self.steps[value.index].shape
-
-
-def expand_attention(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the steps of a network with attention in parts, and without steps that nothing reads any more."""
-    rewriting = Rewriting(steps)
-    for step in steps:
-        expand = EXPANSIONS.get(step.op)
-        if expand is None or not expand(rewriting, step):
-            rewriting.copy(step)
-        rewriting.place.append(Value(len(rewriting.steps) - 1))
-    return live_steps(rewriting.steps)
-
-
 def expand_product_attention(new: Rewriting, step: Step) -> bool:
     """Add the parts of scaled dot-product attention."""
     q, k, v = (new.move(arg) for arg in step.args[:3])
     names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, step.args[3:], strict=False)) | step.kwargs
-    if not all(isinstance(x, Value) for x in (q, k, v)) or given.get("enable_gqa") or isinstance(given.get("attn_mask"), Value):
+    if (
+        not all(isinstance(x, Value) for x in (q, k, v))
+        or given.get("enable_gqa")
+        or isinstance(given.get("attn_mask"), Value)
+    ):
         return False
     aten, name = torch.ops.aten, step.name
     (*lead, rows, width), columns = new.shape(q), new.shape(k)[-2]
     scale = given.get("scale") or 1 / math.sqrt(width)
     axes = list(range(len(lead)))
-    turned = new.add(f"{name}_keys", aten.permute.default, (k, [*axes, len(lead) + 1, len(lead)]), (*lead, width, columns))
+    turned = new.add(
+        f"{name}_keys", aten.permute.default, (k, [*axes, len(lead) + 1, len(lead)]), (*lead, width, columns)
+    )
     scores = new.add(f"{name}_scores", aten.matmul.default, (q, turned), (*lead, rows, columns))
     scores = new.add(f"{name}_scaled", aten.mul.Scalar, (scores, scale), (*lead, rows, columns))
     mask = given.get("attn_mask")
@@ -116,12 +80,6 @@ def expand_softmax(new: Rewriting, step: Step) -> bool:
     return False
 
 
-EXPANSIONS: dict[str, Callable[[Rewriting, Step], bool]] = {
-    "scaled_dot_product_attention": expand_product_attention,
-    "softmax": expand_softmax,
-}
-
-
 def add_shifted_softmax(new: Rewriting, step: Step, scores: Value, axis: int, shift: Weight | None) -> bool:
     """Add a softmax of scores plus a constant, whose hugely negative entries hide theirs."""
     if shift is None:
@@ -150,19 +108,3 @@ def add_softmax(new: Rewriting, step: Step, scores: Value, axis: int, keep: Tens
 def equal_weight(name: str, tensor: Tensor) -> Weight:
     """Return a constant that both networks share."""
     return Weight(name, tensor, tensor)
-
-
-def live_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the input and the steps that the last one depends on, with references in their new order."""
-    needed = {0, len(steps) - 1}
-    for index in range(len(steps) - 1, 0, -1):
-        if index in needed:
-            needed.update(steps[index].inputs)
-    place = {old: new for new, old in enumerate(sorted(needed))}
-
-    def move(leaf: Any) -> Any:
-        return Value(place[leaf.index]) if isinstance(leaf, Value) else leaf
-
-    kept = [steps[index] for index in sorted(needed)]
-    moved = [tree_map(move, (step.args, step.kwargs), is_leaf=is_reference) for step in kept]
-    return tuple(replace(step, args=args, kwargs=kwargs) for step, (args, kwargs) in zip(kept, moved, strict=True))

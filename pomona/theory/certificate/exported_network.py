@@ -41,7 +41,8 @@ def evaluation_copy(model: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
         copied = copy.deepcopy(model, memo).double().eval().requires_grad_(False)
     except Exception as error:
-        raise PomonaError(f"{name} cannot be copied to float64, so it has no certificate ({first_line(error)})") from error
+        reason = first_line(error)
+        raise PomonaError(f"{name} cannot be copied to float64, so it has no certificate ({reason}).") from error
     return copied if device_of(copied).type in FLOAT64_DEVICES else copied.cpu()
 
 
@@ -61,13 +62,13 @@ def load_copy(model: nn.Module, state: Any) -> nn.Module:
     return copied
 
 
-def export_network(model: nn.Module, example: Tensor) -> ExportedProgram:
+def export_network(model: nn.Module, *examples: Tensor) -> ExportedProgram:
     """Return a network in evaluation mode as a graph of functional ATen operations; refuse one with a state."""
     name = type(model).__name__
     try:
         with warnings.catch_warnings(), without_fast_attention(), without_logs():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, (example,), strict=False).run_decompositions(decompositions())
+            program = torch.export.export(model, examples, strict=False).run_decompositions(decompositions())
     except Exception as error:
         raise PomonaError(
             f"{name} cannot be exported, so there is no graph to certify ({first_line(error)}): leave out control "
@@ -83,22 +84,26 @@ def export_network(model: nn.Module, example: Tensor) -> ExportedProgram:
 
 def output_node(program: ExportedProgram) -> fx.Node:
     """Return the node of a network's only output."""
+    outputs = output_nodes(program)
+    require(len(outputs) == 1 and isinstance(outputs[0], fx.Node), "certify takes networks of one output, a tensor.")
+    dtype = outputs[0].meta["val"].dtype
+    require(dtype.is_floating_point, f"the output has the type {dtype}, and a certificate bounds real numbers.")
+    return outputs[0]
+
+
+def output_nodes(program: ExportedProgram) -> list[Any]:
+    """Return what a network returns: nodes, or other values."""
     (last,) = (node for node in program.graph.nodes if node.op == "output")
     kinds = [spec.kind for spec in program.graph_signature.output_specs]
-    outputs = [node for node, kind in zip(last.args[0], kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
-    outputs = [node for node in outputs if node is not None]
-    one_tensor = len(outputs) == 1 and isinstance(outputs[0], fx.Node)
-    require(one_tensor, "certify takes networks of one output, a tensor.")
-    result: fx.Node = outputs[0]
-    dtype = result.meta["val"].dtype
-    require(dtype.is_floating_point, f"the output has the type {dtype}, and a certificate bounds real numbers.")
-    return result
+    results: Any = last.args[0]
+    outputs = [node for node, kind in zip(results, kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
+    return [node for node in outputs if node is not None]
 
 
-def live_nodes(program: ExportedProgram) -> list[fx.Node]:
-    """Return the nodes that the output depends on, in order, with the output last."""
+def live_nodes(program: ExportedProgram, output: fx.Node) -> list[fx.Node]:
+    """Return the nodes that an output depends on, in order, with the output last."""
     found: set[fx.Node] = set()
-    waiting = [output_node(program)]
+    waiting = [output]
     while waiting:
         node = waiting.pop()
         if node not in found:
@@ -123,7 +128,7 @@ def require_deterministic(node: fx.Node) -> None:
 
 def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
     """Return the parameters, buffers and constants of an exported network by their names."""
-    return {name: tensor for name, tensor in [*program.constants.items(), *program.state_dict.items()]}
+    return {**program.constants, **program.state_dict}
 
 
 def placeholder_targets(program: ExportedProgram) -> dict[str, str]:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, row_sums
-from .calls import transpose
 from .scalar_function import exact_zero_product, finite_or_infinite
 
 
 @dataclass(frozen=True)
 class Bilinear:
-    """A product x, y ↦ x · y whose entries are sums of `terms` products of an entry of x and an entry of y."""
+    """A product x, y ↦ x · y, of numbers or of matrices, whose entries are sums of `terms` products."""
 
     multiply: Callable[[Tensor, Tensor], Tensor]
     terms: int
+    of_numbers: bool
 
     @property
     def rounding(self) -> float:
@@ -32,7 +32,7 @@ class Bilinear:
         It is exact for products of numbers and where x is not negative; elsewhere |x · y − x₀ · y₀| is at most
         |x₀| · r + s · (|y₀| + r), with middles x₀ and y₀ and radii s and r.
         """
-        if self.terms == 1:
+        if self.of_numbers:
             return multiply_numbers(x, y)
         around = self.around_middle(x, y)
         known = x.low >= 0
@@ -65,21 +65,27 @@ class Bilinear:
         Each product is replaced by its linear part at the middles: x · y = x₀ · y + x · y₀ − x₀ · y₀ up to the product
         of the radii, which is the mean of McCormick's two planes.
         """
-        on_x = self.transpose_x(form.gap, x, y.pruned), self.transpose_x(form.gap, x, y.gap)
-        on_y = self.transpose_y(form.gap, y, x.dense), self.transpose_y(form.gap, y, x.gap)
-        x_form = Form(on_x[0] + on_x[1], on_x[1] + self.transpose_x(form.pruned, x, y.pruned))
-        y_form = Form(on_y[0], on_y[1] + self.transpose_y(form.pruned, y, x.pruned))
+        x_shape, y_shape = x.gap.low.shape, y.gap.low.shape
+        on_x = self.rows_on_x(form.gap, y.gap.centre, x_shape)
+        x_form = Form(
+            on_x + self.rows_on_x(form.gap, y.pruned.centre, x_shape),
+            on_x + self.rows_on_x(form.pruned, y.pruned.centre, x_shape),
+        )
+        y_form = Form(
+            self.rows_on_y(form.gap, x.dense.centre, y_shape),
+            self.rows_on_y(form.gap, x.gap.centre, y_shape) + self.rows_on_y(form.pruned, x.pruned.centre, y_shape),
+        )
         parts = (form.gap, x.dense, y.gap), (form.gap, x.gap, y.pruned), (form.pruned, x.pruned, y.pruned)
         constant = sum((self.constant(*part) for part in parts), torch.zeros_like(row_sums(form.gap)))
         return x_form, y_form, constant
 
-    def transpose_x(self, rows: Tensor, x: PairBounds, y: Interval) -> Tensor:
-        """Return rows of coefficients on x · y as coefficients on x, for y in the middle of its interval."""
-        return transpose(lambda v: self.multiply(v, y.centre), [x.gap.low], rows)[0]
+    def rows_on_x(self, rows: Tensor, y: Tensor, shape: torch.Size) -> Tensor:
+        """Return rows of coefficients on x · y, for a fixed y, as coefficients on an x of this shape."""
+        return sum_to_shape(rows * y if self.of_numbers else rows @ y.mT, shape)
 
-    def transpose_y(self, rows: Tensor, y: PairBounds, x: Interval) -> Tensor:
-        """Return rows of coefficients on x · y as coefficients on y, for x in the middle of its interval."""
-        return transpose(lambda v: self.multiply(x.centre, v), [y.gap.low], rows)[0]
+    def rows_on_y(self, rows: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        """Return rows of coefficients on x · y, for a fixed x, as coefficients on a y of this shape."""
+        return sum_to_shape(rows * x if self.of_numbers else x.mT @ rows, shape)
 
     def constant(self, rows: Tensor, x: Interval, y: Interval) -> Tensor:
         """Return what rows on x · y are at most above their linear part, with a margin for rounding."""
@@ -89,6 +95,12 @@ class Bilinear:
         return row_sums(rows.abs() * (error + slack) - rows * middle)
 
 
+def sum_to_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return rows of coefficients summed over the axes along which a tensor of this shape was repeated."""
+    axes = rows.ndim - 1 - len(shape)
+    return rows.sum_to_size(len(rows), *[1] * axes, *shape).reshape(len(rows), *shape)
+
+
 def multiply_numbers(x: Interval, y: Interval) -> Interval:
     """Return the interval of the products of two numbers."""
     products = torch.stack([exact_zero_product(a, b) for a in (x.low, x.high) for b in (y.low, y.high)])
@@ -96,9 +108,9 @@ def multiply_numbers(x: Interval, y: Interval) -> Interval:
     return finite_or_infinite(result.widen_by(2 * EPS * products.abs().amax(0)))
 
 
-NUMBERS = Bilinear(torch.mul, 1)
+NUMBERS = Bilinear(torch.mul, 1, of_numbers=True)
 
 
 def matrices(inner: int) -> Bilinear:
     """Return the product of matrices with this many terms in an entry."""
-    return Bilinear(torch.matmul, inner)
+    return Bilinear(torch.matmul, inner, of_numbers=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from .linearised import LinearPart, choose
-from .scalar_function import exact_zero_product
+from .scalar_function import exact_zero_product, finite_or_infinite
 
 
 def probabilities(x: Interval) -> Interval:
@@ -59,13 +59,14 @@ def smallest_growth(p: Interval, e: Interval, *, negate: bool = False) -> Tensor
     away = values - mean
     least = mean.squeeze(-1) + (exact_zero_product(centre, away) - exact_zero_product(radius, away.abs())).sum(-1)
     size = exact_zero_product(p.high.unsqueeze(-2), values.abs()).sum(-1) + 2 * mean.squeeze(-1).abs()
-    return torch.maximum(least - 4 * (n + 16) * EPS * size, values.amin(-1) * (1 + 4 * EPS))
+    least, smallest = least - 4 * (n + 16) * EPS * size, values.amin(-1) * (1 + 4 * EPS)
+    return torch.where(least > smallest, least, smallest)  # also where `least` is not a number
 
 
 def change(p: Interval, growth_range: Interval) -> Interval:
     """Return the range of p_i (1 / (1 + s_i) − 1)."""
     low, high = growth_range.low.clamp(min=-1), growth_range.high.clamp(min=-1)
-    most, least = -low / (1 + low), -high / (1 + high)
+    most, least = -low / (1 + low), torch.where(high.isinf(), -1, -high / (1 + high))
     ends = torch.stack([exact_zero_product(q, r) for q in (p.low, p.high) for r in (least, most)])
     return Interval(ends.amin(0), ends.amax(0)).widen_by(8 * EPS * ends.abs().amax(0))
 
@@ -77,26 +78,37 @@ def distribution_bounds(x: PairBounds) -> PairBounds:
     return PairBounds(dense, pruned, gap).tighten()
 
 
-def pruned_part(x: Interval) -> LinearPart:
-    """Return softmax on a box as its derivative in the middle and a remainder.
-
-    The derivative maps d to p_i (d_i − Σ p_j d_j). Between the middle, with p⁰, and another point of the box it is off
-    by (p_i − p⁰_i)(d_i − Σ p_j d_j) − p⁰_i Σ (p_j − p⁰_j) d_j for the p of a point between the two.
-    """
+def side_part(x: Interval) -> LinearPart:
+    """Return softmax on a box as its derivative in the middle, p⁰_i (d_i − Σ p⁰_j d_j), and a remainder."""
     p = probabilities(x)
     middle = torch.softmax(x.centre, -1)
-    radius = torch.where(p.high == 0, 0, x.radius)
-    error = derivative_error(p, middle, radius)
-    centre = torch.where(p.high == 0, 0, x.centre)
+    hidden = p.high == 0
+    centre, radius, size = (torch.where(hidden, 0, part) for part in (x.centre, x.radius, x.magnitude))
     constant = middle - middle * (centre - (middle * centre).sum(-1, keepdim=True))
-    size = torch.where(p.high == 0, 0, x.magnitude)
+    remainder = side_remainder(middle, radius) + Interval(constant, constant)
     reach = middle * (1 + size + (middle * size).sum(-1, keepdim=True))
-    error = error + 16 * (middle.shape[-1] + 8) * EPS * (reach + error)
-    return choose((middle,), Interval(constant - error, constant + error), p)
+    return choose((middle,), remainder.widen_by(16 * (middle.shape[-1] + 8) * EPS * reach), p)
+
+
+def side_remainder(middle: Tensor, radius: Tensor) -> Interval:
+    """Return the interval of p − p⁰ − J⁰ d for changes |d| ≤ radius of the input.
+
+    With e_j = d_j − d_i and s = Σ p⁰_j (exp(e_j) − 1), p_i = p⁰_i / (1 + s), and the remainder is
+    p⁰_i (s² / (1 + s) − Σ p⁰_j (exp(e_j) − 1 − e_j)), two terms that are not negative.
+    """
+    n = middle.shape[-1]
+    reach = radius.unsqueeze(-2) + radius.unsqueeze(-1)
+    reach = reach.masked_fill(torch.eye(n, dtype=torch.bool, device=reach.device), 0)
+    weights = middle.unsqueeze(-2)
+    grown, shrunk = ((weights * torch.expm1(sign * reach)).sum(-1) for sign in (1, -1))
+    high = torch.maximum(grown**2 / (1 + grown), shrunk**2 / (1 + shrunk))
+    low = (weights * (torch.expm1(reach) - reach).clamp(min=0)).sum(-1)
+    slack = 8 * (n + 8) * EPS * (grown + (weights * reach).sum(-1))
+    return finite_or_infinite(Interval(-middle * (low + slack), middle * (high + slack)))
 
 
 def gap_part(x: PairBounds, gap: Interval) -> LinearPart:
-    """Return the gap of softmax as a derivative between the two networks times the gap of the input, and a remainder."""
+    """Return the gap of softmax as a derivative between the networks times the gap of the input, and a remainder."""
     p = probabilities(x.hull)
     middle = torch.softmax(x.hull.centre, -1)
     known = p.high > 0

@@ -40,11 +40,32 @@ def choose(derivative: tuple[Tensor, ...], remainder: Interval, result: Interval
     return LinearPart(derivative, used, Interval(low, high))
 
 
-def substitute_linear(form: Form, gap: LinearPart, pruned: LinearPart, transpose: Transpose) -> tuple[Form, Tensor]:
-    """Return forms on the result as forms on the input, and a constant."""
-    on_gap, above_gap = gap.above(form.gap, transpose)
-    on_pruned, above_pruned = pruned.above(form.pruned, transpose)
-    return Form(on_gap, on_pruned), above_gap + above_pruned
+@dataclass(frozen=True)
+class LinearParts:
+    """The linear parts of an operation in the dense network, in the pruned one, and of its gap over the input's gap."""
+
+    dense: LinearPart
+    pruned: LinearPart
+    gap: LinearPart
+
+
+register_dataclass(LinearParts)
+
+
+def substitute_linear(form: Form, parts: LinearParts, transpose: Transpose) -> tuple[Form, Tensor]:
+    """Return forms on the result as forms on the input, and a constant.
+
+    A form c·gap + d·pruned is also c·dense + (d − c)·pruned. For each entry the one with the smaller error is taken.
+    """
+    errors = [part.remainder.radius for part in (parts.dense, parts.pruned, parts.gap)]
+    c, d = form.gap, form.pruned
+    sides = c.abs() * errors[0] + (d - c).abs() * errors[1] < c.abs() * errors[2] + d.abs() * errors[1]
+    zero = torch.zeros_like(c)
+    on_dense, above_dense = parts.dense.above(torch.where(sides, c, zero), transpose)
+    on_pruned, above_pruned = parts.pruned.above(torch.where(sides, d - c, d), transpose)
+    on_gap, above_gap = parts.gap.above(torch.where(sides, zero, c), transpose)
+    # dense = pruned + gap in the input, too
+    return Form(on_gap + on_dense, on_pruned + on_dense), above_dense + above_pruned + above_gap
 
 
 def finite_substitution(substitution: Substitution) -> Substitution:

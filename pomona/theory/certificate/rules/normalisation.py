@@ -1,4 +1,4 @@
-"""Rules for layer norm, group norm and instance norm, whose statistics are those of the example itself."""
+"""Rules for norms whose statistics are those of the example itself: layer, group, instance, root mean square."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..intervals import PairBounds
 from ..linear_form import Form, Substitution
-from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
+from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .activations import setting
 from .affine import AffineLayer
-from .linearised import LinearPart, finite_substitution, moved, substitute_linear
+from .linearised import LinearParts, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
-from .standardised import standardised_bounds, standardised_parts, transpose
+from .standardised import Statistics, standardised_bounds, standardised_parts, transpose
 
-INSTANCE_NORM = "_native_batch_norm_legit"
+INSTANCE_NORM, ROOT_MEAN_SQUARE = "_native_batch_norm_legit", "root_mean_square_norm"
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Norm:
     group: Callable[[Tensor], Tensor]
     restore: Callable[[Tensor], Tensor]
     affine: AffineLayer
-    epsilon: float
+    statistics: Statistics
 
     def standardise(self, x: PairBounds) -> PairBounds:
         """Return the bounds before the scale and the shift."""
-        return moved(standardised_bounds(moved(x, self.group), self.epsilon), self.restore)
+        return moved(standardised_bounds(moved(x, self.group), self.statistics), self.restore)
 
 
 def norm_of(step: Step) -> Norm:
@@ -40,7 +40,9 @@ def norm_of(step: Step) -> Norm:
         shape, axes = tuple(step.args[1]), len(step.args[1])
         affine = scale_and_shift(setting(step, 2, "weight", None), setting(step, 3, "bias", None), 0)
         epsilon = setting(step, 4, "eps", 1e-5)
-        return Norm(lambda x: x.flatten(-axes), lambda x: x.unflatten(-1, shape), affine, epsilon)
+        return Norm(lambda x: x.flatten(-axes), lambda x: x.unflatten(-1, shape), affine, Statistics(epsilon))
+    if step.op == ROOT_MEAN_SQUARE:
+        return Norm(lambda x: x, lambda x: x, scale_and_shift(None, None, 0), Statistics(step.args[1], centred=False))
     shape, axes = tuple(step.shape[1:]), len(step.shape) - 1
     if step.op == "group_norm":
         groups, first, epsilon = step.args[1], 2, setting(step, 4, "eps", 1e-5)
@@ -51,7 +53,7 @@ def norm_of(step: Step) -> Norm:
         lambda x: x.flatten(-axes).unflatten(-1, (groups, -1)),
         lambda x: x.flatten(-2).unflatten(-1, shape),
         scale_and_shift(weight, bias, axes - 1),
-        epsilon,
+        Statistics(epsilon),
     )
 
 
@@ -74,22 +76,22 @@ def norm_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return norm.affine.bounds(norm.standardise(inputs[0]))
 
 
-def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, tuple[LinearPart, LinearPart]]:
+def norm_relax(step: Step, inputs: list[PairBounds]) -> tuple[PairBounds, LinearParts]:
     """Return the bounds before the scale and the shift, and their linear parts."""
     norm = norm_of(step)
     x = moved(inputs[0], norm.group)
-    result = standardised_bounds(x, norm.epsilon)
-    return moved(result, norm.restore), standardised_parts(x, result, norm.epsilon)
+    result = standardised_bounds(x, norm.statistics)
+    return moved(result, norm.restore), standardised_parts(x, result, norm.statistics)
 
 
 def norm_substitute(
-    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, tuple[LinearPart, LinearPart]]
+    step: Step, form: Form, inputs: list[PairBounds], relaxation: tuple[PairBounds, LinearParts]
 ) -> Substitution:
     """Return forms on a norm as forms on its input."""
     norm, (standardised, parts) = norm_of(step), relaxation
     scaled = norm.affine.substitute(form, standardised)
     rows = Form(norm.group(scaled.forms[0].gap), norm.group(scaled.forms[0].pruned))
-    below, constant = substitute_linear(rows, *parts, transpose)
+    below, constant = substitute_linear(rows, parts, transpose(norm.statistics))
     result = Form(norm.restore(below.gap), norm.restore(below.pruned))
     return finite_substitution(Substitution([result], scaled.constant + constant))
 
@@ -101,4 +103,4 @@ def normalises_one_example(step: Step) -> bool:
 
 
 NORM = Rule(norm_bounds, relax=norm_relax, substitute_relaxed=norm_substitute)
-register(NORM, "layer_norm", "group_norm", INSTANCE_NORM, when=normalises_one_example)
+register(NORM, "layer_norm", "group_norm", INSTANCE_NORM, ROOT_MEAN_SQUARE, when=normalises_one_example)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..intervals import Interval, PairBounds
 from ..linear_form import Form, Lines, Substitution, substitute_elementwise
-from ..paired_graph import Step, Value, Weight
+from ..steps import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
-from .registry import Rule, register
+from .registry import Rule, register, unsupported
 from .scalar_function import gap_range, lines_around
 from .smooth_functions import power
 
@@ -26,7 +26,11 @@ def is_product(step: Step) -> bool:
 
 def product_of(step: Step, inputs: list[PairBounds]) -> Bilinear:
     """Return the product that a step computes."""
-    return NUMBERS if step.op == "mul" else matrices(inputs[0].gap.low.shape[-1])
+    if step.op == "mul":
+        return NUMBERS
+    if any(x.gap.low.ndim < 2 for x in inputs):
+        raise unsupported(step, "a product of a matrix and a vector that both depend on the input")
+    return matrices(inputs[0].gap.low.shape[-1])
 
 
 def product_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
@@ -85,6 +89,6 @@ def constant_bounds(constant: Any, like: Tensor) -> PairBounds:
     return PairBounds(Interval(dense, dense), Interval(pruned, pruned), Interval(gap, gap))
 
 
-register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", when=is_product)
+register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", "mm", when=is_product)
 DIVISION = Rule(division_bounds, relax=division_relax, substitute_relaxed=division_substitute)
 register(DIVISION, "div", when=is_division)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....errors import PomonaError
 from ..intervals import PairBounds
 from ..linear_form import Form, Substitution
-from ..paired_graph import Step
+from ..steps import Step
 
 BoundsFunction = Callable[[Step, list[PairBounds]], PairBounds]
 OpenEntries = Callable[[Step, PairBounds], Tensor]
@@ -32,7 +32,7 @@ class Rule:
     The functions work on one example and are called under torch.vmap, so that no Python branch may depend on bounds.
     `inputs` has the bounds of each value that the step reads, in the order of `step.inputs`. An `affine` rule
     substitutes without loss, and does not use the bounds of its inputs except for rounding.
-    A rule with `relax` computes what depends on the bounds alone once for each step, and substitutes many forms with it.
+    A rule with `relax` computes what depends on the bounds once for each step, and substitutes many forms with it.
     `open_entries` says where the substitution of a function of one input loses something: the other entries need no
     tighter bounds. Without it, all do.
     """
@@ -44,7 +44,9 @@ class Rule:
     relax: RelaxFunction | None = None
     substitute_relaxed: RelaxedFunction | None = None
 
-    def substitution(self, step: Step, form: Form, inputs: list[PairBounds], relaxation: Any = None) -> Substitution | None:
+    def substitution(
+        self, step: Step, form: Form, inputs: list[PairBounds], relaxation: Any = None
+    ) -> Substitution | None:
         """Return forms on a step's result as forms on its inputs, or None where the rule has no linear relaxation."""
         if self.relax is None or self.substitute_relaxed is None:
             return self.substitute(step, form, inputs)

@@ -5,9 +5,10 @@ Every range is that of the mathematical function, widened by a margin for the ro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Lines
+from . import piecewise
 
 ROUNDINGS = 64  # bound of the error of one evaluation, in EPS · (1 + |x| + |result|)
 BISECTIONS = 22  # the offset of a line is then exact up to 2⁻⁴⁴ of the curvature
@@ -53,7 +55,7 @@ class Piece:
     def segments(self) -> Iterator[tuple[float, float]]:
         """Yield the parts on which the slope is monotone."""
         points = (self.start, *self.bends, self.end)
-        yield from zip(points[:-1], points[1:], strict=True)
+        yield from itertools.pairwise(points)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,9 @@ class ScalarFunction:
         for piece in self.pieces:
             for start, end in piece.segments():
                 part = restrict(x, start, end)
-                ends = torch.stack([piece.value(part.low) - slope * part.low, piece.value(part.high) - slope * part.high])
+                ends = torch.stack(
+                    [piece.value(part.low) - slope * part.low, piece.value(part.high) - slope * part.high]
+                )
                 a, b = bisect(lambda z, piece=piece: piece.slope(z) - slope, part, slope)  # type: ignore[misc]
                 slack = (b - a) * torch.maximum((piece.slope(a) - slope).abs(), (piece.slope(b) - slope).abs())
                 middle = piece.value(a) - slope * a
@@ -173,8 +177,8 @@ def bisect(function: Callable[[Tensor], Tensor], x: Interval, like: Tensor) -> t
 
 def widen(values: Interval, x: Interval) -> Interval:
     """Return the range of a function on x with a margin for rounding; infinite where it is not a number."""
-    scale = 1 + x.magnitude + values.low.abs() + values.high.abs()
-    return finite_or_infinite(values.widen_by(ROUNDINGS * EPS * scale))
+    low, high = (ROUNDINGS * EPS * (1 + x.magnitude + end.abs()) for end in (values.low, values.high))
+    return finite_or_infinite(Interval(values.low - low, values.high + high))
 
 
 def finite_or_infinite(x: Interval) -> Interval:
@@ -203,9 +207,7 @@ def pick_piece(
 def gap_range(function: RangedFunction, hull: Interval, gap: Interval) -> Interval:
     """Return the range of g(a) − g(b) for a and b in an interval, with a − b in `gap`: slope · gap, and jumps."""
     slopes, jump = function.slopes(hull), function.jumps(hull)
-    products = torch.stack(
-        [exact_zero_product(s, d) for s in (slopes.low, slopes.high) for d in (gap.low, gap.high)]
-    )
+    products = torch.stack([exact_zero_product(s, d) for s in (slopes.low, slopes.high) for d in (gap.low, gap.high)])
     result = Interval(products.amin(0), products.amax(0))
     return finite_or_infinite(result.widen_by(4 * EPS * result.magnitude + jump))
 
@@ -216,20 +218,9 @@ def exact_zero_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gap_lines(function: RangedFunction, hull: Interval, gap: Interval) -> Lines:
-    """Return a line below and a line above g(a) − g(b) over a − b in `gap`, for a and b in an interval.
-
-    With slopes in [m, M] the difference lies between the smaller and the larger of m·d and M·d. The larger is convex
-    in d and the smaller is concave, so that their chords over [l, u] bound them; where d has one sign they are lines.
-    """
-    slopes, jump = function.slopes(hull), function.jumps(hull)
-    m, most, l, u = slopes.low, slopes.high, gap.low, gap.high
-    mixed = (l < 0) & (u > 0)
-    width = torch.where(mixed, u - l, 1)
-    high_slope = torch.where(mixed, (most * u - m * l) / width, torch.where(l >= 0, most, m))
-    low_slope = torch.where(mixed, (m * u - most * l) / width, torch.where(l >= 0, m, most))
-    constant = torch.where(mixed, (most - m) * u * (-l) / width, 0)
-    margin = jump + 16 * EPS * (m.abs() + most.abs()) * gap.magnitude
-    return Lines(low_slope, -constant - margin, high_slope, constant + margin)
+    """Return a line below and a line above g(a) − g(b) over a − b in `gap`, for a and b in an interval."""
+    lines, jump = piecewise.gap_lines(gap, function.slopes(hull)), function.jumps(hull)
+    return replace(lines, low_constant=lines.low_constant - jump, high_constant=lines.high_constant + jump)
 
 
 def lines_around(function: RangedFunction, x: PairBounds) -> tuple[Lines, Lines, Lines]:

@@ -9,12 +9,19 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, row_sums
-from ..paired_graph import Step
-from .distribution import apply_derivative, distribution_bounds, gap_part, growth, log_sum_of_others, probabilities, pruned_part
-from .linearised import LinearPart, finite_substitution, moved, substitute_linear
+from ..steps import Step
+from .distribution import (
+    apply_derivative,
+    distribution_bounds,
+    gap_part,
+    growth,
+    log_sum_of_others,
+    probabilities,
+    side_part,
+)
+from .linearised import LinearParts, finite_substitution, moved, substitute_linear
 from .registry import Rule, register
 from .scalar_function import finite_or_infinite
-
 
 MASKED = "masked_softmax"
 
@@ -25,19 +32,17 @@ def softmax_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     return moved(distribution_bounds(visible(step, moved(inputs[0], to_last))), to_last)
 
 
-def softmax_relax(step: Step, inputs: list[PairBounds]) -> tuple[LinearPart, LinearPart]:
-    """Return softmax as its derivative in the middle and a remainder, for the gap and for the pruned network."""
+def softmax_relax(step: Step, inputs: list[PairBounds]) -> LinearParts:
+    """Return softmax as its derivative in the middle and a remainder."""
     x = visible(step, moved(inputs[0], swap_last(step)))
-    return gap_part(x, distribution_bounds(x).gap), pruned_part(x.pruned)
+    return LinearParts(side_part(x.dense), side_part(x.pruned), gap_part(x, distribution_bounds(x).gap))
 
 
-def softmax_substitute(
-    step: Step, form: Form, inputs: list[PairBounds], parts: tuple[LinearPart, LinearPart]
-) -> Substitution:
+def softmax_substitute(step: Step, form: Form, inputs: list[PairBounds], parts: LinearParts) -> Substitution:
     """Return forms on softmax as forms on its input."""
     to_last = swap_last(step)
     rows = Form(to_last(form.gap), to_last(form.pruned))
-    below, constant = substitute_linear(rows, *parts, apply_derivative)
+    below, constant = substitute_linear(rows, parts, apply_derivative)
     return finite_substitution(Substitution([Form(to_last(below.gap), to_last(below.pruned))], constant))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,9 @@ from pomona.theory.certificate.rules import rule_of
 SAMPLES = 64
 
 
-def make_step(op: str, function: Callable[..., Tensor], args: Sequence[Any], shape: Sequence[int], **kwargs: Any) -> Step:
+def make_step(
+    op: str, function: Callable[..., Tensor], args: Sequence[Any], shape: Sequence[int], **kwargs: Any
+) -> Step:
     """Return a step of one operation; values are numbered from 0 in the order of the arguments."""
     return Step(op, op, function, tuple(args), kwargs, None, torch.Size(shape))
 
@@ -88,7 +89,7 @@ def check_forms(
         above += contract(below.gap, a - b) + contract(below.pruned, b)
     excess = float((truth - above).max())
     assert excess <= 1e-12 * (1 + float(truth.abs().max())), f"a form is above its bound by {excess:g}"
-    assert not above.isnan().any() and math.isfinite(float(truth.abs().max()))
+    assert not above.isnan().any()
 
 
 def contract(rows: Tensor, samples: Tensor) -> Tensor:
