@@ -8,7 +8,7 @@ from typing import Any
 from ....errors import require
 from ..intervals import PairBounds
 from ..linear_form import Form, Lines, Substitution, substitute_elementwise
-from ..paired_graph import Step, is_reference
+from ..steps import Step, is_reference
 from . import smooth_functions as functions
 from .linearised import finite_substitution
 from .periodic import COSINE, SINE
