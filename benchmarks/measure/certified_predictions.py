@@ -40,6 +40,7 @@ SPARSITIES = (0.05, 0.1, 0.2, 0.5)
 RADII = {"digits MLP": (0.01, 0.05), "CIFAR-10 CNN": (0.001, 0.004)}
 EXAMPLES = {"digits MLP": 100, "CIFAR-10 CNN": 32}  # held-out ones whose regions are certified
 DEPTHS, DEPTH_SPARSITY, SEEDS = (2, 4, 8), 0.3, 3
+TRANSFORMER_SPARSITIES = (0.01, 0.05, 0.2)
 SMALL_CUBES = Cube(0.49, 0.51), Cube(0.499, 0.501)
 BUDGET = 0.99
 PRUNING_RADII = {"digits MLP": (0.0, 0.01, 0.02), "CIFAR-10 CNN": (0.0, 0.001)}
@@ -151,20 +152,21 @@ def prune_every_layer(model: nn.Module, sparsity: float) -> nn.Module:
 
 
 def measure_transformer() -> list[dict[str, Any]]:
-    """Return the certificates of a transformer with two blocks over small cubes."""
+    """Return the certificates of a transformer with two blocks over small cubes, at several sparsities."""
     dense = random_transformer()
-    pruned = prune_every_layer(dense, DEPTH_SPARSITY)
     rows = []
-    for radius in (0.001, 0.01, 0.05):
-        region = Cube(0.5 - radius, 0.5 + radius)
-        one = certify(dense, pruned, dense.input_shape, region=region)
-        row = {"region": repr(region), "sparsity": DEPTH_SPARSITY, "error": one.error, "found": one.found}
-        row |= {"output": one.output, "domain": one.domain}
-        print(
-            f"transformer  {row['region']:28} certified {one.error:.4g}  found {one.found:.4g}  by {one.domain}",
-            flush=True,
-        )
-        rows.append(row)
+    for sparsity in TRANSFORMER_SPARSITIES:
+        pruned = prune_every_layer(dense, sparsity)
+        for region in SMALL_CUBES:
+            one = certify(dense, pruned, dense.input_shape, region=region)
+            row = {"region": repr(region), "sparsity": sparsity, "error": one.error, "found": one.found}
+            row |= {"output": one.output, "domain": one.domain}
+            print(
+                f"transformer {sparsity:4.0%}  {row['region']:28} certified {one.error:.4g}  found {one.found:.4g}  "
+                f"by {one.domain}",
+                flush=True,
+            )
+            rows.append(row)
     return rows
 
 

@@ -34,14 +34,12 @@ def format_depth_looseness(records: Records) -> str:
     ]
     table = format_table(["layers", "region", "before", "after"], rows)
     transformer = [
-        [row["region"], f"{row['error']:.3g}", f"{row['found']:.3g}", row["domain"]]
+        [row["region"], f"{row['sparsity']:.0%}", f"{row['error']:.3g}", f"{row['found']:.3g}", row["domain"]]
         for record in records
         for row in record["transformer"]
     ]
-    heads = ["region", "certified", "found", "bounds"]
-    return (
-        f"{table}\n\nA transformer encoder of two blocks, pruned in the same way:\n\n{format_table(heads, transformer)}"
-    )
+    heads = ["region", "sparsity", "certified", "found", "bounds"]
+    return f"{table}\n\nA transformer encoder of two blocks:\n\n{format_table(heads, transformer)}"
 
 
 def format_certified_pruning(records: Records) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import Interval, PairBounds
-from ..linear_form import Form, Lines, Substitution, substitute_elementwise
+from ..linear_form import Form, Lines, Substitution, largest_value, substitute_elementwise
 from ..steps import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
