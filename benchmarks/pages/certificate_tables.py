@@ -34,11 +34,11 @@ def format_depth_looseness(records: Records) -> str:
     ]
     table = format_table(["layers", "region", "before", "after"], rows)
     transformer = [
-        [row["region"], f"{row['sparsity']:.0%}", f"{row['error']:.3g}", f"{row['found']:.3g}", row["domain"]]
+        [row["region"], f"{row['sparsity']:.0%}", *(f"{row[key]:.3g}" for key in ("intervals", "linear", "found"))]
         for record in records
         for row in record["transformer"]
     ]
-    heads = ["region", "sparsity", "certified", "found", "bounds"]
+    heads = ["region", "sparsity", "by intervals", "by linear forms", "found"]
     return f"{table}\n\nA transformer encoder of two blocks:\n\n{format_table(heads, transformer)}"
 
 

@@ -73,7 +73,7 @@ def test_tables_of_certificates_show_their_record(load_script: Callable[[str], M
         ],
         "looseness": [{"depth": 8, "region": "Ball(radius=1.0)", "before": 279.4, "after": 4.25}],
         "transformer": [
-            {"region": "Cube(low=0, high=1)", "sparsity": 0.05, "error": 2.5, "found": 0.5, "domain": "linear"}
+            {"region": "Cube(low=0, high=1)", "sparsity": 0.05, "intervals": 9.0, "linear": 2.5, "found": 0.5}
         ],
         "pruning": [
             {"network": "MLP", "radius": 0.01, "method": "certified", "sparsity": 0.5, "certified": 0.99}
@@ -82,7 +82,7 @@ def test_tables_of_certificates_show_their_record(load_script: Callable[[str], M
     }
     assert "| MLP | radius 0.1 | 20% | 0.0% | 95.0% | 96.0% |" in tables.format_predictions([record])
     assert "| 8 | Ball(radius=1.0) | 279× | 4.25× |" in tables.format_depth_looseness([record])
-    assert "| Cube(low=0, high=1) | 5% | 2.5 | 0.5 | linear |" in tables.format_depth_looseness([record])
+    assert "| Cube(low=0, high=1) | 5% | 9 | 2.5 | 0.5 |" in tables.format_depth_looseness([record])
     row = "| MLP | 0.01 | certified | 50.0% | 99.0% of 100.0% | 97.0% of 98.0% |"
     assert row in tables.format_certified_pruning([record])
     assert "Not measured yet" in tables.format_predictions([])
