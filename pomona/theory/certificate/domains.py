@@ -3,6 +3,7 @@
 norms        one pass with the norms of the layers: strong on large regions, and in networks that are not deep
 intervals    one pass with an interval for each entry: quick, and known for every supported operation
 linear       intervals that are refined by linear forms: strong on small regions, and slower
+linearised   norms of products of matrices, for piecewise linear networks that are not wide: strong in deep ones
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...errors import PomonaError
 from .forward import interval_bounds
 from .intervals import PairBounds
 from .linear_bounds import KINDS, Effort, linear_bounds
+from .linearised_norms import is_supported, linearised_norms
 from .norm_bounds import Layer, norm_bounds
 from .paired_graph import PairedGraph
 from .paired_value import ROUNDING, euclidean_norm
@@ -41,7 +43,7 @@ def best_bounds(graph: PairedGraph, region: Region) -> OutputBounds:
     """Return the bounds of the domain with the smallest error; raise PomonaError where no domain supports the graph."""
     found: list[OutputBounds] = []
     refused: list[PomonaError] = []
-    for domain in (bound_by_norms, bound_by_intervals, bound_by_linear_forms):
+    for domain in (bound_by_norms, bound_by_intervals, bound_by_linear_forms, bound_by_linearised_norms):
         try:
             bounds = domain(graph, region)
         except PomonaError as error:
@@ -73,6 +75,16 @@ def bound_by_linear_forms(graph: PairedGraph, region: Region) -> OutputBounds | 
         return None
     bounds = linear_bounds(graph, input_set(graph, region), Effort(neurons=neurons))[-1]
     return summarize_output("linear", graph, region, bounds)
+
+
+def bound_by_linearised_norms(graph: PairedGraph, region: Region) -> OutputBounds | None:
+    """Return the bounds from norms of the linearised network, or None for a network that has no such bounds."""
+    if not is_supported(graph):
+        return None
+    inputs = input_set(graph, region)
+    spread, bounds = linearised_norms(graph, inputs)
+    by_entries = summarize_output("linearised", graph, region, bounds[-1])
+    return replace(by_entries, error=min(spread.gap, by_entries.error))
 
 
 def input_set(graph: PairedGraph, region: Region) -> InputSet:
