@@ -100,7 +100,7 @@ def summarize_output(domain: str, graph: PairedGraph, region: Region, bounds: Pa
     value = graph.evaluate(DENSE, centre.to(graph.device))[-1]
     moved = torch.maximum(bounds.dense.high - value, value - bounds.dense.low)
     gap = torch.maximum(bounds.gap.high, -bounds.gap.low)
-    return OutputBounds(domain, *(euclidean_norm(x) * (1 + ROUNDING) for x in (gap, moved)))
+    return OutputBounds(domain, euclidean_norm(gap) * (1 + ROUNDING), euclidean_norm(moved) * (1 + ROUNDING))
 
 
 def affordable_neurons(graph: PairedGraph) -> int:
