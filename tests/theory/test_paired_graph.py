@@ -182,6 +182,9 @@ class CountsCalls(nn.Module):
         return x * self.calls
 
 
+BATCH_STATISTICS = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2, track_running_stats=False))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -198,7 +201,7 @@ class CountsCalls(nn.Module):
         (Wrapped(lambda h: h if h.sum() > 0 else -h), "cannot be exported"),
         (Wrapped(lambda h: h if len(h) == 1 else 2 * h), "another result for an example alone"),
         (Wrapped(lambda h: h - h.mean(0)), "another result for an example alone"),
-        (nn.BatchNorm1d(6, track_running_stats=False), "batch norm without running statistics"),
+        (BATCH_STATISTICS, "batch norm without running statistics"),
         (nn.LazyLinear(3), "lazy parameters without a shape, such as 'weight'"),
         (nn.Bilinear(6, 6, 3), "missing a required argument: 'input2'"),
         (nn.Linear(7, 3), "cannot be exported"),

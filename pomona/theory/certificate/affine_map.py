@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import spectral
-from .paired_graph import Step, Value, Weight
 from .paired_value import ROUNDING, euclidean_norm
+from .steps import Step, Value, Weight
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -51,7 +51,9 @@ class AffineMap:
         """Return the map followed by a batch norm with this scale and shift of each channel."""
         assert self.channel_axis is not None
         trailing = [1] * max(0, self.weight.ndim - 2)  # the axes of an image
-        weight = self.weight * scale.view(*[1] * self.channel_axis, -1, *[1] * (self.weight.ndim - self.channel_axis - 1))
+        axes = [1] * self.weight.ndim
+        axes[self.channel_axis] = -1
+        weight = self.weight * scale.view(axes)
         return replace(self, weight=weight, bias=self.bias * scale.view(-1, *trailing) + shift.view(-1, *trailing))
 
     def norm_bound(self) -> float:

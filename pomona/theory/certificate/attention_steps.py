@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import require
-from .paired_graph import Step, Value, Weight
 from .rewriting import Rewriting
+from .steps import Step, Value, Weight
 
 HIDDEN = -1e30  # scores below this have a probability of zero in float64, beside any ordinary score
 LIBRARY = torch.library.Library("pomona", "FRAGMENT")

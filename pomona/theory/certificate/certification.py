@@ -17,10 +17,10 @@ from ...methods import OneShot, prune
 from .domains import best_bounds
 from .gradient_attack import attack_graph
 from .norm_bounds import Layer
-from .paired_graph import DENSE, PairedGraph, pair_networks
+from .paired_graph import PairedGraph, pair_networks
 from .paired_value import euclidean_norm
 from .regions import Ball, Region
-
+from .steps import DENSE
 
 FOUND_MARGIN = 1e-9  # relative to the bound and to the outputs: the rounding of an attack in float64
 

@@ -17,10 +17,11 @@ from .forward import interval_bounds
 from .intervals import PairBounds
 from .linear_bounds import KINDS, Effort, linear_bounds
 from .norm_bounds import Layer, norm_bounds
-from .paired_graph import DENSE, PairedGraph
+from .paired_graph import PairedGraph
 from .paired_value import ROUNDING, euclidean_norm
 from .regions import InputSet, Region
 from .rules import rule_of
+from .steps import DENSE
 
 WORK = 5e6  # coefficients that the linear bounds of one certificate may compute: about a second on one core
 FEWEST_NEURONS = 16  # with fewer, the linear bounds are hardly better than intervals

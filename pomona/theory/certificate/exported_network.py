@@ -41,7 +41,8 @@ def evaluation_copy(model: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
         copied = copy.deepcopy(model, memo).double().eval().requires_grad_(False)
     except Exception as error:
-        raise PomonaError(f"{name} cannot be copied to float64, so it has no certificate ({first_line(error)})") from error
+        reason = first_line(error)
+        raise PomonaError(f"{name} cannot be copied to float64, so it has no certificate ({reason}).") from error
     return copied if device_of(copied).type in FLOAT64_DEVICES else copied.cpu()
 
 
@@ -127,7 +128,7 @@ def require_deterministic(node: fx.Node) -> None:
 
 def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
     """Return the parameters, buffers and constants of an exported network by their names."""
-    return {name: tensor for name, tensor in [*program.constants.items(), *program.state_dict.items()]}
+    return {**program.constants, **program.state_dict}
 
 
 def placeholder_targets(program: ExportedProgram) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from .intervals import Interval, PairBounds, require_numbers
-from .paired_graph import PairedGraph, Step
+from .paired_graph import PairedGraph
 from .regions import InputSet
 from .rules import rule_of
+from .steps import Step
 
 
 def interval_bounds(graph: PairedGraph, inputs: InputSet) -> list[PairBounds]:

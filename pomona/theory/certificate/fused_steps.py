@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .attention_steps import expand_product_attention, expand_softmax
-from .paired_graph import Step, Value, Weight
 from .rewriting import Rewriting, live_steps
+from .steps import Step, Value, Weight
 
 GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 LIBRARY = torch.library.Library("pomona", "FRAGMENT")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .exported_network import device_of
-from .paired_graph import DENSE, PRUNED, PairedGraph
+from .paired_graph import PairedGraph
 from .regions import Ball, Region, sample_norms
+from .steps import DENSE, PRUNED
 
 # Step sizes fall geometrically over the attack. The first is so large that a step forgets its starting point, as in a
 # power iteration.

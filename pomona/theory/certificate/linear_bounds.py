@@ -14,9 +14,10 @@ from torch import Tensor
 from .forward import input_bounds, step_bounds
 from .intervals import EPS, Interval, PairBounds
 from .linear_form import Form, contract, largest_value, rounding
-from .paired_graph import PairedGraph, Step
+from .paired_graph import PairedGraph
 from .regions import InputSet
 from .rules import rule_of
+from .steps import Step
 
 FEW_ENTRIES = 512  # of a larger value, the dense network's bounds follow from those of the pruned one and of the gap
 KINDS = 6  # forms for the bounds of one entry: upper and lower, of dense, pruned and gap

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .paired_graph import DENSE, Step, Value
 from .paired_value import ROUNDING
+from .steps import DENSE, Step, Value
 
 # Each entry of the result is a sum of entries of the values, with coefficients that are not negative, and a constant.
 NONNEGATIVE_SUMS = (
@@ -165,9 +165,8 @@ def addition_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float
     factor: Any = step.settings.get("alpha", 1)
     if not isinstance(factor, (int, float)) or not math.isfinite(factor):
         return None
-    operands = [argument for argument in step.args[:2]]
     scaled = 0 if step.op == "rsub" else 1
-    factors = [abs(float(factor)) if k == scaled else 1.0 for k, a in enumerate(operands) if isinstance(a, Value)]
+    factors = [abs(float(factor)) if k == scaled else 1.0 for k, a in enumerate(step.args[:2]) if isinstance(a, Value)]
     entries = math.prod(step.shape)
     singles = [c * math.sqrt(entries / v.numel()) for c, v in zip(factors, values, strict=True)]
     return singles, math.sqrt(sum(c**2 for c in singles))

@@ -19,9 +19,10 @@ from torch import Tensor
 from ...errors import PomonaError
 from .affine_map import AffineMap, affine_map, batch_norm_coefficients, is_circular_padding
 from .lipschitz import jump, lipschitz_constant, sum_constants
-from .paired_graph import DENSE, PRUNED, PairedGraph, Step
+from .paired_graph import PairedGraph
 from .paired_value import PairedValue, apply_lipschitz, combine_values, euclidean_norm
 from .regions import Region
+from .steps import DENSE, PRUNED, Step
 
 SIDES = (DENSE, PRUNED)
 

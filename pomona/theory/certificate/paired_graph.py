@@ -31,96 +31,13 @@ from .exported_network import (
     require_deterministic,
     tensors_of,
 )
+from .fused_steps import rewrite_steps
+from .steps import DENSE, PRUNED, Step, Value, Weight, is_reference
 
-DENSE, PRUNED = 0, 1
 EXTRA_STATE = "_extra_state"  # the end of the key of a state dict that holds more than tensors
 BATCH = 3  # examples in the check that a network treats each example of a batch alone
 AGREEMENT = 1e-4  # relative to the largest output: above float32 rounding inside a network
 DIFFERENT = "the networks differ in more than their weights"
-
-
-@dataclass(frozen=True)
-class Value:
-    """A reference to the result of an earlier step, by its position in the graph."""
-
-    index: int
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A tensor that does not depend on the input: a parameter, a buffer or what is computed from them.
-
-    Floating-point weights are float64; others, such as positions and masks, are equal in both networks.
-    """
-
-    name: str
-    dense: Tensor = field(repr=False)
-    pruned: Tensor = field(repr=False)
-
-    def of(self, side: int) -> Tensor:
-        """Return the tensor of one network: DENSE or PRUNED."""
-        return self.pruned if side else self.dense
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One operation of both networks on the results of earlier steps; the first step of a graph is the input.
-
-    `op` is the name of the ATen operation without its overload, such as "linear"; `function` is the operation itself.
-    Tensors in `args` and `kwargs` are a Value or a Weight. `item` selects one of several results.
-    """
-
-    name: str
-    op: str
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    item: int | None
-    shape: torch.Size
-
-    @property
-    def inputs(self) -> list[int]:
-        """The positions of the steps that this one reads, each as often as it is read."""
-        return [leaf.index for leaf in self.leaves() if isinstance(leaf, Value)]
-
-    @property
-    def weights(self) -> list[Weight]:
-        """The weights that this step reads."""
-        return [leaf for leaf in self.leaves() if isinstance(leaf, Weight)]
-
-    def leaves(self) -> list[Any]:
-        """Return the arguments, those in lists and tuples too."""
-        return tree_leaves((self.args, self.kwargs), is_leaf=is_reference)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All arguments of the operation by their names, with the defaults of those that are left out."""
-        schema = self.function._schema.arguments
-        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-        given = {argument.name: value for argument, value in zip(schema, self.args, strict=False)}
-        return defaults | given | self.kwargs
-
-    def evaluate(self, side: int, values: Sequence[Tensor]) -> Tensor:
-        """Return the step's result in one network, from the results of all earlier steps in it."""
-        return self.call(side, [values[index] for index in self.inputs])
-
-    def call(self, side: int, operands: Sequence[Tensor]) -> Tensor:
-        """Return the step's result with the weights of one network, for other operands in the order of `inputs`."""
-        remaining = iter(operands)
-
-        def look_up(leaf: Any) -> Any:
-            if isinstance(leaf, Value):
-                return next(remaining)
-            return leaf.of(side) if isinstance(leaf, Weight) else leaf
-
-        args, kwargs = tree_map(look_up, (self.args, self.kwargs), is_leaf=is_reference)
-        result = self.function(*args, **kwargs)
-        return result if self.item is None else result[self.item]
-
-    def describe(self) -> str:
-        """Return the operation with its settings and shape, for a message."""
-        settings = [repr(leaf) for leaf in self.leaves() if not is_reference(leaf)]
-        return f"{self.op}({', '.join(settings)}) of shape {tuple(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +88,8 @@ class PairedGraph:
             if name not in tensors:
                 continue
             shapes = tuple(tensor.shape), tuple(tensors[name].shape)
-            require(shapes[0] == shapes[1], f"'{name}' has the shape {shapes[0]}, and {shapes[1]} in the dense network.")
+            same = shapes[0] == shapes[1]
+            require(same, f"'{name}' has the shape {shapes[0]}, and {shapes[1]} in the dense network.")
         own = tied_entries(tensors)
         for name, other in own.items():  # the graph may read any one of the tied entries
             same = name not in state or other not in state or torch.equal(state[name], state[other])
@@ -179,11 +97,6 @@ class PairedGraph:
         pruned = tensors | {n: tensor.to(tensors[n].device) for n, tensor in state.items() if n in tensors}
         steps = pair_steps(build_steps(program, tensors), build_steps(program, pruned))
         return replace(self, steps=steps)
-
-
-def is_reference(leaf: Any) -> bool:
-    """Return whether an argument is a Value or a Weight."""
-    return isinstance(leaf, (Value, Weight))
 
 
 def pair_networks(dense: nn.Module, pruned: nn.Module | Mapping[str, Tensor], example: Tensor) -> PairedGraph:
@@ -206,9 +119,7 @@ def pair_networks(dense: nn.Module, pruned: nn.Module | Mapping[str, Tensor], ex
         return graph.with_pruned(load_copy(dense, pruned).state_dict())
     other = load_copy(dense, pruned) if isinstance(pruned, Mapping) else evaluation_copy(pruned).to(example.device)
     other_program = export_network(other, example.clone())
-    steps = pair_steps(
-        build_steps(program, tensors_of(program)), build_steps(other_program, tensors_of(other_program))
-    )
+    steps = pair_steps(build_steps(program, tensors_of(program)), build_steps(other_program, tensors_of(other_program)))
     graph = replace(graph, steps=steps)
     require_faithful(graph, PRUNED, other, example)
     return graph
@@ -258,7 +169,8 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     def look_up(argument: fx.Node) -> Value | Weight:
         if argument in known:
             return known[argument]
-        raise PomonaError(f"certify cannot follow {operation_name(argument)} at '{argument.name}', whose result is no tensor.")
+        operation = operation_name(argument)
+        raise PomonaError(f"certify cannot follow {operation} at '{argument.name}', whose result is no tensor.")
 
     args, kwargs = fx.node.map_arg((source.args, source.kwargs), look_up)
     args, kwargs = tree_map(in_float64, (tuple(args), dict(kwargs)), is_leaf=is_reference)
@@ -284,8 +196,6 @@ def in_float64(leaf: Any) -> Any:
 
 def pair_steps(dense: Sequence[Step], pruned: Sequence[Step]) -> tuple[Step, ...]:
     """Return the common steps of two networks; raise PomonaError where they differ in more than their weights."""
-    from .fused_steps import rewrite_steps
-
     steps = tuple(pair_step(one, other) for one, other in zip(dense, pruned, strict=False))
     counts = f"{len(dense)} and {len(pruned)}"
     require(len(dense) == len(pruned), f"{DIFFERENT}: they have {counts} operations.")
@@ -298,9 +208,7 @@ def pair_step(dense: Step, pruned: Step) -> Step:
     others, other_structure = tree_flatten((pruned.args, pruned.kwargs), is_leaf=is_reference)
     same = (dense.function, dense.item, dense.shape) == (pruned.function, pruned.item, pruned.shape)
     same = same and structure == other_structure and all(map(is_same_argument, leaves, others))
-    require(
-        same, f"{DIFFERENT}: '{dense.name}' is {dense.describe()} in one, and {pruned.describe()} in the other."
-    )
+    require(same, f"{DIFFERENT}: '{dense.name}' is {dense.describe()} in one, and {pruned.describe()} in the other.")
     merged = [pair_weight(a, b) if isinstance(a, Weight) else a for a, b in zip(leaves, others, strict=True)]
     args, kwargs = structure.unflatten(merged)
     return replace(dense, args=args, kwargs=kwargs)
@@ -349,7 +257,7 @@ def require_faithful(graph: PairedGraph, side: int, model: nn.Module, example: T
     for batch in batches:
         expected = torch.cat([graph.evaluate(side, x)[-1] for x in batch.split(1)])
         try:
-            found = [leaf for leaf in tree_leaves(model(batch.clone())) if isinstance(leaf, Tensor)][0].double()
+            found = next(leaf for leaf in tree_leaves(model(batch.clone())) if isinstance(leaf, Tensor)).double()
         except Exception:
             require(len(batch) > 1, f"{type(model).__name__} fails for an input of shape {tuple(batch.shape)}.")
             continue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .paired_graph import Step, Value, is_reference
+from .steps import Step, Value, is_reference
 
 
 class Rewriting:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..paired_graph import Step, Value, Weight, is_reference
+from ..steps import Step, Value, Weight, is_reference
 from .registry import unsupported
 
 

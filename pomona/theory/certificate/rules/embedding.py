@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
-from ..paired_graph import Step, Value, Weight
+from ..steps import Step, Value, Weight
 from .registry import Rule, register
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..intervals import Interval, PairBounds
-from ..paired_graph import Step
+from ..steps import Step
 from .calls import call
 from .registry import Rule, register
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..intervals import PairBounds
 from ..linear_form import Form, Substitution
-from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
+from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .activations import setting
 from .affine import AffineLayer
 from .linearised import LinearParts, finite_substitution, moved, substitute_linear

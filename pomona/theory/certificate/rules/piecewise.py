@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Lines, Substitution, substitute_elementwise
-from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
+from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .calls import call, side_weights
 from .registry import Rule, register, unsupported
 from .relu_pair import pair_lines

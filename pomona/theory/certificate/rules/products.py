@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..intervals import Interval, PairBounds
 from ..linear_form import Form, Lines, Substitution, largest_value, substitute_elementwise
-from ..paired_graph import Step, Value, Weight
+from ..steps import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
 from .registry import Rule, register, unsupported

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....errors import PomonaError
 from ..intervals import PairBounds
 from ..linear_form import Form, Substitution
-from ..paired_graph import Step
+from ..steps import Step
 
 BoundsFunction = Callable[[Step, list[PairBounds]], PairBounds]
 OpenEntries = Callable[[Step, PairBounds], Tensor]

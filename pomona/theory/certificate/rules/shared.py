@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, contract
-from ..paired_graph import DENSE, PRUNED, Step, Value, Weight
+from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .calls import call, side_weights, transpose, weight_differences
 from .registry import Rule, register
 

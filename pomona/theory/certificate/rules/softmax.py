@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, row_sums
-from ..paired_graph import Step
+from ..steps import Step
 from .distribution import (
     apply_derivative,
     distribution_bounds,
