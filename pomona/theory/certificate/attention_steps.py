@@ -71,12 +71,14 @@ def expand_softmax(new: Rewriting, step: Step) -> bool:
         if not bool((mask.dense <= HIDDEN).any()):
             return False
         return add_shifted_softmax(new, step, new.move(value), axis, mask)
-    if before.op == "where" and isinstance(operands[0], Weight) and isinstance(operands[1], Value):
-        other = before.args[2]
-        hidden = other.dense.max() if isinstance(other, Weight) else other
-        if isinstance(other, Value) or not hidden <= HIDDEN:
+    if before.op == "where" and isinstance(before.args[0], Weight) and len(before.args) == 3:
+        condition, one, other = before.args
+        swapped = isinstance(other, Value)
+        value, constant = (other, one) if swapped else (one, other)
+        largest = constant.dense.max() if isinstance(constant, Weight) else constant
+        if not isinstance(value, Value) or isinstance(constant, Value) or not largest <= HIDDEN:
             return False
-        return add_softmax(new, step, new.move(operands[1]), axis, operands[0].dense)
+        return add_softmax(new, step, new.move(value), axis, condition.dense ^ swapped)
     return False
 
 

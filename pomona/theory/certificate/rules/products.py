@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import Interval, PairBounds
-from ..linear_form import Form, Lines, Substitution, substitute_elementwise
+from ..linear_form import Form, Lines, Substitution, largest_value, substitute_elementwise
 from ..steps import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
 from .linearised import finite_substitution
@@ -65,10 +65,13 @@ def division_substitute(
 ) -> Substitution:
     """Return forms on a quotient as forms on its numerator and denominator."""
     inverse, around = relaxation
-    first, on_inverse, constant = NUMBERS.substitute(form, numerator(step, inputs), inverse)
+    above = numerator(step, inputs)
+    first, on_inverse, constant = NUMBERS.substitute(form, above, inverse)
     below = substitute_elementwise(on_inverse, inputs[-1], *around)
-    forms = [first, *below.forms] if isinstance(step.args[0], Value) else below.forms
-    return finite_substitution(Substitution(forms, constant + below.constant))
+    constant = constant + below.constant
+    if isinstance(step.args[0], Value):
+        return finite_substitution(Substitution([first, *below.forms], constant))
+    return finite_substitution(Substitution(below.forms, constant + largest_value(first, above)))
 
 
 def reciprocal(x: PairBounds) -> PairBounds:
