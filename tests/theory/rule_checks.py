@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pomona.theory.certificate.intervals import Interval, PairBounds
 from pomona.theory.certificate.linear_form import Form
-from pomona.theory.certificate.paired_graph import DENSE, PRUNED, Step, Value
 from pomona.theory.certificate.rules import rule_of
+from pomona.theory.certificate.steps import DENSE, PRUNED, Step, Value
 
 SAMPLES = 64
 

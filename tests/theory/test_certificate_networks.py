@@ -10,8 +10,9 @@ from torch import nn
 from pomona.errors import PomonaError
 from pomona.theory.certificate.forward import interval_bounds
 from pomona.theory.certificate.linear_bounds import linear_bounds
-from pomona.theory.certificate.paired_graph import DENSE, PRUNED, pair_networks
+from pomona.theory.certificate.paired_graph import pair_networks
 from pomona.theory.certificate.regions import neighbourhoods
+from pomona.theory.certificate.steps import DENSE, PRUNED
 
 EAGER = {"attn_implementation": "eager"}
 

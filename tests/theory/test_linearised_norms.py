@@ -15,8 +15,9 @@ from pomona.theory.certificate import prune_by_magnitude
 from pomona.theory.certificate.linear_bounds import linear_bounds
 from pomona.theory.certificate.linearised_norms import is_supported, linearised_norms
 from pomona.theory.certificate.norm_bounds import norm_bounds
-from pomona.theory.certificate.paired_graph import DENSE, PRUNED, PairedGraph, pair_networks
+from pomona.theory.certificate.paired_graph import PairedGraph, pair_networks
 from pomona.theory.certificate.regions import Ball, Cube, InputSet, Region
+from pomona.theory.certificate.steps import DENSE, PRUNED
 
 
 def perceptron(widths: list[int], seed: int) -> nn.Sequential:

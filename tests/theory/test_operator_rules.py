@@ -12,9 +12,9 @@ from rule_checks import check_rule, hull_of_samples, make_step, sample_pairs, va
 import pomona.theory.certificate.fused_steps  # noqa: F401 (defines the operations of torch.ops.pomona)
 from pomona.errors import PomonaError
 from pomona.theory.certificate.intervals import Interval, PairBounds
-from pomona.theory.certificate.paired_graph import Weight
 from pomona.theory.certificate.rules import rule_of
 from pomona.theory.certificate.rules.distribution import probabilities
+from pomona.theory.certificate.steps import Weight
 
 ATEN = torch.ops.aten
 

@@ -17,10 +17,11 @@ from .. import spectral
 from .forward import input_bounds, step_bounds
 from .intervals import Interval, PairBounds
 from .linear_form import Form
-from .paired_graph import DENSE, PRUNED, PairedGraph, Step
+from .paired_graph import PairedGraph
 from .regions import InputSet
 from .rules import rule_of
 from .rules.piecewise import pieces_of, same_function
+from .steps import DENSE, PRUNED, Step
 
 PIECEWISE = ("relu", "leaky_relu", "prelu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "abs")
 LARGEST_VALUE = 1024  # entries; the norms of larger matrices take too long
@@ -37,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rest:
-    """The rest of a piecewise linear function: the middle and half the range of its slopes, and its gap at the centre."""
+    """What a piecewise linear function has beside its linear part: slopes, half their range, the rest at the centre."""
 
     step: int
     gap_slope: Tensor

@@ -39,6 +39,7 @@ def softplus(step: Step) -> RangedFunction:
     return functions.softplus(beta, threshold)
 
 
+ELU_SETTINGS = ("alpha", "scale", "input_scale")
 SETTINGS: dict[str, Callable[[Step], RangedFunction]] = {
     "gelu": gelu,
     "softplus": softplus,
@@ -46,7 +47,6 @@ SETTINGS: dict[str, Callable[[Step], RangedFunction]] = {
     "celu": lambda step: functions.celu(float(setting(step, 1, "alpha", 1))),
     "pow": lambda step: functions.power(float(setting(step, 1, "exponent", 1))),
 }
-ELU_SETTINGS = ("alpha", "scale", "input_scale")
 
 
 def setting(step: Step, position: int, name: str, default: Any) -> Any:

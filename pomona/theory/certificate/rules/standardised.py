@@ -166,7 +166,8 @@ def transpose(statistics: Statistics) -> Transpose:
     """Return the map of rows of coefficients on y to rows on x."""
 
     def rows_on_x(derivative: tuple[Tensor, ...], rows: Tensor) -> Tensor:
-        on_z = apply_derivative(*derivative, rows)
+        y, scale = derivative
+        on_z = apply_derivative(y, scale, rows)
         return on_z - on_z.mean(-1, keepdim=True) if statistics.centred else on_z
 
     return rows_on_x
