@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
     from .sparse.shrink import shrink
+    from .theory.certificate.predictions import certify_predictions
+    from .theory.certified_pruning import Certified
 
 __all__ = [
     "ACDC",
@@ -70,6 +72,7 @@ __all__ = [
     "BalancedTensor",
     "Binary",
     "Block",
+    "Certified",
     "Constant",
     "Cosine",
     "Cubic",
@@ -97,6 +100,7 @@ __all__ = [
     "Unstructured",
     "Wanda",
     "__version__",
+    "certify_predictions",
     "compress",
     "data",
     "decompress",
@@ -128,6 +132,8 @@ _PUBLIC_NAMES = {
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",
     "sparse.shrink": "shrink",
+    "theory.certificate.predictions": "certify_predictions",
+    "theory.certified_pruning": "Certified",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()}
 # The modules that are attributes of the package, such as `pm.theory`.

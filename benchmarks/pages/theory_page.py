@@ -1,4 +1,4 @@
-"""Write the tables and drawings of docs/theory.md from the records of qian_klabjan_tables.py and bound_looseness.py.
+"""Write the tables and drawings of docs/theory.md from the records of the scripts that measure its figures.
 
 python benchmarks/pages/theory_page.py
 """
@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from certificate_tables import format_certified_pruning, format_depth_looseness, format_predictions
 from page_helpers import (
     DOCS,
     RESULTS,
@@ -28,6 +29,7 @@ from pomona.theory import bounds, qian_tables
 PAGE, DRAWINGS = DOCS / "theory.md", DOCS / "theory"
 RECORD = RESULTS / "qian.json"
 LOOSENESS_RECORDS = RESULTS / "theory-cpu.json", RESULTS / "theory-h200.json"
+CERTIFICATE_RECORD = RESULTS / "certificates.json"
 SHOWN_ALPHA = {"magnitude": 0.2, "random": 0.2, "kernels": 0.4}  # the α of bound_looseness.py that the page shows
 FORMS = ("found", "certificate", "sharp", "corrected", "printed")
 
@@ -170,14 +172,18 @@ def render() -> str:
     """Return the text of the page with its tables filled in."""
     record, *looseness = map(read_record, (RECORD, *LOOSENESS_RECORDS))
     tables = record["tables"]
+    certificates = [read_record(CERTIFICATE_RECORD)] if CERTIFICATE_RECORD.is_file() else []
     parts = {
+        "certified": format_certified_pruning(certificates),
+        "certified-predictions": format_predictions(certificates),
+        "certified-looseness": format_depth_looseness(certificates),
         "loose": format_looseness(looseness[0]),
         "speed": format_speed(looseness),
         "table1": format_table1(tables["qian-table1"]),
         "figure2": format_figure2(tables["qian-figure2"]),
         "table2": format_table2(tables["qian-table2"]),
         "table3": format_table3(tables["qian-table3"]),
-        "sources": format_record_sources([record, *looseness]),
+        "sources": format_record_sources([record, *looseness, *certificates]),
     }
     return fill_page(PAGE, parts)
 

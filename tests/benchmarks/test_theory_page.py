@@ -67,6 +67,29 @@ def test_no_error_found_exceeds_a_bound(records: list[dict[str, Any]]) -> None:
         assert row["corrected"] is None or row["found"] <= row["corrected"]
 
 
+def test_tables_of_certificates_show_their_record(load_script: Callable[[str], ModuleType]) -> None:
+    tables = load_script("certificate_tables")
+    record = {
+        "predictions": [
+            {"network": "MLP", "region": "radius 0.1", "sparsity": 0.2, "before": 0.0, "after": 0.95, "true": 0.96}
+        ],
+        "looseness": [{"depth": 8, "region": "Ball(radius=1.0)", "before": 279.4, "after": 4.25}],
+        "transformer": [
+            {"region": "Cube(low=0, high=1)", "sparsity": 0.05, "intervals": 9.0, "linear": 2.5, "found": 0.5}
+        ],
+        "pruning": [
+            {"network": "MLP", "radius": 0.01, "method": "certified", "sparsity": 0.5, "certified": 0.99}
+            | {"certifiable": 1.0, "held_out": 0.97, "held_out_certifiable": 0.98}
+        ],
+    }
+    assert "| MLP | radius 0.1 | 20% | 0.0% | 95.0% | 96.0% |" in tables.format_predictions([record])
+    assert "| 8 | Ball(radius=1.0) | 279× | 4.25× |" in tables.format_depth_looseness([record])
+    assert "| Cube(low=0, high=1) | 5% | 9 | 2.5 | 0.5 |" in tables.format_depth_looseness([record])
+    row = "| MLP | 0.01 | certified | 50.0% | 99.0% of 100.0% | 97.0% of 98.0% |"
+    assert row in tables.format_certified_pruning([record])
+    assert "Not measured yet" in tables.format_predictions([])
+
+
 def assert_same_output(shown: str, printed: str, tolerance: float = 1e-3) -> None:
     """Assert that two outputs have the same words, and the same figures within a relative tolerance."""
     assert NUMBER.sub("#", shown).split() == NUMBER.sub("#", printed).split()
@@ -137,7 +160,7 @@ def test_the_code_prints_what_is_shown() -> None:
     """Allow a tolerance: the attack and the training depend a little on the machine."""
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     for code, shown in blocks:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)

@@ -239,6 +239,23 @@ def test_certify_finds_the_largest_sparsity(call: Call, run: Path) -> None:
     assert json.loads(out)["sparsity"] is None
 
 
+def test_certify_proves_predictions(call: Call, run: Path) -> None:
+    options = ("--sparsity", "0.2", "--predictions", "--examples", "12", "--steps", "5")
+    code, out, _ = call("certify", str(run), *options, "--radius", "0.01", "--json")
+    one = json.loads(out)
+    assert code == 0
+    assert one["examples"] == len(one["classes"]) == 12
+    assert one["region"] == "the linf radius 0.01"
+    assert sum(one["unchanged"]) / 12 == pytest.approx(one["share"])
+    assert 0 <= one["share"] <= one["largest_share"] <= 1
+    code, out, _ = call("certify", str(run), *options)
+    assert code == 0
+    assert "predictions proven unchanged over the examples themselves" in out
+    code, out, _ = call("certify", str(run), *options, "--cube", "--low", "-9", "--high", "9", "--json")
+    assert code == 0
+    assert json.loads(out)["region"] == "Cube(low=-9.0, high=9.0)"
+
+
 def test_fraction_of_one_round_of_pruning(call: Call, run: Path) -> None:
     code, out, _ = call("fraction", str(run), "--epsilon", "0.5", "--json")
     one = json.loads(out)
@@ -272,6 +289,7 @@ def test_fraction_of_one_round_of_pruning(call: Call, run: Path) -> None:
         (("convergence", "--L", "1", "--G", "1", "--T", "9", "--delta", "0", "--norm", "1"), "give --mu"),
         (("certify", "missing"), "say what RUN is compared with"),
         (("certify", "missing", "--sparsity", "0.5"), "is not a finished run"),
+        (("certify", "missing", "--epsilon", "0.5", "--predictions"), "--epsilon bounds outputs"),
         (("estimate", "C.9", "--alpha", "0.2"), "unknown extension 'C.9'"),
         (("magnitud",), "did you mean 'magnitude'"),
     ],

@@ -7,6 +7,7 @@ theorem_forms  one theorem of Qian & Klabjan (2021) in its three forms
 laws           laws of random weights by name, with their assumptions
 qian_klabjan   magnitude, random, norm, cnn, estimate
 certificate    certify, fraction
+predictions    certify --predictions
 spectral  gip  balanced  iterand  convergence     one command each
 """
 

@@ -16,6 +16,7 @@ from ..output import facts_table, print_json, print_table
 from .group import bound
 from .options import Delta, Json, Plot, RunFolder
 from .output import Series, print_values, write_chart
+from .predictions import certify_run_predictions
 from .theorem_forms import errors_over_sparsity
 
 if TYPE_CHECKING:
@@ -44,7 +45,17 @@ def certify(
     cube: Annotated[bool, typer.Option("--cube", help="Inputs in [LOW, HIGH] each, instead of a ball.")] = False,
     low: Annotated[float, typer.Option("--low", help="Lower end of the cube.")] = 0.0,
     high: Annotated[float, typer.Option("--high", help="Upper end of the cube.")] = 1.0,
-    radius: BallRadius = 1.0,
+    radius: Annotated[
+        float | None,
+        typer.Option(
+            "--radius", help="Radius of the ball of inputs (1), or with --predictions of the region around each (0)."
+        ),
+    ] = None,
+    predictions: Annotated[
+        bool, typer.Option("--predictions", help="Certify the predictions on test examples instead of the outputs.")
+    ] = False,
+    norm: Annotated[str, typer.Option("--norm", help="Of the radius around an example: linf or l2.")] = "linf",
+    examples: Annotated[int, typer.Option("--examples", min=1, help="Test examples whose predictions count.")] = 100,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Steps of the attack; 0 leaves it out.")] = 100,
     plot: Plot = None,
     as_json: Json = False,
@@ -53,6 +64,9 @@ def certify(
 
     A run keeps only the network it ends with. The dense network to compare it with is that of another run (--against:
     RUN is the pruned one), or RUN's own network, which is then pruned here (--sparsity).
+
+    With --predictions it is proven for each test example that pruning leaves its class, within --radius of it in the
+    units of the network's inputs; with --cube, by one bound for the whole cube.
     """
     from pomona.lab.runs.shrink import load_finished_model
     from pomona.theory import certificate
@@ -62,7 +76,9 @@ def certify(
         sum(ways) == 1,
         "say what RUN is compared with: --against RUN, or --sparsity S to prune it, or --epsilon E to find how much.",
     )
-    region: Region = certificate.Cube(low, high) if cube else certificate.Ball(radius)
+    require(not predictions or epsilon is None, "--epsilon bounds outputs: leave it out, or --predictions.")
+    ball_radius = 1.0 if radius is None or predictions else radius
+    region: Region = certificate.Cube(low, high) if cube else certificate.Ball(ball_radius)
     model, shape = load_finished_model(run)
     input_shape = tuple(shape)
     pruning: dict[str, Any] = {"pattern": pattern, "allocation": allocation}
@@ -77,6 +93,13 @@ def certify(
         dense, pruned = model, certificate.prune_by_magnitude(model, sparsity, **pruning)
     else:
         dense, pruned = load_finished_model(against)[0], model
+    if predictions:
+        certify_run_predictions(
+            run, dense, pruned,
+            radius=radius or 0.0, norm=norm, region=region if cube else None, examples=examples, steps=steps,
+            sparsity=sparsity, as_json=as_json,
+        )  # fmt: skip
+        return
     try:
         found = certificate.certify(dense, pruned, input_shape, region=region, steps=steps)
     except RuntimeError as error:

@@ -1,114 +1,223 @@
-"""Affine layers of a certified network: linear layers, convolutions and batch norms, with bounds of their norms."""
+"""Affine layers of a certified network: linear layers, convolutions, batch norms and scalings, with their norms."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...errors import PomonaError
 from .. import spectral
-from .paired_value import euclidean_norm
+from .paired_value import ROUNDING, euclidean_norm
+from .steps import Step, Value, Weight
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-AFFINE_LAYERS = (nn.Linear, nn.Conv2d, *BATCH_NORMS)
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+PRODUCTS = ("matmul", "mm", "addmm")
+SCALINGS = ("mul", "div")
 
 
 @dataclass(frozen=True)
 class AffineMap:
-    """A map x ↦ W x + b, where W is a matrix, a convolution or a diagonal; `module` says which, with its options."""
+    """A map x ↦ product(x, W) + b of one network, where the product is linear in x and in W.
+
+    `norm` bounds ‖product(·, W)‖₂ from W. `terms` is the length of the longest sum in one entry of the result, and
+    `reach` bounds the norm of the map with |W| in place of W by reach · ‖W‖, as the margin for rounding needs it.
+    `channel_axis` is the axis of W for the channels of the result, or None where a batch norm cannot be folded in.
+    """
 
     weight: Tensor
     bias: Tensor
-    module: nn.Module
+    product: Callable[[Tensor, Tensor], Tensor]
+    norm: Callable[[Tensor], float]
+    terms: int
+    reach: float = 1.0
+    channel_axis: int | None = None
 
-    @staticmethod
-    def of(module: nn.Module) -> AffineMap:
-        """Return the map of a layer in evaluation mode."""
-        if isinstance(module, BATCH_NORMS):
-            return AffineMap(*batch_norm_coefficients(module), module)
-        assert isinstance(module, (nn.Linear, nn.Conv2d))
-        weight = module.weight.detach()
-        bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
-        return AffineMap(weight, bias, module)
-
-    def then_scale(self, scale: Tensor, shift: Tensor) -> AffineMap:
-        """Return the map followed by a batch norm with this scale and shift."""
-        return AffineMap(self.weight * view_along(scale, self.weight, 0), self.bias * scale + shift, self.module)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight) + self.bias
 
     def __sub__(self, other: AffineMap) -> AffineMap:
-        return AffineMap(self.weight - other.weight, self.bias - other.bias, self.module)
+        return replace(self, weight=self.weight - other.weight, bias=self.bias - other.bias)
 
     def __bool__(self) -> bool:
         """Return whether the map is not zero."""
         return bool(self.weight.any() or self.bias.any())
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.module, nn.Linear):
-            return F.linear(x, self.weight, self.bias)
-        if isinstance(self.module, nn.Conv2d):
-            return self.module._conv_forward(x, self.weight, self.bias)
-        return x * view_along(self.weight, x, 1) + view_along(self.bias, x, 1)
+    def then_scale(self, scale: Tensor, shift: Tensor) -> AffineMap:
+        """Return the map followed by a batch norm with this scale and shift of each channel."""
+        assert self.channel_axis is not None
+        trailing = [1] * max(0, self.weight.ndim - 2)  # the axes of an image
+        axes = [1] * self.weight.ndim
+        axes[self.channel_axis] = -1
+        weight = self.weight * scale.view(axes)
+        return replace(self, weight=weight, bias=self.bias * scale.view(-1, *trailing) + shift.view(-1, *trailing))
 
-    def norm_bound(self, shape: torch.Size) -> float:
-        """Return an upper bound of ‖W‖₂ on inputs of this shape."""
-        if isinstance(self.module, nn.Linear):
-            return spectral.bound(self.weight)
-        if isinstance(self.module, nn.Conv2d):
-            return conv_norm_bound(self.module, self.weight, shape)
-        return float(self.weight.abs().max())
+    def norm_bound(self) -> float:
+        """Return an upper bound of ‖product(·, W)‖₂."""
+        return self.norm(self.weight)
 
-    def rounding_bound(self, x: Tensor, places: int) -> float:
-        """Return an upper bound of the distance between the computed and the exact W x + b.
-
-        `places` is the number of outputs that each entry of the bias is added to.
-        """
-        taps = self.weight[0, 0].numel() if self.weight.ndim == 4 else 1
-        terms = max(1, self.weight[0].numel()) + 4
+    def rounding_bound(self, x: Tensor, result: Tensor) -> float:
+        """Return an upper bound of the distance between the computed result and the exact one."""
         eps = torch.finfo(torch.float64).eps
-        weight_norm, input_norm = euclidean_norm(self.weight), euclidean_norm(x)
-        product = math.sqrt(taps) * weight_norm * input_norm if self.weight.ndim > 1 else input_norm * weight_norm
-        return 4 * terms * eps * (product + math.sqrt(places) * euclidean_norm(self.bias))
+        product = self.reach * euclidean_norm(self.weight) * euclidean_norm(x)
+        return 4 * (self.terms + 4) * eps * (product + euclidean_norm(self.bias.expand_as(result)))
 
 
-def conv_norm_bound(conv: nn.Conv2d, weight: Tensor, shape: torch.Size) -> float:
-    """Return an upper bound of a convolution's norm on inputs of this shape, for any padding mode."""
-    image: tuple[int, int] = (shape[-2], shape[-1])
-    options: dict[str, Any] = {"stride": conv.stride, "dilation": conv.dilation, "groups": conv.groups}
-    edges = conv._reversed_padding_repeated_twice
-    if conv.padding_mode == "zeros":
-        return spectral.conv_bound(weight, image, **options)
-    if conv.padding_mode == "circular":
-        # A pixel that the padding repeats contributes to more outputs, once for each turn around the image.
-        padded_size = [n + a + b for n, a, b in zip(image, edges[2::-2], edges[3::-2], strict=True)]
-        span = [d * (k - 1) for d, k in zip(conv.dilation, weight.shape[2:], strict=True)]
-        turns = [max(1, -(-(r - s) // n)) for r, s, n in zip(padded_size, span, image, strict=True)]
-        return spectral.conv_bound(weight, image, padding="circular", **options) * math.sqrt(math.prod(turns))
-    # Other padding is a linear map of zeros and ones. A column has as many ones as the padding makes copies of a pixel.
-    with torch.enable_grad():
-        pixels = torch.ones(1, 1, *image, dtype=torch.float64, requires_grad=True)
-        padded = F.pad(pixels, edges, mode=conv.padding_mode)
-        (copies,) = torch.autograd.grad(padded.sum(), pixels)
-    padded_image: tuple[int, int] = (padded.shape[-2], padded.shape[-1])
-    return math.sqrt(float(copies.max())) * spectral.conv_bound(weight, padded_image, **options)
+def affine_map(step: Step, side: int, shape: torch.Size, padding: Step | None = None) -> AffineMap | None:
+    """Return a step on inputs of this shape as a map of one network, or None where it is none with a known norm.
+
+    `padding` is a circular padding that comes before a convolution, and is a part of the map.
+    """
+    if step.op in (*CONVOLUTIONS, *TRANSPOSED):
+        return convolution_map(step, side, shape, padding)
+    if step.op == "batch_norm":
+        scale, shift = batch_norm_coefficients(step, side)
+        trailing = [1] * (len(shape) - 2)
+        return diagonal_map(scale.view(-1, *trailing), shift.view(-1, *trailing))
+    if step.op in SCALINGS:
+        return scaling_map(step, side, shape)
+    return matrix_map(step, side, shape)
 
 
-def batch_norm_coefficients(norm: nn.Module) -> tuple[Tensor, Tensor]:
+def matrix_map(step: Step, side: int, shape: torch.Size) -> AffineMap | None:
+    """Return a linear layer, or the product of a value with a constant matrix."""
+    settings = step.settings
+    if step.op == "linear":
+        value, weight, bias, right = settings["input"], settings["weight"], settings["bias"], False
+    elif step.op in PRODUCTS:
+        names = ("mat1", "mat2") if step.op == "addmm" else ("self", "mat2" if step.op == "mm" else "other")
+        (value, weight), bias, right = (settings[name] for name in names), None, True
+        if step.op == "addmm":
+            bias = settings["self"]
+            if settings["alpha"] != 1 or settings["beta"] != 1:
+                return None
+    else:
+        return None
+    known = isinstance(value, Value) and isinstance(weight, Weight) and weight.dense.ndim == 2
+    if not known or not (bias is None or isinstance(bias, Weight)):
+        return None
+    matrix = weight.of(side).T if right else weight.of(side)
+    shift = matrix.new_zeros(()) if bias is None else bias.of(side)
+    channel = 0 if len(shape) == 2 and shift.ndim <= 1 else None  # with more axes a batch norm scales another one
+    return AffineMap(matrix, shift, torch.nn.functional.linear, spectral.bound, matrix.shape[1], 1.0, channel)
+
+
+def convolution_map(step: Step, side: int, shape: torch.Size, padding: Step | None) -> AffineMap | None:
+    """Return a convolution or a transposed convolution, whose operator is the transpose of a convolution."""
+    settings = step.settings
+    value, weight, bias = settings["input"], settings["weight"], settings["bias"]
+    if not isinstance(value, Value) or not isinstance(weight, Weight) or not (bias is None or isinstance(bias, Weight)):
+        return None
+    kernel = weight.of(side)
+    spatial = kernel.ndim - 2
+    if len(shape) != spatial + 2:
+        return None
+    # All arguments but the first three: an input, a weight and a bias.
+    options = step.args[3:]
+    keywords = {name: given for name, given in step.kwargs.items() if name not in ("weight", "bias")}
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        x = x if padding is None else padding.call(side, [x])
+        return step.function(x, w, None, *options, **keywords)
+
+    shift = kernel.new_zeros(()) if bias is None else bias.of(side).view(-1, *[1] * spatial)
+    taps, groups = math.prod(kernel.shape[2:]), int(settings["groups"])
+    transposed = step.op in TRANSPOSED
+    image = step.shape if transposed else shape
+    turns = math.prod(turns_around(padding, step, kernel, shape)) if padding is not None else 1
+
+    def norm(w: Tensor) -> float:
+        if spatial == 3:
+            return schur_bound(product, w, shape)
+        options: dict[str, Any] = {
+            "stride": as_plane(settings["stride"], 1),
+            "dilation": as_plane(settings["dilation"], 1),
+            "groups": groups,
+        }
+        plane = (1, image[-1]) if spatial == 1 else (image[-2], image[-1])
+        w = w[:, :, None] if spatial == 1 else w
+        if padding is None:
+            return spectral.conv_bound(w, plane, **options)
+        return spectral.conv_bound(w, plane, padding="circular", **options) * math.sqrt(turns)
+
+    terms = kernel[:, 0].numel() if transposed else kernel[0].numel()
+    channel = 0 if not transposed else 1 if groups == 1 else None
+    return AffineMap(kernel, shift, product, norm, terms, math.sqrt(taps * turns), channel)
+
+
+def turns_around(padding: Step, step: Step, kernel: Tensor, shape: torch.Size) -> list[int]:
+    """Return how often circular padding repeats a pixel in the outputs of a convolution, for each axis.
+
+    A pixel that the padding repeats contributes to more outputs, once for each turn around the image.
+    """
+    edges = padding.settings["pad"]
+    dilation = as_list(step.settings["dilation"], kernel.ndim - 2)
+    turns = []
+    for axis, (size, taps, spacing) in enumerate(zip(shape[2:], kernel.shape[2:], dilation, strict=True)):
+        before, after = edges[len(edges) - 2 * axis - 2 :][:2]
+        turns.append(max(1, -(-(size + before + after - spacing * (taps - 1)) // size)))
+    return turns
+
+
+def is_circular_padding(padding: Step, step: Step) -> bool:
+    """Return whether a step wraps the image of the convolution that follows it around, and nothing else."""
+    if padding.op != "pad" or step.op not in CONVOLUTIONS[:2] or padding.settings["mode"] != "circular":
+        return False
+    own = step.settings["padding"]
+    unpadded = own == "valid" or not (isinstance(own, str) or any(as_list(own, 1)))
+    edges = padding.settings["pad"]
+    return unpadded and len(edges) == 2 * (len(step.shape) - 2) and min(edges) >= 0
+
+
+def scaling_map(step: Step, side: int, shape: torch.Size) -> AffineMap | None:
+    """Return the product of a value with a constant tensor, or its quotient by one."""
+    settings = step.settings
+    value, factor = settings["self"], settings["other"]
+    if step.op == "mul" and isinstance(factor, Value):
+        value, factor = factor, value
+    if not isinstance(value, Value) or not isinstance(factor, Weight) or settings.get("rounding_mode") is not None:
+        return None
+    scale = factor.of(side)
+    scale = scale if step.op == "mul" else scale.reciprocal()
+    if not scale.is_floating_point() or torch.broadcast_shapes(scale.shape, shape) != shape:
+        return None
+    return diagonal_map(scale, scale.new_zeros(()))
+
+
+def diagonal_map(scale: Tensor, shift: Tensor) -> AffineMap:
+    """Return a map that multiplies each entry."""
+    return AffineMap(scale, shift, torch.mul, lambda w: float(w.abs().max()), 1)
+
+
+def batch_norm_coefficients(step: Step, side: int) -> tuple[Tensor, Tensor]:
     """Return the scale and the shift of a batch norm in evaluation mode."""
-    assert isinstance(norm, BATCH_NORMS)
-    mean, variance = norm.running_mean, norm.running_var
-    if mean is None or variance is None:
-        raise PomonaError("a batch norm without running statistics depends on the batch, and has no certificate.")
-    scale = (variance + norm.eps).rsqrt()
-    scale = scale if norm.weight is None else scale * norm.weight.detach()
-    shift = -mean * scale if norm.bias is None else norm.bias.detach() - mean * scale
+    settings = step.settings
+    mean, variance = settings["running_mean"].of(side), settings["running_var"].of(side)
+    scale = (variance + settings["eps"]).rsqrt()
+    scale = scale if settings["weight"] is None else scale * settings["weight"].of(side)
+    shift = -mean * scale if settings["bias"] is None else settings["bias"].of(side) - mean * scale
     return scale, shift
 
 
-def view_along(vector: Tensor, like: Tensor, axis: int) -> Tensor:
-    """Return a vector reshaped to multiply `like` along one axis."""
-    return vector.view(*[1] * axis, -1, *[1] * (like.ndim - axis - 1))
+def schur_bound(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: torch.Size) -> float:
+    """Return √(‖A‖₁ ‖A‖_∞) of a linear map x ↦ product(x, W), from the row and column sums of |A|."""
+    ones = torch.ones(shape, dtype=torch.float64, device=weight.device)
+    rows, pull_back = torch.func.vjp(lambda x: product(x, weight.abs()), ones)[:2]
+    (columns,) = pull_back(torch.ones_like(rows))
+    return math.sqrt(float(rows.max()) * float(columns.max())) * (1 + ROUNDING)
+
+
+def as_list(numbers: Any, count: int) -> list[int]:
+    """Return a setting as a list of one number for each axis."""
+    given = [int(n) for n in numbers] if isinstance(numbers, (list, tuple)) else [int(numbers)]
+    return given * count if len(given) == 1 else given
+
+
+def as_plane(numbers: Any, fill: int) -> tuple[int, int]:
+    """Return a setting of a convolution along one or two axes as one along two."""
+    given = [int(n) for n in numbers] if isinstance(numbers, (list, tuple)) else [int(numbers)]
+    return (fill, given[0]) if len(given) == 1 else (given[0], given[1])

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 
 from ...allocation import largest_sparsity
 from ...core.attachment import find_targets
-from ...errors import require
+from ...errors import PomonaError, require
 from ...methods import OneShot, prune
-from .gradient_attack import attack
-from .propagation import GapPropagation, Layer
+from .domains import best_bounds
+from .gradient_attack import attack_graph
+from .norm_bounds import Layer
+from .paired_graph import PairedGraph, pair_networks
+from .paired_value import euclidean_norm
 from .regions import Ball, Region
+from .steps import DENSE
+
+FOUND_MARGIN = 1e-9  # relative to the bound and to the outputs: the rounding of an attack in float64
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Certificate:
     found: float
     output: float  # a bound of ‖F(x) − F(centre)‖, the scale to compare the error with
     layers: tuple[Layer, ...] = field(repr=False)
+    domain: str = "norms"  # the kind of bounds that gave the error: norms, intervals or linear
 
 
 def certify(
@@ -41,24 +48,35 @@ def certify(
 ) -> Certificate:
     """Return a bound on the difference of two networks over a region, and the largest difference an attack finds.
 
-    `pruned` is a network like `dense`, or the state dict of one. Both are taken in evaluation mode. The region is the
-    unit ball by default. `steps=0` leaves out the attack. Raise PomonaError for a network that cannot be traced, or
-    that has an operation without a known bound.
+    `pruned` is a network like `dense`, or the state dict of one. Both are taken in evaluation mode and for one example
+    at a time. The region is the unit ball by default. `steps=0` leaves out the attack. Raise PomonaError for networks
+    that cannot be exported, that compute different operations, or that have an operation without a known bound.
     """
-    region = region or Ball()
-    dense_copy, pruned_copy = evaluation_copy(dense), evaluation_copy(dense if isinstance(pruned, Mapping) else pruned)
-    if isinstance(pruned, Mapping):
-        pruned_copy[0].load_state_dict(pruned)
+    graph = pair_networks(dense, pruned, torch.zeros(1, *input_shape, dtype=torch.float64))
+    return certify_graph(graph, region or Ball(), steps=steps, starts=starts, seed=seed)
+
+
+def certify_graph(
+    graph: PairedGraph, region: Region, *, steps: int = 100, starts: int = 8, seed: int = 0
+) -> Certificate:
+    """Return the certificate of two networks from their common graph."""
+    bounds = best_bounds(graph, region)
+    found = attack_graph(graph, region=region, steps=steps, starts=starts, seed=seed)
+    require_not_exceeded(found, bounds.error, graph, region)
+    return Certificate(bounds.error, found, bounds.output, bounds.layers, bounds.domain)
+
+
+def require_not_exceeded(found: float, error: float, graph: PairedGraph, region: Region) -> None:
+    """Raise PomonaError where an attack found more than a certificate allows, which is a fault of the certificate."""
+    centre, _ = region.centre(tuple(graph.input_shape[1:]))
     with torch.no_grad():
-        propagation = GapPropagation(dense_copy, pruned_copy)
-        value = propagation.run(tuple(input_shape), region)
-    found = attack(dense_copy, pruned_copy, tuple(input_shape), region=region, steps=steps, starts=starts, seed=seed)
-    return Certificate(value.gap, found, value.dense_spread, tuple(propagation.layers))
-
-
-def evaluation_copy(model: nn.Module) -> nn.Sequential:
-    """Return a copy in float64 and evaluation mode, in a Sequential so that a single layer is one node of its graph."""
-    return nn.Sequential(copy.deepcopy(model).double().eval())
+        scale = euclidean_norm(graph.evaluate(DENSE, centre.to(graph.device))[-1])
+    if found <= error + FOUND_MARGIN * (error + scale):
+        return
+    raise PomonaError(
+        f"the certificate says that the networks differ by {error:.9g} at most, but {found:.9g} was found: this is a "
+        "fault of certify, please report it with the two networks."
+    )
 
 
 def prune_by_magnitude(
@@ -84,6 +102,8 @@ def largest_certified_sparsity(
     require(epsilon > 0, f"epsilon must be positive, got {epsilon:g}.")
     method = OneShot(sparsity=0.0, pattern=pattern, allocation=allocation).method
     limit = largest_sparsity([target.outputs_first for target in find_targets(model, method)], method.pattern)
+    region = region or Ball()
+    graph = pair_networks(model, model.state_dict(), torch.zeros(1, *input_shape, dtype=torch.float64))
     low, high = 0.0, 1.0
     for _ in range(halvings):
         middle = (low + high) / 2
@@ -91,7 +111,7 @@ def largest_certified_sparsity(
             high = middle
             continue
         pruned = prune_by_magnitude(model, middle, pattern=pattern, allocation=allocation)
-        error = certify(model, pruned, input_shape, region=region, steps=0).error
+        error = best_bounds(graph.with_pruned(pruned.state_dict()), region).error
         low, high = (middle, high) if error <= epsilon else (low, middle)
     return low or None
 

@@ -1,112 +1,178 @@
-"""Lipschitz constants of modules and functions that are not affine layers: activations, pooling, reshaping."""
+"""Lipschitz constants of operations without weights: activations, pooling, and moves, sums and means of entries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
-from ...errors import PomonaError, require
-from .. import spectral
 from .paired_value import ROUNDING
+from .steps import DENSE, Step, Value
 
-# Operations that move each number to at most one place.
-MOVES = ("flatten", "view", "reshape", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "getitem", "clone")
-IDENTITY_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# The largest slope of each function of one number, by its lower-case name.
+# Each entry of the result is a sum of entries of the values, with coefficients that are not negative, and a constant.
+NONNEGATIVE_SUMS = (
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select", "split",
+    "split_with_sizes", "unbind", "index", "index_select", "expand", "repeat", "flip", "roll", "cat", "clone", "alias",
+    "detach", "pad", "constant_pad_nd", "slice_scatter", "select_scatter", "where", "pixel_shuffle",
+    "pixel_unshuffle", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+    "upsample_bilinear2d", "diagonal", "_to_copy", "sum", "mean", "cumsum", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+)  # fmt: skip
+MAX_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices")
+ADAPTIVE_MAX_POOLS = ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+# The largest slopes of functions of one number.
 SLOPES: dict[str, float] = {
-    "relu": 1, "relu6": 1, "hardtanh": 1, "tanh": 1, "sigmoid": 0.25, "softplus": 1, "logsigmoid": 1, "softsign": 1,
-    "celu": 1, "abs": 1, "hardsigmoid": 1 / 6, "gelu": 1.13, "silu": 1.1, "mish": 1.09, "hardswish": 1.5, "selu": 1.76,
+    "relu": 1, "relu6": 1, "hardtanh": 1, "clamp": 1, "clamp_min": 1, "clamp_max": 1, "tanh": 1, "sigmoid": 0.25,
+    "softplus": 1, "log_sigmoid": 1, "log_sigmoid_forward": 1, "abs": 1, "neg": 1, "sin": 1, "cos": 1, "atan": 1,
+    "hardsigmoid": 1 / 6, "gelu": 1.13, "silu": 1.1, "mish": 1.09, "hardswish": 1.5, "selu": 1.76, "celu": 1,
+    "softmax": 0.5, "_softmax": 0.5,
 }  # fmt: skip
-POOLING_FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
-    "max_pool2d": nn.MaxPool2d,
-    "avg_pool2d": nn.AvgPool2d,
-    "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
-}
 
 
-def module_lipschitz(module: nn.Module, node: fx.Node, shape: torch.Size) -> float:
-    """Return a Lipschitz constant of a module on inputs of this shape; raise PomonaError for an unknown module."""
-    if isinstance(module, IDENTITY_MODULES):
-        return 1.0
-    if isinstance(module, (nn.LeakyReLU, nn.ELU)):
-        return max(1.0, abs(module.negative_slope if isinstance(module, nn.LeakyReLU) else module.alpha))
-    if isinstance(module, (nn.MaxPool2d, nn.AdaptiveMaxPool2d)):
-        return math.sqrt(max_windows_per_pixel(module, shape))
-    if isinstance(module, (nn.AvgPool2d, nn.AdaptiveAvgPool2d)):
-        return average_pool_lipschitz(module, shape)
-    name = type(module).__name__.lower()
-    if name in SLOPES:
-        return float(SLOPES[name])
-    raise unsupported_operation(node, type(module).__name__)
+def lipschitz_constant(step: Step, shape: torch.Size) -> float | None:
+    """Return a Lipschitz constant of an operation on one value of this shape, or None where it has none or is unknown.
 
-
-def function_lipschitz(name: str, node: fx.Node, before: Tensor, after: Tensor) -> float:
-    """Return a Lipschitz constant of a function or method of one value; raise PomonaError for an unknown one.
-
-    `before` and `after` are its input and output at the region's centre.
+    The weights of the operation, such as the slopes of a parametric ReLU, are equal in both networks.
     """
-    if name in ("mul", "imul", "truediv", "div"):
-        return scaling_lipschitz(name, node)
-    if name in MOVES:
-        repeats = name == "getitem" and any(isinstance(i, (list, Tensor, fx.Node)) for i in as_tuple(node.args[1]))
-        require(not repeats, str(unsupported_operation(node, "indexing by lists, which may repeat entries")))
+    if step.item not in (None, 0):
+        return None  # positions of maxima
+    if step.op in SLOPES:
+        return SLOPES[step.op] if is_smooth(step) else None
+    if step.op in ("leaky_relu", "prelu", "elu"):
+        return steepest_slope(step)
+    if step.op in MAX_POOLS:
+        return math.sqrt(windows_per_entry(step))
+    if step.op in ADAPTIVE_MAX_POOLS:
+        return math.sqrt(adaptive_windows_per_entry(step, shape))
+    if step.op in ("amax", "amin"):
         return 1.0
-    if name in SLOPES:
-        return float(SLOPES[name])
-    if name == "dropout":
-        return 1.0
-    if name == "pad":
-        mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
-        require(mode == "constant", str(unsupported_operation(node, f"padding by {mode}")))
-        return 1.0
-    if name == "mean":
-        return math.sqrt(after.numel() / before.numel())
-    if name in POOLING_FUNCTIONS:
-        return module_lipschitz(POOLING_FUNCTIONS[name](*node.args[1:], **node.kwargs), node, before.shape)
-    raise unsupported_operation(node, name)
+    if step.op == "_log_softmax":
+        return math.sqrt(shape[step.settings["dim"]])  # ‖I − 1 pᵀ‖ = √n ‖p‖
+    return scaling_constant(step)
 
 
-def scaling_lipschitz(name: str, node: fx.Node) -> float:
-    """Return |c| for a product with a number c and 1/|c| for a quotient; raise PomonaError for anything else."""
-    factor = next((abs(float(a)) for a in node.args if isinstance(a, (int, float))), math.inf)
-    divides_number = not isinstance(node.args[0], fx.Node) and not name.endswith("mul")  # a number over a value
-    require(math.isfinite(factor) and not divides_number, str(unsupported_operation(node, name)))
-    return factor if name.endswith("mul") else 1 / factor
+def is_smooth(step: Step) -> bool:
+    """Return whether an activation's settings keep the slope that is known for it."""
+    if step.op == "celu":
+        return bool(step.settings["alpha"] > 0)
+    limits = [step.settings.get(name) for name in ("min", "max")]
+    return step.op != "clamp" or not any(isinstance(limit, Value) for limit in limits)
 
 
-def max_windows_per_pixel(pool: nn.MaxPool2d | nn.AdaptiveMaxPool2d, shape: torch.Size) -> float:
-    """Return the largest number of pooling windows that contain one pixel."""
-    if isinstance(pool, nn.AdaptiveMaxPool2d):
-        sides = zip(shape[-2:], spectral.as_pair(pool.output_size), strict=True)  # type: ignore[arg-type]
-        return math.prod(
-            max(sum(k * n // m <= i < -(-(k + 1) * n // m) for k in range(m)) for i in range(n)) for n, m in sides
-        )
-    given = (pool.kernel_size, pool.stride or pool.kernel_size, pool.dilation)
-    per_side = zip(*map(spectral.as_pair, given), strict=True)
-    return math.prod(max(sum(j * d % s == r for j in range(k)) for r in range(s)) for k, s, d in per_side)
+def steepest_slope(step: Step) -> float | None:
+    """Return the largest slope of a leaky ReLU or an exponential linear unit."""
+    settings = step.settings
+    if step.op == "leaky_relu":
+        return max(1.0, abs(float(settings["negative_slope"])))
+    if step.op == "prelu":
+        weight = settings["weight"]
+        return None if isinstance(weight, Value) else max(1.0, float(weight.dense.abs().max()))
+    alpha, scale, inner = (float(settings[name]) for name in ("alpha", "scale", "input_scale"))
+    return max(abs(scale), abs(alpha * scale * inner)) if inner > 0 else None
 
 
-def average_pool_lipschitz(pool: nn.Module, shape: torch.Size) -> float:
-    """Return √(‖A‖₁ ‖A‖_∞) of an average pool, from its row and column sums; exact where windows do not overlap."""
-    with torch.enable_grad():
-        image = torch.ones(1, 1, *shape[-2:], dtype=torch.float64, requires_grad=True)
-        means = pool(image)
-        (columns,) = torch.autograd.grad(means.sum(), image)
-    return math.sqrt(float(means.detach().max()) * float(columns.max())) * (1 + ROUNDING)
+def jump(step: Step) -> float:
+    """Return the largest jump of an activation, which its Lipschitz constant leaves out: softplus at its threshold."""
+    if step.op != "softplus":
+        return 0.0
+    beta, threshold = float(step.settings["beta"]), float(step.settings["threshold"])
+    # log(1 + e^−t) without overflow
+    return (max(0.0, -threshold) + math.log1p(math.exp(-abs(threshold)))) / abs(beta) * (1 + ROUNDING)
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a tuple as it is, and any other value as a tuple of one."""
-    return value if isinstance(value, tuple) else (value,)
+def scaling_constant(step: Step) -> float | None:
+    """Return |c| for a product with a number c and 1/|c| for a quotient by it, and None for anything else."""
+    if step.op not in ("mul", "div") or step.settings.get("rounding_mode") is not None:
+        return None
+    value, factor = step.args[:2]
+    if step.op == "mul" and isinstance(factor, Value):
+        value, factor = factor, value
+    if not isinstance(value, Value) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        return None
+    return abs(float(factor)) if step.op == "mul" else 1 / abs(float(factor))
 
 
-def unsupported_operation(node: fx.Node, what: str) -> PomonaError:
-    """Return the error for an operation that has no known Lipschitz constant."""
-    return PomonaError(
-        f"certify cannot bound {what} at '{node.name}': it knows linear and convolutional layers, batch norm, pooling, "
-        "activations of bounded slope, sums and reshaping."
+# ---- pooling
+
+
+def windows_per_entry(step: Step) -> int:
+    """Return the largest number of max-pooling windows that contain one entry."""
+    settings = step.settings
+    sides = settings["kernel_size"], settings["stride"] or settings["kernel_size"], settings["dilation"]
+    count = max(len(side) for side in sides)
+    per_axis = zip(*[list(side) * count if len(side) == 1 else list(side) for side in sides], strict=True)
+    return math.prod(max(sum(j * d % s == r for j in range(k)) for r in range(s)) for k, s, d in per_axis)
+
+
+def adaptive_windows_per_entry(step: Step, shape: torch.Size) -> int:
+    """Return the largest number of adaptive max-pooling windows that contain one entry."""
+    outputs = [int(n) for n in step.settings["output_size"]]
+    sides = zip(shape[-len(outputs) :], outputs, strict=True)
+    return math.prod(
+        max(sum(k * n // m <= i < -(-(k + 1) * n // m) for k in range(m)) for i in range(n)) for n, m in sides
     )
+
+
+# ---- sums of entries
+
+
+def sum_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float], float] | None:
+    """Return Lipschitz constants of a sum of entries in each value and in all of them, or None for other operations.
+
+    The norm of a matrix A with entries that are not negative is at most √(‖A‖₁ ‖A‖_∞), from its row and column sums.
+    """
+    if step.op in ("add", "sub", "rsub"):
+        return addition_constants(step, values)
+    if step.op not in NONNEGATIVE_SUMS or has_value_position(step):
+        return None
+    zeros = [torch.zeros_like(value) for value in values]
+    rows, columns = [], []
+    constant = step.call(DENSE, zeros)
+    for position, zero in enumerate(zeros):
+        sums, largest_column = row_and_column_sums(one_operand(step, zeros, position), zero, constant)
+        rows.append(sums)
+        columns.append(largest_column)
+    singles = [math.sqrt(float(row.max()) * column) * (1 + ROUNDING) for row, column in zip(rows, columns, strict=True)]
+    together = math.sqrt(float(sum(rows[1:], rows[0]).max()) * max(columns)) * (1 + ROUNDING)
+    return singles, together
+
+
+def one_operand(step: Step, operands: Sequence[Tensor], position: int) -> Callable[[Tensor], Tensor]:
+    """Return a step as a function of one of its operands."""
+
+    def function(x: Tensor) -> Tensor:
+        return step.call(DENSE, [x if k == position else operand for k, operand in enumerate(operands)])
+
+    return function
+
+
+def row_and_column_sums(function: Callable[[Tensor], Tensor], zero: Tensor, constant: Tensor) -> tuple[Tensor, float]:
+    """Return the row sums and the largest column sum of the matrix of an affine function."""
+    result, pull_back = torch.func.vjp(function, torch.ones_like(zero))[:2]
+    (columns,) = pull_back(torch.ones_like(result))
+    # A constant may be infinite, as the padding before a max pool; no entry of a value is added to it.
+    rows = torch.where(constant.isfinite(), result - constant, torch.zeros_like(result))
+    return rows, float(columns.max()) if columns.numel() else 0.0
+
+
+def addition_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float], float] | None:
+    """Return the constants of a sum or difference; an operand that broadcasting repeats n times counts √n times."""
+    factor: Any = step.settings.get("alpha", 1)
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        return None
+    scaled = 0 if step.op == "rsub" else 1
+    factors = [abs(float(factor)) if k == scaled else 1.0 for k, a in enumerate(step.args[:2]) if isinstance(a, Value)]
+    entries = math.prod(step.shape)
+    singles = [c * math.sqrt(entries / v.numel()) for c, v in zip(factors, values, strict=True)]
+    return singles, math.sqrt(sum(c**2 for c in singles))
+
+
+def has_value_position(step: Step) -> bool:
+    """Return whether a step selects entries by a value instead of by a constant."""
+    if step.op == "where":
+        return isinstance(step.args[0], Value)
+    return step.op in ("index", "index_select") and len(step.inputs) > 1

@@ -1,9 +1,10 @@
-"""The knowledge about one value in the graph of two networks, and how it changes under simple operations."""
+"""What is known in the Euclidean norm about one value of two networks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,36 +28,42 @@ class PairedValue:
 
     def with_capped_gap(self) -> PairedValue:
         """Return the value with its gap at most the distance of the centres plus both spreads."""
-        most = float(torch.linalg.vector_norm(self.pruned - self.dense)) * (1 + ROUNDING)
-        gap = min(self.gap, most + self.dense_spread + self.pruned_spread)
-        return PairedValue(self.dense, self.pruned, self.dense_spread, self.pruned_spread, gap)
+        most = euclidean_norm(self.pruned - self.dense) * (1 + ROUNDING)
+        return replace(self, gap=min(self.gap, most + self.dense_spread + self.pruned_spread))
 
 
-def apply_lipschitz(value: PairedValue, results: list[Tensor], constant: float) -> PairedValue:
-    """Return the value after an operation with this Lipschitz constant; `results` are its outputs at the centre."""
-    slack = [ROUNDING * euclidean_norm(r) for r in results]
-    spreads = constant * value.dense_spread + slack[0], constant * value.pruned_spread + slack[1]
-    return PairedValue(results[0], results[1], *spreads, constant * value.gap)
+def apply_lipschitz(value: PairedValue, results: Sequence[Tensor], constant: float, jump: float = 0.0) -> PairedValue:
+    """Return the value after an operation with this Lipschitz constant and jumps of this size in each entry.
+
+    `results` are its outputs at the centre.
+    """
+    jumps = jump * math.sqrt(results[0].numel())
+    spreads = constant * value.dense_spread + jumps, constant * value.pruned_spread + jumps
+    return with_rounding(PairedValue(results[0], results[1], *spreads, constant * value.gap + jumps))
 
 
-def add_values(values: list[PairedValue], results: list[Tensor]) -> PairedValue:
-    """Return the sum of values, which may broadcast; `results` are the sums at the centre."""
-    # A value that broadcasting repeats n times has √n times its norm.
-    repeats = [math.sqrt(results[0].numel() / v.dense.numel()) for v in values]
-    return combine_values(values, results, repeats, power=1)
+def combine_values(
+    values: Sequence[PairedValue], results: Sequence[Tensor], singles: Sequence[float], together: float, removed: float
+) -> PairedValue:
+    """Return the sum of linear maps of several values, and of constants whose distance is `removed`.
+
+    The maps have these Lipschitz constants: one for each value, and one for all of them as one vector. The better of
+    the two bounds is taken. `results` are the outputs at the centre.
+    """
+    spreads = []
+    for numbers in zip(*[(v.dense_spread, v.pruned_spread, v.gap) for v in values], strict=True):
+        apart = math.fsum(c * number for c, number in zip(singles, numbers, strict=True))
+        spreads.append(min(apart, together * math.hypot(*numbers)))
+    # The terms of a sum may cancel, so its error is relative to them.
+    terms = together * math.hypot(*[max(euclidean_norm(v.dense), euclidean_norm(v.pruned)) for v in values])
+    return with_rounding(PairedValue(results[0], results[1], spreads[0], spreads[1], spreads[2] + removed), terms)
 
 
-def concatenate_values(values: list[PairedValue], results: list[Tensor]) -> PairedValue:
-    """Return the concatenation of values; `results` are the concatenations at the centre."""
-    return combine_values(values, results, [1.0] * len(values), power=2)
-
-
-def combine_values(values: list[PairedValue], results: list[Tensor], repeats: list[float], power: int) -> PairedValue:
-    """Return several values as one, with spreads and gaps combined in the `power`-norm."""
-    parts = [(c * v.dense_spread, c * v.pruned_spread, c * v.gap) for c, v in zip(repeats, values, strict=True)]
-    total = [math.fsum(p**power for p in part) ** (1 / power) for part in zip(*parts, strict=True)]
-    slack = [ROUNDING * euclidean_norm(r) for r in results]
-    return PairedValue(results[0], results[1], total[0] + slack[0], total[1] + slack[1], total[2])
+def with_rounding(value: PairedValue, terms: float = 0.0) -> PairedValue:
+    """Return the value with a margin for the rounding of its centre, whose summands have at most the norm `terms`."""
+    slack = [ROUNDING * (euclidean_norm(side) + terms) for side in (value.dense, value.pruned)]
+    spreads = value.dense_spread + slack[0], value.pruned_spread + slack[1]
+    return PairedValue(value.dense, value.pruned, *spreads, value.gap * (1 + ROUNDING))
 
 
 def euclidean_norm(x: Tensor) -> float:

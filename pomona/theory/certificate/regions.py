@@ -1,4 +1,4 @@
-"""Regions of inputs that a certificate covers: a Euclidean ball or a cube."""
+"""Regions of inputs that a certificate covers: a ball or a cube, or a neighbourhood of each of many examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from ...errors import require
 
@@ -25,6 +26,10 @@ class Ball:
     def centre(self, shape: tuple[int, ...]) -> tuple[Tensor, float]:
         """Return the middle of the region, and the distance to its farthest point."""
         return torch.zeros(1, *shape, dtype=torch.float64), self.radius
+
+    def inputs(self, shape: tuple[int, ...]) -> InputSet:
+        """Return the region as a set of inputs around one example, with a leading 1 for the batch."""
+        return neighbourhoods(torch.zeros(1, *shape, dtype=torch.float64), self.radius, norm="l2")
 
     def step(self, x: Tensor, gradient: Tensor, size: float) -> Tensor:
         """Return x after a step along the gradient, projected back into the region."""
@@ -56,6 +61,10 @@ class Cube:
         middle = torch.full((1, *shape), (self.low + self.high) / 2, dtype=torch.float64)
         return middle, (self.high - self.low) / 2 * math.sqrt(math.prod(shape))
 
+    def inputs(self, shape: tuple[int, ...]) -> InputSet:
+        """Return the region as a set of inputs around one example, with a leading 1 for the batch."""
+        return box_inputs(*(torch.full((1, *shape), end, dtype=torch.float64) for end in (self.low, self.high)))
+
     def step(self, x: Tensor, gradient: Tensor, size: float) -> Tensor:
         """Return x after a step along the gradient's sign, clamped to the region."""
         return (x + size * (self.high - self.low) * gradient.sign()).clamp(self.low, self.high)
@@ -67,6 +76,56 @@ class Cube:
 
 
 Region = Ball | Cube
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """For each example the inputs x with low ≤ x ≤ high and ‖x − centre‖₂ ≤ radius.
+
+    Tensors are examples × 1 × shape, the 1 being the batch of the exported graph; `radius` has one number for each
+    example, infinite for a box.
+    """
+
+    low: Tensor
+    high: Tensor
+    centre: Tensor
+    radius: Tensor
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def __getitem__(self, rows: slice) -> InputSet:
+        return InputSet(self.low[rows], self.high[rows], self.centre[rows], self.radius[rows])
+
+
+register_dataclass(InputSet)
+
+
+def neighbourhoods(
+    examples: Tensor, radius: float | Tensor, *, norm: str = "linf", low: float | None = None, high: float | None = None
+) -> InputSet:
+    """Return the inputs within a radius of each example (examples × shape), clipped to [low, high] where given.
+
+    The radius is one number, or one for each example; the norm is "linf", for a box, or "l2", for a ball.
+    """
+    require(norm in ("linf", "l2"), f"norm must be 'linf' or 'l2', got {norm!r}.")
+    centre = examples.detach().double().unsqueeze(1)
+    radii = torch.as_tensor(radius, dtype=torch.float64, device=centre.device).expand(len(centre))
+    require(bool(((radii >= 0) & radii.isfinite()).all()), f"radius must be finite and not negative, got {radius}.")
+    reach = radii.view(-1, *[1] * (centre.ndim - 1))
+    # Centre ± radius is rounded outward.
+    reach = torch.where(reach > 0, reach + torch.finfo(torch.float64).eps * (centre.abs() + reach), 0.0)
+    box = [centre - reach, centre + reach]
+    if low is not None or high is not None:
+        box = [end.clamp(low, high) for end in box]
+    return InputSet(box[0], box[1], centre, radii if norm == "l2" else torch.full_like(radii, math.inf))
+
+
+def box_inputs(low: Tensor, high: Tensor) -> InputSet:
+    """Return the inputs between two tensors, for each example (examples × shape)."""
+    require(bool((low <= high).all()), "a box needs low ≤ high.")
+    ends = [end.detach().double().unsqueeze(1) for end in (low, high)]
+    return InputSet(ends[0], ends[1], (ends[0] + ends[1]) / 2, ends[0].new_full((len(low),), math.inf))
 
 
 def sample_norms(x: Tensor) -> Tensor:
