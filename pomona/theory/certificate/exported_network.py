@@ -117,7 +117,7 @@ def require_deterministic(node: fx.Node) -> None:
     name = operation_name(node)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if name == "scaled_dot_product_attention":  # which may have dropout, and so always has the tag
-        random = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0
+        random = bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0)
     require(
         not random,
         f"'{node.name}' is random ({name}) in evaluation mode too, so there is no certificate: give F.dropout "
