@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from slow_cases import slow_after
 
 from pomona.theory.certificate import norm_bounds
 from pomona.theory.certificate.rules import affine, piecewise
@@ -106,13 +107,17 @@ def no_removed_part_in_norms(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "break_rule",
-    [
-        both_terms_with_the_dense_weight, substitution_with_the_dense_weight, no_difference_of_biases, smaller_slopes,
-        no_repeats_in_norms, no_removed_part_in_norms,
-    ],
-)  # fmt: skip
+WRONG_RULES = [
+    both_terms_with_the_dense_weight,
+    no_repeats_in_norms,
+    substitution_with_the_dense_weight,
+    no_difference_of_biases,
+    smaller_slopes,
+    no_removed_part_in_norms,
+]
+
+
+@pytest.mark.parametrize("break_rule", slow_after(1, WRONG_RULES))
 def test_a_wrong_rule_is_found(
     break_rule: Callable[[pytest.MonkeyPatch], None],
     fuzz: Any,
@@ -120,4 +125,4 @@ def test_a_wrong_rule_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_rule(monkeypatch)
-    assert sum(bool(result.broken) for result in attack_all(fuzz, drawn[:30])) >= 2
+    assert any(result.broken for result in attack_all(fuzz, drawn[:40]))

@@ -20,11 +20,12 @@ from pomona.theory.certificate.forward import interval_bounds
 from pomona.theory.certificate.intervals import Interval, PairBounds
 from pomona.theory.certificate.linear_bounds import Effort, largest_output, linear_bounds
 from pomona.theory.certificate.linear_form import Form
-from pomona.theory.certificate.paired_graph import DENSE, PRUNED, PairedGraph, Step, pair_networks
+from pomona.theory.certificate.paired_graph import PairedGraph, pair_networks
 from pomona.theory.certificate.regions import Ball, Cube, InputSet, box_inputs, neighbourhoods
 from pomona.theory.certificate.rules.piecewise import gap_lines
 from pomona.theory.certificate.rules.registry import rule_of
 from pomona.theory.certificate.rules.relu_pair import find_corners
+from pomona.theory.certificate.steps import DENSE, PRUNED, Step
 
 BOUNDS = {"interval": interval_bounds, "linear": linear_bounds}
 

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from pomona.errors import PomonaError
 from pomona.theory.certificate import Ball, certification, certify
+from pomona.theory.certificate.gradient_attack import climb
+from pomona.theory.certificate.norm_bounds import norm_bounds
+from pomona.theory.certificate.paired_graph import pair_networks
 
 
 def draw_linear(inputs: int = 6, outputs: int = 6) -> nn.Linear:
@@ -118,3 +121,36 @@ def test_attack_above_a_certificate_raises(monkeypatch: pytest.MonkeyPatch) -> N
     dense = nn.Sequential(draw_linear(), nn.ReLU())
     with pytest.raises(PomonaError, match="but 1000 was found: this is a fault of certify, please report it"):
         certify(dense, without_smallest(dense), (6,))
+
+
+def test_limits_of_a_clamp_that_differ_are_not_a_slope() -> None:
+    """The networks clamp at other limits, so they differ where their inputs do not."""
+
+    class Clamp(nn.Module):
+        def __init__(self, limit: float) -> None:
+            super().__init__()
+            self.limit = nn.Parameter(torch.full((3,), limit))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.clamp(x, max=self.limit)
+
+    graph = pair_networks(Clamp(0.1), Clamp(0.5), torch.zeros(1, 3))
+    with pytest.raises(PomonaError, match="cannot bound clamp at 'clamp'"):
+        norm_bounds(graph, Ball())
+
+
+def test_operations_without_a_derivative_are_attacked_at_random() -> None:
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            raise RuntimeError("no derivative")
+
+    def difference(x: Tensor) -> Tensor:
+        return Rounded.apply(x)
+
+    points = Ball(1.0).sample(4, (3,), torch.Generator().manual_seed(0)) / 2
+    assert climb(difference, points, Ball(1.0), 30) == pytest.approx(2)

@@ -1,21 +1,25 @@
-"""A certificate: an upper bound on the difference of two networks from measured norms, and an attack from below.
+"""A certificate: an upper bound on the difference of two given networks over a region, and an attack from below.
 
 Theorem 1 of Qian & Klabjan (ICML 2021) follows ‖f − F‖ from layer to layer with norms that hold for most random
-matrices. Here the norms are those of the two given networks, so the bound holds with certainty:
-
-    ‖W y − W* y*‖ ≤ ‖W‖ ‖y − y*‖ + ‖(W − W*) y*‖,        and ‖y*‖ is known near the value at the region's centre.
-
-Three numbers travel through the network's graph: how far the values of f and of F can be from those at the centre, and
-from each other. Biases and the shifts of batch norm are in the values at the centre; a batch norm is folded into the
-layer before it. Everything is float64, with proven upper bounds of the norms (`spectral`) and a margin for rounding.
+matrices. Here both networks are given, so the bounds hold with certainty. `torch.export` turns the networks into one
+graph of functional operations, whose values are bounded in three ways; the best one is the certificate. Everything is
+float64 with a margin for rounding, and an operation that no bound is known for is refused.
 
 The attack climbs ‖f(x) − F(x)‖ by projected gradient steps. The true supremum lies between the two.
 
 regions           the inputs: a ball or a cube
+exported_network  the export of one network
+steps             the operations of two networks
+paired_graph      the common graph of two networks
 affine_map        linear layers, convolutions and batch norms, with their norms
 lipschitz         Lipschitz constants of the other operations
-paired_value      the knowledge about one value of both networks
-propagation       the pass through the graph
+paired_value      the knowledge about one value of both networks in the Euclidean norm
+norm_bounds       the pass through the graph with norms
+intervals         intervals of the values of two networks and of their gap
+forward           the pass through the graph with intervals
+linear_bounds     intervals that are refined by linear forms on the input
+rules             the rule of each operation for intervals and linear forms
+domains           the best of the bounds
 gradient_attack   projected gradient ascent
 certification     `certify` and the search for the largest certified sparsity
 """

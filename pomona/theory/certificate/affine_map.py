@@ -206,7 +206,7 @@ def batch_norm_coefficients(step: Step, side: int) -> tuple[Tensor, Tensor]:
 def schur_bound(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: torch.Size) -> float:
     """Return √(‖A‖₁ ‖A‖_∞) of a linear map x ↦ product(x, W), from the row and column sums of |A|."""
     ones = torch.ones(shape, dtype=torch.float64, device=weight.device)
-    rows, pull_back = torch.func.vjp(lambda x: product(x, weight.abs()), ones)
+    rows, pull_back = torch.func.vjp(lambda x: product(x, weight.abs()), ones)[:2]
     (columns,) = pull_back(torch.ones_like(rows))
     return math.sqrt(float(rows.max()) * float(columns.max())) * (1 + ROUNDING)
 

@@ -3,6 +3,7 @@
 norms        one pass with the norms of the layers: strong on large regions, and in networks that are not deep
 intervals    one pass with an interval for each entry: quick, and known for every supported operation
 linear       intervals that are refined by linear forms: strong on small regions, and slower
+linearised   norms of products of matrices, for piecewise linear networks that are not wide: strong in deep ones
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...errors import PomonaError
 from .forward import interval_bounds
 from .intervals import PairBounds
 from .linear_bounds import KINDS, Effort, linear_bounds
+from .linearised_norms import is_supported, linearised_norms
 from .norm_bounds import Layer, norm_bounds
 from .paired_graph import PairedGraph
 from .paired_value import ROUNDING, euclidean_norm
@@ -41,7 +43,7 @@ def best_bounds(graph: PairedGraph, region: Region) -> OutputBounds:
     """Return the bounds of the domain with the smallest error; raise PomonaError where no domain supports the graph."""
     found: list[OutputBounds] = []
     refused: list[PomonaError] = []
-    for domain in (bound_by_norms, bound_by_intervals, bound_by_linear_forms):
+    for domain in (bound_by_norms, bound_by_intervals, bound_by_linear_forms, bound_by_linearised_norms):
         try:
             bounds = domain(graph, region)
         except PomonaError as error:
@@ -75,6 +77,16 @@ def bound_by_linear_forms(graph: PairedGraph, region: Region) -> OutputBounds | 
     return summarize_output("linear", graph, region, bounds)
 
 
+def bound_by_linearised_norms(graph: PairedGraph, region: Region) -> OutputBounds | None:
+    """Return the bounds from norms of the linearised network, or None for a network that has no such bounds."""
+    if not is_supported(graph):
+        return None
+    inputs = input_set(graph, region)
+    spread, bounds = linearised_norms(graph, inputs)
+    by_entries = summarize_output("linearised", graph, region, bounds[-1])
+    return replace(by_entries, error=min(spread.gap, by_entries.error))
+
+
 def input_set(graph: PairedGraph, region: Region) -> InputSet:
     """Return a region as a set of inputs on the graph's device."""
     inputs: InputSet = tree_map(lambda x: x.to(graph.device), region.inputs(tuple(graph.input_shape[1:])))
@@ -88,7 +100,7 @@ def summarize_output(domain: str, graph: PairedGraph, region: Region, bounds: Pa
     value = graph.evaluate(DENSE, centre.to(graph.device))[-1]
     moved = torch.maximum(bounds.dense.high - value, value - bounds.dense.low)
     gap = torch.maximum(bounds.gap.high, -bounds.gap.low)
-    return OutputBounds(domain, *(euclidean_norm(x) * (1 + ROUNDING) for x in (gap, moved)))
+    return OutputBounds(domain, euclidean_norm(gap) * (1 + ROUNDING), euclidean_norm(moved) * (1 + ROUNDING))
 
 
 def affordable_neurons(graph: PairedGraph) -> int:

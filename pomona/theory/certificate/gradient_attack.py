@@ -50,6 +50,9 @@ def climb(difference: Callable[[Tensor], Tensor], x: Tensor, region: Region, ste
         x = x.detach().requires_grad_()
         distance = sample_norms(difference(x)).flatten()
         best = max(best, float(distance.detach().max()))
-        (gradient,) = torch.autograd.grad(distance.sum(), x)
-        x = region.step(x, gradient, FIRST_STEP * LAST_STEP_RATIO ** (step / max(1, steps - 1)))
+        try:
+            (gradient,) = torch.autograd.grad(distance.sum(), x)
+        except RuntimeError:  # an operation without a derivative: a step in a random direction
+            gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(step), dtype=x.dtype).to(x.device)
+        x = region.step(x, gradient.nan_to_num(), FIRST_STEP * LAST_STEP_RATIO ** (step / max(1, steps - 1)))
     return best

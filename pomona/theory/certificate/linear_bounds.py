@@ -31,7 +31,7 @@ class Effort:
     `entries` is the largest number of coefficients in one tensor, which limits the memory.
     """
 
-    neurons: int = 4096
+    neurons: int = 512
     entries: int = 2**21
 
 

@@ -36,7 +36,7 @@ SLOPES: dict[str, float] = {
 def lipschitz_constant(step: Step, shape: torch.Size) -> float | None:
     """Return a Lipschitz constant of an operation on one value of this shape, or None where it has none or is unknown.
 
-    An entry of the result may depend on weights by the slope of a parametric ReLU only.
+    The weights of the operation, such as the slopes of a parametric ReLU, are equal in both networks.
     """
     if step.item not in (None, 0):
         return None  # positions of maxima
@@ -70,8 +70,7 @@ def steepest_slope(step: Step) -> float | None:
         return max(1.0, abs(float(settings["negative_slope"])))
     if step.op == "prelu":
         weight = settings["weight"]
-        equal = not isinstance(weight, Value) and torch.equal(weight.dense, weight.pruned)
-        return max(1.0, float(weight.dense.abs().max())) if equal else None
+        return None if isinstance(weight, Value) else max(1.0, float(weight.dense.abs().max()))
     alpha, scale, inner = (float(settings[name]) for name in ("alpha", "scale", "input_scale"))
     return max(abs(scale), abs(alpha * scale * inner)) if inner > 0 else None
 
@@ -153,7 +152,7 @@ def one_operand(step: Step, operands: Sequence[Tensor], position: int) -> Callab
 
 def row_and_column_sums(function: Callable[[Tensor], Tensor], zero: Tensor, constant: Tensor) -> tuple[Tensor, float]:
     """Return the row sums and the largest column sum of the matrix of an affine function."""
-    result, pull_back = torch.func.vjp(function, torch.ones_like(zero))
+    result, pull_back = torch.func.vjp(function, torch.ones_like(zero))[:2]
     (columns,) = pull_back(torch.ones_like(result))
     # A constant may be infinite, as the padding before a max pool; no entry of a value is added to it.
     rows = torch.where(constant.isfinite(), result - constant, torch.zeros_like(result))

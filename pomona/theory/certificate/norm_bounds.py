@@ -153,10 +153,12 @@ class NormPropagation:
         step = self.graph.steps[index]
         sides = [[v.dense for v in values], [v.pruned for v in values]]
         results = [step.call(side, sides[side]) for side in SIDES]
-        constants = sum_constants(step, sides[DENSE])
+        real = all(result.is_floating_point() for result in results)
+        constants = sum_constants(step, sides[DENSE]) if real else None
         if constants is not None:
             return combine_values(values, results, *constants, removed_constant(step, sides[DENSE]))
-        if len(values) == 1:
+        same = all(torch.equal(weight.dense, weight.pruned) for weight in step.weights)
+        if len(values) == 1 and real and same:
             constant = lipschitz_constant(step, values[0].dense.shape)
             if constant is not None:
                 return apply_lipschitz(values[0], results, constant, jump(step))

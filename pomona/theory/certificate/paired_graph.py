@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -163,10 +163,10 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     """Return the step of a node whose result is one tensor; it computes in float64, whatever types the network has."""
     source, item = node, None
     if node.target is operator.getitem:
-        source, item = node.args  # type: ignore[assignment]
+        source, item = cast(tuple[fx.Node, int], node.args)
         require_deterministic(source)
 
-    def look_up(argument: fx.Node) -> Value | Weight:
+    def look_up(argument: fx.Node) -> Any:
         if argument in known:
             return known[argument]
         operation = operation_name(argument)
@@ -178,7 +178,8 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     aten = torch.ops.aten
     if source.target is aten.view.default:  # which needs the strides of the exported tensors; a reshape takes any
         return replace(step, function=aten.reshape.default)
-    if source.target is aten.copy.default:  # the values of one tensor in the shape of another; it has no derivative
+    if source.target is aten.copy.default and node.meta["val"].is_floating_point():
+        # The values of one tensor in the shape of another; it has no derivative.
         return replace(step, op="expand", function=aten.expand.default, args=(args[1], list(step.shape)), kwargs={})
     if source.target is aten._native_batch_norm_legit_no_training.default:  # has no batching rule for vmap
         args = (*args[:5], False, *args[5:7], False)
