@@ -219,11 +219,11 @@ def test_masks_of_attention_hide_later_values(kind):
     example = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     graph = pair_networks(model, pruned, example)
     assert "masked_softmax" in [step.op for step in graph.steps]
-    found, region = attack(graph, example[0], 0.05), neighbourhoods(example, 0.05)
+    found, region = attack(graph, example[0], 0.01), neighbourhoods(example, 0.01)
     gap = linear_bounds(graph, region)[-1].gap
     assert (gap.low <= found + 1e-12).all()
     assert (found <= gap.high + 1e-12).all()
-    assert float(gap.magnitude.norm()) <= 1.5 * float(found.abs().amax(0).norm())
+    assert float(gap.magnitude.norm()) <= 1.1 * float(found.abs().amax(0).norm())
 
 
 def test_row_of_attention_without_a_key_is_refused():

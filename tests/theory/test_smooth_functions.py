@@ -47,7 +47,6 @@ CASES = {
     "expm1": (functions.EXPM1, torch.expm1, mpmath.expm1, False),
     "hardsigmoid": (functions.HARDSIGMOID, F.hardsigmoid, lambda x: min(max(x / 6 + 0.5, 0), 1), False),
     "hardswish": (functions.HARDSWISH, F.hardswish, lambda x: x * min(max(x + 3, 0), 6) / 6, False),
-    "softsign": (functions.SOFTSIGN, F.softsign, lambda x: x / (1 + abs(x)), False),
     "softplus": (functions.softplus(), F.softplus, softplus, False),
     "softplus_jump": (functions.softplus(2, 1), lambda x: F.softplus(x, 2, 1), lambda x: softplus(x, 2, 1), False),
     "softplus_negative": (
@@ -59,7 +58,6 @@ CASES = {
     "elu": (functions.elu(0.5), lambda x: F.elu(x, 0.5), lambda x: elu(x, 0.5), False),
     "celu": (functions.celu(0.5), lambda x: F.celu(x, 0.5), lambda x: elu(x, 0.5, 1.0, 2.0), False),
     "selu": (functions.selu(), F.selu, lambda x: elu(x, functions.SELU_ALPHA, functions.SELU_SCALE), False),
-    "leaky_relu": (functions.leaky_relu(0.1), lambda x: F.leaky_relu(x, 0.1), lambda x: max(x, 0.1 * x), False),
     "square": (functions.power(2), lambda x: x**2, lambda x: x**2, False),
     "cube": (functions.power(3), lambda x: x**3, lambda x: x**3, False),
     "sin": (SINE, torch.sin, mpmath.sin, False),

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ...errors import require
-from .rewriting import Rewriting
+from .rewriting import Rewriting, operation
 from .steps import Step, Value, Weight
 
 HIDDEN = -1e30  # scores below this have a probability of zero in float64, beside any ordinary score
-LIBRARY = torch.library.Library("pomona", "FRAGMENT")
-LIBRARY.define("masked_softmax(Tensor x, int dim, Tensor keep) -> Tensor")
 
 
 def masked_softmax(x: Tensor, dim: int, keep: Tensor) -> Tensor:
@@ -25,7 +23,7 @@ def masked_softmax(x: Tensor, dim: int, keep: Tensor) -> Tensor:
     return torch.softmax(torch.where(keep, x, -torch.inf), dim)
 
 
-LIBRARY.impl("masked_softmax", masked_softmax, "CompositeImplicitAutograd")
+MASKED_SOFTMAX = operation("masked_softmax(Tensor x, int dim, Tensor keep) -> Tensor", masked_softmax)
 
 
 def expand_product_attention(new: Rewriting, step: Step) -> bool:
@@ -33,15 +31,12 @@ def expand_product_attention(new: Rewriting, step: Step) -> bool:
     q, k, v = (new.move(arg) for arg in step.args[:3])
     names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, step.args[3:], strict=False)) | step.kwargs
-    if (
-        not all(isinstance(x, Value) for x in (q, k, v))
-        or given.get("enable_gqa")
-        or isinstance(given.get("attn_mask"), Value)
-    ):
+    of_values = all(isinstance(x, Value) for x in (q, k, v)) and not isinstance(given.get("attn_mask"), Value)
+    if not of_values or given.get("enable_gqa") or len({new.shape(x)[:-2] for x in (q, k, v)}) > 1:
         return False
     aten, name = torch.ops.aten, step.name
     (*lead, rows, width), columns = new.shape(q), new.shape(k)[-2]
-    scale = given.get("scale") or 1 / math.sqrt(width)
+    scale = 1 / math.sqrt(width) if given.get("scale") is None else given["scale"]
     axes = list(range(len(lead)))
     turned = new.add(
         f"{name}_keys", aten.permute.default, (k, [*axes, len(lead) + 1, len(lead)]), (*lead, width, columns)
@@ -103,7 +98,7 @@ def add_softmax(new: Rewriting, step: Step, scores: Value, axis: int, keep: Tens
     keep = keep.broadcast_to(shape)
     require(bool(keep.any(axis).all()), f"a row of attention at '{step.name}' has no key that its mask keeps.")
     mask = equal_weight(f"{step.name}_mask", keep.contiguous())
-    new.add(f"{step.name}_softmax", torch.ops.pomona.masked_softmax.default, (scores, axis, mask), shape)
+    new.add(f"{step.name}_softmax", MASKED_SOFTMAX, (scores, axis, mask), shape)
     return True
 
 

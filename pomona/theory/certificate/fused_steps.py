@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from .attention_steps import expand_product_attention, expand_softmax
-from .rewriting import Rewriting, live_steps
+from .rewriting import Rewriting, live_steps, operation
 from .steps import Step, Value, Weight
 
 GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
-LIBRARY = torch.library.Library("pomona", "FRAGMENT")
-LIBRARY.define("root_mean_square_norm(Tensor x, float epsilon) -> Tensor")
 
 
 def root_mean_square_norm(x: Tensor, epsilon: float) -> Tensor:
@@ -24,7 +22,7 @@ def root_mean_square_norm(x: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
 
-LIBRARY.impl("root_mean_square_norm", root_mean_square_norm, "CompositeImplicitAutograd")
+ROOT_MEAN_SQUARE_NORM = operation("root_mean_square_norm(Tensor x, float epsilon) -> Tensor", root_mean_square_norm)
 
 
 def rewrite_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -62,8 +60,7 @@ def fuse_root_mean_square(new: Rewriting, step: Step) -> bool:
         settings = new.old[mean.index].args[1:]
         if settings not in (([-1], True), ([len(step.shape) - 1], True)):
             continue
-        function = torch.ops.pomona.root_mean_square_norm.default
-        new.add(step.name, function, (new.move(x), epsilon), step.shape)
+        new.add(step.name, ROOT_MEAN_SQUARE_NORM, (new.move(x), epsilon), step.shape)
         return True
     return False
 

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .steps import Step, Value, is_reference
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of this package, with the schema of its arguments; PyTorch's transforms see what it computes."""
+
+    name: str
+    compute: Callable[..., Tensor]
+    _schema: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.compute(*args, **kwargs)
+
+
+def operation(schema: str, compute: Callable[..., Tensor]) -> Operation:
+    """Return an operation of this package from the text of its schema, such as "name(Tensor x) -> Tensor"."""
+    parsed = torch._C.parse_schema(f"pomona::{schema}")
+    return Operation(parsed.name.split("::")[1], compute, parsed)
 
 
 class Rewriting:
@@ -31,7 +50,7 @@ class Rewriting:
 
     def add(self, name: str, function: Any, args: tuple[Any, ...], shape: Sequence[int], **settings: Any) -> Value:
         """Add a new step, whose arguments refer to new steps, and return its place."""
-        op = function.overloadpacket.__name__
+        op = function.name if isinstance(function, Operation) else function.overloadpacket.__name__
         self.steps.append(Step(name, op, function, args, settings, None, torch.Size(shape)))
         return Value(len(self.steps) - 1)
 

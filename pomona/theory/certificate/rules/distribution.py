@@ -27,7 +27,8 @@ def sigmoid_with_margin(logit: Tensor, x: Interval, sign: int) -> Tensor:
     p = torch.sigmoid(logit)
     size = 1 + torch.where(x.magnitude.isfinite(), x.magnitude, 0).amax(-1, keepdim=True)
     margin = 8 * (x.low.shape[-1] + 8) * EPS * size
-    return (p * (1 + sign * margin) + sign * margin * EPS).clamp(0, 1)
+    widened = (p * (1 + sign * margin) + sign * margin * EPS).clamp(0, 1)
+    return torch.where(logit == -math.inf, 0, widened)  # a hidden entry is zero
 
 
 def log_sum_of_others(x: Tensor) -> Tensor:

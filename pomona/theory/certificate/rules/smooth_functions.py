@@ -97,10 +97,6 @@ HARDSWISH = ScalarFunction((
     Piece(lambda x: x * (x + 3) / 6, lambda x: (2 * x + 3) / 6, turns=(-1.5,), start=-3.0, end=3.0),
     Piece(lambda x: x, torch.ones_like, start=3.0),
 ))  # fmt: skip
-SOFTSIGN = ScalarFunction((
-    Piece(lambda x: x / (1 - x), lambda x: (1 - x) ** -2, end=0.0),
-    Piece(lambda x: x / (1 + x), lambda x: (1 + x) ** -2, start=0.0),
-))  # fmt: skip
 
 
 def softplus(beta: float = 1.0, threshold: float = 20.0) -> ScalarFunction:
@@ -134,14 +130,6 @@ def celu(alpha: float = 1.0) -> ScalarFunction:
 def selu() -> ScalarFunction:
     """Return SELU."""
     return elu(SELU_ALPHA, SELU_SCALE)
-
-
-def leaky_relu(negative_slope: float) -> ScalarFunction:
-    """Return x for positive x and negative_slope · x for negative x."""
-    return ScalarFunction((
-        Piece(lambda x: negative_slope * x, lambda x: torch.full_like(x, negative_slope), end=0.0),
-        Piece(lambda x: x, torch.ones_like, start=0.0),
-    ))  # fmt: skip
 
 
 def power(exponent: float) -> ScalarFunction:
