@@ -202,7 +202,7 @@ def lanczos_norm(kernel: Tensor, freqs: Tensor, tolerance: float = ESTIMATE_TOLE
             continue
         values = largest_ritz_values(alphas, betas)
         gain, best = values - before, float(values.max())
-        kept = values + 2 * gain >= best
+        kept = values + 2 * gain.clamp(min=0) >= best  # rounding may lower a value that has converged
         if step > interval and float(gain[kept].max()) <= tolerance / 4 * best:
             break
         if step > 2 * interval:  # the first gains are not reliable
