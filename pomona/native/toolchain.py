@@ -15,7 +15,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 STEP_SOURCE = PACKAGE / "native" / "step.c"  # the engine's step
 PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
-SOURCES = (STEP_SOURCE, PRODUCT_SOURCE)  # each becomes a library
+UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
+SOURCES = (STEP_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE)  # each becomes a library
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -43,7 +44,8 @@ def installed_library_path(source: Path) -> Path:
 def cached_library_path(source: Path) -> Path:
     """Return a library's path in the user's cache, named by a hash of everything that determines its contents."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    parts = (source.read_bytes(), repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
+    contents = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*contents, repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
     return Path(root) / "pomona" / f"{source.stem}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 

@@ -10,7 +10,7 @@ x, which is small enough for a register permutation. Indices are stored in words
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,22 @@ from torch import Tensor
 
 from ..errors import PomonaError, require
 from ..masking import matrix_shape
+from .packed_tensor import (
+    DTYPE_CODES,
+    DTYPES,
+    SAME_SIZE_INTEGER,
+    PackedTensor,
+    dtype_names,
+    from_words,
+    require_packable,
+    to_words,
+)
+
+__all__ = ["DTYPES", "DTYPE_CODES", "LANES", "MAX_BLOCK", "WORD_BITS", "BalancedTensor"]
 
 LANES = 32  # rows of a group, stored side by side
 WORD_BITS = 16  # of a word that holds indices
 MAX_BLOCK = 1 << WORD_BITS  # columns that an index of one word can address
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DTYPE_CODES = {
-    dtype: code for code, dtype in enumerate(DTYPES)
-}  # by which the kernels identify the dtype of the values
-SAME_SIZE_INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 def index_bits(block: int) -> int:
@@ -36,11 +43,14 @@ def index_bits(block: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedTensor:
+class BalancedTensor(PackedTensor):
     """A packed matrix, or a packed convolution weight as out × (in · kh · kw), with the same count kept in every block.
 
     Blocks that hold fewer nonzeros are padded with zeros, and so are the last block and the last group of 32 rows.
     """
+
+    format_name = "balanced"
+    part_names = ("values", "indices")
 
     values: Tensor  # groups of rows × blocks × kept × 32
     indices: Tensor  # groups of rows × blocks × words × 32, int16
@@ -52,29 +62,24 @@ class BalancedTensor:
         validate_packed(self.values, self.indices, *self.matrix, self.block)
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
-        return matrix_shape(self.shape)
-
-    @property
     def kept(self) -> int:
         """The number of values stored for each block."""
         return self.values.shape[2]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored values."""
-        return self.values.dtype
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of rows and columns, and the width of a block."""
+        return (*self.matrix, self.block)
 
     @property
-    def device(self) -> torch.device:
-        """The device of the stored values."""
-        return self.values.device
+    def metadata(self) -> dict[str, Any]:
+        """The shape and the width of a block."""
+        return {"shape": list(self.shape), "block": self.block}
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of values and indices, padding included."""
-        return self.values.nbytes + self.indices.nbytes
+    @classmethod
+    def from_parts(cls, parts: Sequence[Tensor], metadata: Mapping[str, Any]) -> BalancedTensor:
+        values, indices = parts
+        return cls(values, indices, torch.Size(metadata["shape"]), metadata["block"])
 
     @classmethod
     @torch.no_grad()
@@ -83,10 +88,7 @@ class BalancedTensor:
 
         Raise PomonaError for a dtype or a shape that cannot be packed, and for a block outside 1 to 65536 columns.
         """
-        supported = dtype_names(DTYPES)
-        require(weight.dtype in DTYPES, f"only {supported} can be packed, got {weight.dtype}: convert it first.")
-        is_matrix = weight.ndim >= 2 and weight.shape[1:].numel() > 0
-        require(is_matrix, f"only a matrix can be packed, got shape {tuple(weight.shape)}.")
+        require_packable(weight)
         require(1 <= block <= MAX_BLOCK, f"a block is 1 to {MAX_BLOCK} columns wide, got {block}.")
         rows, columns = matrix_shape(weight.shape)
         padded = torch.nn.functional.pad(weight.reshape(rows, columns), (0, -columns % block, 0, -rows % LANES))
@@ -105,34 +107,11 @@ class BalancedTensor:
         """Return the column of each value in its block: groups × blocks × kept × 32."""
         return unpack_indices(self.indices, self.kept, self.block)
 
-    def dense(self) -> Tensor:
-        """Return the dense weight, bit for bit; only a −0.0 that was not stored becomes 0.0."""
-        return unpack_matrix(self.values, self.indices, *self.matrix, self.block).view(self.shape)
-
-    def to(self, *args: Any, **kwargs: Any) -> BalancedTensor:
-        """Return a copy on another device or with values of another dtype; the arguments are those of `Tensor.to`."""
-        values = self.values.to(*args, **kwargs)
-        return BalancedTensor(values, self.indices.to(values.device), self.shape, self.block)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        """Return x Wᵀ + bias over the last dimension of x, as `torch.nn.functional.linear` does, and its ReLU if asked.
-
-        Raise PomonaError where x does not have one feature for each column.
-        """
-        rows, columns = self.matrix
-        if x.ndim < 1 or x.shape[-1] != columns:
-            raise PomonaError(
-                f"the input has {tuple(x.shape)[-1:]} features where the packed weight has {columns} columns."
-            )
-        flat = x if x.ndim == 2 else x.reshape(-1, columns)
-        y = _product(flat, self.values, self.indices, bias, rows, columns, self.block, relu)
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], rows)
+    @staticmethod
+    def unpack(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) -> Tensor:
+        return unpack_matrix(values, indices, rows, columns, block)
 
     def verify(self) -> BalancedTensor:
-        """Return this tensor if its contents are those of a packed weight, else raise PomonaError.
-
-        This is for tensors read from a file: the constructor checks shapes and dtypes, not contents.
-        """
         rows, columns = self.matrix
         index = self.index()
         require(bool((index < self.block).all()), f"an index is outside its block of {self.block} columns.")
@@ -150,23 +129,6 @@ class BalancedTensor:
         return f"BalancedTensor({shape}, {self.kept} of {self.block}, {self.dtype}, {self.nbytes:,} bytes)"
 
 
-def _product_not_registered(*arguments: Any) -> Tensor:
-    raise RuntimeError("no product is registered for packed tensors: import pomona.sparse.ops first.")
-
-
-_product: Callable[..., Tensor] = _product_not_registered
-
-
-def register_product(product: Callable[..., Tensor]) -> None:
-    """Set the operator by which `BalancedTensor.linear` multiplies.
-
-    `pomona.sparse.ops` registers `torch.ops.pomona.balanced` when it is imported. The operators depend on this module,
-    so this module cannot import them; a global costs the least time at every call.
-    """
-    global _product
-    _product = product
-
-
 def pack_indices(index: Tensor, block: int) -> Tensor:
     """Return the words of 16 bits that hold the indices of each survivor (…, survivors, 32)."""
     bits = index_bits(block)
@@ -174,14 +136,14 @@ def pack_indices(index: Tensor, block: int) -> Tensor:
     padded = torch.nn.functional.pad(index, (0, 0, 0, -index.shape[-2] % per_word)).unflatten(-2, (-1, per_word))
     shifts = torch.arange(0, bits * per_word, bits, device=index.device).view(-1, 1)
     words = (padded << shifts).sum(-2)
-    return (words - (words >> 15 << 16)).to(torch.int16).contiguous()  # the same 16 bits as a signed integer
+    return to_words(words)
 
 
 def unpack_indices(words: Tensor, kept: int, block: int) -> Tensor:
     """Return the indices (…, kept, 32) that `pack_indices` stored in these words."""
     bits = index_bits(block)
     shifts = torch.arange(0, WORD_BITS - bits + 1, bits, device=words.device).view(-1, 1)
-    index = (words.long() & 0xFFFF).unsqueeze(-2) >> shifts & ((1 << bits) - 1)
+    index = from_words(words).unsqueeze(-2) >> shifts & ((1 << bits) - 1)
     return index.flatten(-3, -2)[..., :kept, :]
 
 
@@ -222,8 +184,3 @@ def validate_packed_memory(values: Tensor, indices: Tensor) -> None:
     """Raise PomonaError unless a kernel can read the tensors: contiguous, and on one device."""
     if not (values.is_contiguous() and indices.is_contiguous() and values.device == indices.device):
         raise PomonaError("packed values and indices must be contiguous and on one device.")
-
-
-def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return the names of dtypes, separated by commas and without the prefix "torch."."""
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

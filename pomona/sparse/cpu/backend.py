@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -11,14 +11,22 @@ from torch import Tensor
 
 from ...native import library
 from ...native.library import supported_instruction_sets
-from ...native.toolchain import PRODUCT_SOURCE
+from ...native.toolchain import PRODUCT_SOURCE, UNSTRUCTURED_SOURCE
 from ..format import DTYPE_CODES
 
-__all__ = ["load_kernel", "load_library", "multiply_packed", "supported_instruction_sets"]
+__all__ = ["load_kernel", "load_library", "multiply_packed", "multiply_unstructured", "supported_instruction_sets"]
 
 NO_MEMORY, NOT_FINITE = 1, 2  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
-MATRIX_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
+BALANCED_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
+UNSTRUCTURED_ARGTYPES = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
+# The source of each kernel, and the types of its arguments that describe the matrix.
+KERNELS = {
+    "rows": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
+    "columns": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
+    "unstructured_rows": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
+    "unstructured_columns": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
+}
 # The number of vectors; x; the distance between rows of x, or the offsets of its columns; y; the number of threads.
 VECTORS_ARGTYPES = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
@@ -30,12 +38,13 @@ def load_library() -> ctypes.CDLL | None:
 
 @cache
 def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., int] | None:
-    """Return the kernel "rows" or "columns", for the best instruction set or the one named; None without a library."""
-    kernels = load_library()
+    """Return a kernel of this name, for the best instruction set or the one named; None without a library."""
+    source, matrix_argtypes = KERNELS[name]
+    kernels = library.load_library(source)
     if kernels is None:
         return None
     function = getattr(kernels, f"pomona_{instruction_set or supported_instruction_sets()[0]}_{name}")
-    function.argtypes = [*MATRIX_ARGTYPES, *VECTORS_ARGTYPES]
+    function.argtypes = [*matrix_argtypes, *VECTORS_ARGTYPES]
     function.restype = ctypes.c_int
     return function
 
@@ -48,22 +57,40 @@ def multiply_packed(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | N
     The kernels skip pruned weights, which gives the dense product only where x is finite: for other inputs they
     decline. `pomona.sparse.ops.product` describes the arguments.
     """
+    sizes = rows, columns, block, values.shape[2]
     kernel = load_kernel("columns" if transposed else "rows", instruction_set)
+    return call_kernel(kernel, x, (values, indices), bias, sizes, relu, transposed)
+
+
+def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
+                          bias: Tensor | None, rows: int, columns: int, relu: bool, transposed: bool,
+                          instruction_set: str | None = None) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
+
+    They decline the same inputs as `multiply_packed`. `pomona.sparse.ops.unstructured_product` describes the arguments.
+    """
+    kernel = load_kernel("unstructured_columns" if transposed else "unstructured_rows", instruction_set)
+    parts, sizes = (values, indices, starts, lanes), (rows, columns, values.shape[0])
+    return call_kernel(kernel, x, parts, bias, sizes, relu, transposed)
+
+
+def call_kernel(kernel: Callable[..., int] | None, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None,
+                sizes: Sequence[int], relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
+    """Return the product by a kernel, or None where there is none or it declines.
+
+    `parts` are the tensors of the packed matrix, values first, and `sizes` the numbers that describe it, rows first.
+    """
     if kernel is None or x.dtype not in DTYPE_CODES:
         return None
-    n, kept = x.shape[-1 if transposed else 0], values.shape[2]
+    values, rows, n = parts[0], sizes[0], x.shape[-1 if transposed else 0]
     x32, layout = (locate_columns if transposed else locate_rows)(x if x.dtype is torch.float32 else x.float(), n)
     if bias is not None:
         bias = bias.float().contiguous()
     y = x32.new_empty(rows, n) if transposed else x32.new_empty(n, rows)
     code = kernel(
-        values.data_ptr(),
-        indices.data_ptr(),
+        *[part.data_ptr() for part in parts],
         None if bias is None else bias.data_ptr(),
-        rows,
-        columns,
-        block,
-        kept,
+        *sizes,
         DTYPE_CODES[values.dtype],
         relu,
         n,

@@ -14,22 +14,9 @@
  * bits, two of 8 or one of 16. Whatever the indices are, reads stay inside the memory: see `addressable_columns`.
  */
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "common.h"
 
 #define LANES 32
-#define INLINE static inline __attribute__((always_inline))
-#define NAMED_(level, name) pomona_##level##_##name
-#define NAMED(level, name) NAMED_(level, name)
-#define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
-
-enum { FLOAT32, FLOAT16, BFLOAT16 };       /* the type of the stored values */
-enum { DONE, NO_MEMORY, NOT_FINITE };      /* the return codes */
 
 typedef struct {
   const char *values;
@@ -38,10 +25,6 @@ typedef struct {
   int64_t rows, columns, block, kept, value_type, relu;
   int64_t groups, blocks, bits, words; /* set by `derive_sizes` */
 } Matrix;
-
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t value_bytes(int64_t value_type) { return value_type == FLOAT32 ? 4 : 2; }
 
 static Matrix derive_sizes(Matrix m) {
   m.groups = ceil_div(m.rows, LANES);
@@ -62,61 +45,6 @@ INLINE const uint16_t *words_at(const Matrix *m, int64_t group, int64_t block) {
   return m->indices + (group * m->blocks + block) * m->words * LANES;
 }
 
-INLINE float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-INLINE float from_half(uint16_t half) {
-#ifdef __F16C__
-  return _cvtsh_ss(half);
-#else
-  uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
-  if (rest >= 0x7C00) return from_bits(sign | 0x7F800000 | (rest & 0x3FF) << 13);
-  float value = from_bits(rest << 13) * 0x1p112f; /* a product shifts the exponent of subnormal numbers too */
-  return sign ? -value : value;
-#endif
-}
-
-INLINE float value_at(const char *values, int64_t i, int value_type) {
-  if (value_type == FLOAT32) return ((const float *)values)[i];
-  uint16_t bits = ((const uint16_t *)values)[i];
-  return value_type == FLOAT16 ? from_half(bits) : from_bits((uint32_t)bits << 16);
-}
-
-#if defined(__GNUC__) && !defined(__clang__)
-#define VECTORIZED __attribute__((optimize("O3")))
-#else
-#define VECTORIZED
-#endif
-
-/* Return whether all numbers are finite: a pruned weight times another one is not 0 in the dense product. */
-static VECTORIZED int all_finite(const float *x, int64_t count) {
-  uint32_t worst = 0;
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t bits;
-    memcpy(&bits, x + i, sizeof bits);
-    bits &= 0x7FFFFFFF;
-    worst = bits > worst ? bits : worst;
-  }
-  return worst < 0x7F800000;
-}
-
-/* Return whether the n values from each offset on are finite. Runs may overlap, as those of a convolution do, so that
- * everything between the first and the last offset is checked first. */
-static int all_runs_finite(const float *x, const int64_t *offsets, int64_t columns, int64_t n) {
-  int64_t first = offsets[0], last = offsets[0];
-  for (int64_t c = 1; c < columns; c++) {
-    first = smaller(first, offsets[c]);
-    last = last > offsets[c] ? last : offsets[c];
-  }
-  if (last - first < columns * n && all_finite(x + first, last - first + n)) return 1;
-  for (int64_t c = 0; c < columns; c++)
-    if (!all_finite(x + offsets[c], n)) return 0;
-  return 1;
-}
-
 /* Add the bias and apply the ReLU to adjacent sums: all of one row, or of consecutive rows from `row` on. */
 static VECTORIZED void add_bias_and_relu(const Matrix *m, int64_t row, int same_row, float *restrict sums,
                                          int64_t count) {
@@ -135,24 +63,14 @@ static VECTORIZED void add_bias_and_relu(const Matrix *m, int64_t row, int same_
 
 #if defined(__AVX512F__)
 
-#define WIDTH 16
 #define TILE 6     /* vectors at a time, as many as the registers hold sums for */
 #define GROUPS_AT_ONCE 4 /* groups of rows for a single vector: several streams are read faster */
-typedef __m512 Floats;
 typedef __m512i Indices;
-
-INLINE Floats load(const char *values, int64_t i, int value_type) {
-  if (value_type == FLOAT32) return _mm512_loadu_ps((const float *)values + i);
-  __m256i bits = _mm256_loadu_si256((const void *)((const uint16_t *)values + i));
-  if (value_type == FLOAT16) return _mm512_cvtph_ps(bits);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
 
 INLINE Indices load_words(const uint16_t *words) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)words));
 }
 INLINE Indices shift_right(Indices words, int by) { return _mm512_srli_epi32(words, by); }
-INLINE Floats add_product(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 
 /* A permutation of two registers uses only the low 5 bits of an index. */
 INLINE Floats pick_from_32(const float *x, Indices index) {
@@ -173,22 +91,12 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
 
 #elif defined(__AVX2__)
 
-#define WIDTH 8
 #define TILE 1
 #define GROUPS_AT_ONCE 1
-typedef __m256 Floats;
 typedef __m256i Indices;
-
-INLINE Floats load(const char *values, int64_t i, int value_type) {
-  if (value_type == FLOAT32) return _mm256_loadu_ps((const float *)values + i);
-  __m128i bits = _mm_loadu_si128((const void *)((const uint16_t *)values + i));
-  if (value_type == FLOAT16) return _mm256_cvtph_ps(bits);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
 
 INLINE Indices load_words(const uint16_t *words) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)words)); }
 INLINE Indices shift_right(Indices words, int by) { return _mm256_srli_epi32(words, by); }
-INLINE Floats add_product(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 INLINE Floats pick_from_8(const float *x, Indices index) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(x), index); }
 
 INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
@@ -204,23 +112,12 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
 
 #else
 
-#define WIDTH 8
 #define TILE 1
 #define GROUPS_AT_ONCE 1
-typedef struct { float at[WIDTH]; } Floats;
 typedef struct { uint32_t at[WIDTH]; } Indices;
-#define FOR_EACH_LANE(expression) for (int lane = 0; lane < WIDTH; lane++) result.at[lane] = expression; return result
 
-INLINE Floats load(const char *values, int64_t i, int value_type) {
-  Floats result;
-  FOR_EACH_LANE(value_at(values, i + lane, value_type));
-}
 INLINE Indices load_words(const uint16_t *words) { Indices result; FOR_EACH_LANE(words[lane]); }
 INLINE Indices shift_right(Indices words, int by) { Indices result; FOR_EACH_LANE(words.at[lane] >> by); }
-INLINE Floats add_product(Floats a, Floats b, Floats sum) {
-  Floats result;
-  FOR_EACH_LANE(sum.at[lane] + a.at[lane] * b.at[lane]);
-}
 INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
   (void)windows;
   Floats result;
@@ -337,64 +234,11 @@ static void multiply_row_lanes(const Matrix *m, int64_t n, const float *x, int64
 
 /* ---- kernels whose lanes are vectors: the n values of a column */
 
-#if defined(__AVX512F__)
-#define REGISTER_BYTES 64
-#elif defined(__AVX2__)
-#define REGISTER_BYTES 32
-#else
-#define REGISTER_BYTES 16
-#endif
 typedef float Run __attribute__((vector_size(REGISTER_BYTES), aligned(4), may_alias));
 #define RUN REGISTER_BYTES /* vectors at a time, in four registers of sums */
 
 #define TILE_GROUPS 8         /* groups of rows at a time */
 #define CACHE_BYTES (48 << 10) /* bytes of x that stay in the cache meanwhile */
-
-/* Transpose 16 × 16 numbers, from rows `ld` apart to columns of `to`. */
-INLINE void transpose_16x16(const float *x, int64_t ld, float *to, int64_t ldto) {
-#if defined(__AVX512F__)
-  __m512 a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(x + i * ld);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  }
-#define UNPACK_PAIRS(f, x, y) _mm512_castpd_ps(f(_mm512_castps_pd(x), _mm512_castps_pd(y)))
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++) {
-      a[i + 2 * j] = UNPACK_PAIRS(_mm512_unpacklo_pd, b[i + j], b[i + j + 2]);
-      a[i + 2 * j + 1] = UNPACK_PAIRS(_mm512_unpackhi_pd, b[i + j], b[i + j + 2]);
-    }
-#undef UNPACK_PAIRS
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) { /* a[j + 4 i] has columns j, j + 4, j + 8 and j + 12 of rows 4 i to 4 i + 3 */
-    __m512 low = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88), high = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xDD);
-    __m512 more = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
-    __m512 most = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xDD);
-    _mm512_storeu_ps(to + j * ldto, _mm512_shuffle_f32x4(low, more, 0x88));
-    _mm512_storeu_ps(to + (j + 4) * ldto, _mm512_shuffle_f32x4(high, most, 0x88));
-    _mm512_storeu_ps(to + (j + 8) * ldto, _mm512_shuffle_f32x4(low, more, 0xDD));
-    _mm512_storeu_ps(to + (j + 12) * ldto, _mm512_shuffle_f32x4(high, most, 0xDD));
-  }
-#else
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j * ldto + i] = x[i * ld + j];
-#endif
-}
-
-/* Transpose rows × columns numbers. */
-static void transpose(const float *x, int64_t ld, int64_t rows, int64_t columns, float *to, int64_t ldto) {
-  for (int64_t i = 0; i < rows; i += 16)
-    for (int64_t j = 0; j < columns; j += 16)
-      if (i + 16 <= rows && j + 16 <= columns) transpose_16x16(x + i * ld + j, ld, to + j * ldto + i, ldto);
-      else
-        for (int64_t r = i; r < smaller(rows, i + 16); r++)
-          for (int64_t c = j; c < smaller(columns, j + 16); c++) to[c * ldto + r] = x[r * ld + c];
-}
 
 /* The vectors: x and y by columns, each from its own offset, or by rows. */
 typedef struct {

@@ -15,7 +15,7 @@ from ..cuda.lstm import MAX_VECTORS
 from ..format import DTYPES, BalancedTensor
 from ..ops import balanced_lstm
 from ..ops.lstm import pack_joint_weights
-from ..ops.product import warn_about_dense_product
+from ..ops.dense_product import warn_about_dense_product
 from .base import WHOLE_LAYER_DEVICES, PackedLayer, needs_gradient
 
 JOINT_PARTS = ("values", "indices", "biases")

@@ -1,6 +1,6 @@
-"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d` and `balanced_lstm`: packed weights on any device.
+"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d`, `balanced_lstm` and `unstructured`, on any device.
 
-Importing this package registers them with torch, and `balanced` as the product of `BalancedTensor.linear`.
+Importing this package registers them with torch, and `balanced` and `unstructured` as the products of their formats.
 """
 
 from __future__ import annotations
@@ -8,5 +8,6 @@ from __future__ import annotations
 from .conv2d import balanced_conv2d
 from .lstm import balanced_lstm
 from .product import balanced
+from .unstructured_product import unstructured
 
-__all__ = ["balanced", "balanced_conv2d", "balanced_lstm"]
+__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "unstructured"]

@@ -1,0 +1,373 @@
+/* The product of a packed unstructured matrix with dense vectors on a CPU.
+ *
+ * This file is compiled once for each instruction set, NAME, and each compilation has the same two functions:
+ *
+ *   unstructured_rows     y (n × rows) = x (n × columns, contiguous rows) times the transposed matrix.
+ *   unstructured_columns  y (rows × n) = the matrix times x (columns × n), where the n values of a column are contiguous
+ *                         and start at any offset.
+ *
+ * A slice is 16 rows of about the same number of survivors, which lie as [step][row]. For one or two vectors the lanes
+ * of a register are rows: a step is one load of values, and a gather from x, which stays in the L1 cache. For more, the
+ * lanes are vectors: a survivor adds its multiple of a run of them. Several rows of a slice advance together, so that
+ * the sums are independent of each other, and all rows take the same number of steps before the next slice, so that the
+ * end of a loop is predicted and x is read from the cache: the survivors of a row are in the order of their columns.
+ *
+ * Whatever the contents of the matrix are, reads and writes stay inside the memory: columns, starts and rows are checked
+ * or limited where they are used.
+ */
+
+#include "common.h"
+
+#define LANES 16               /* rows of a slice */
+#define BAND (1 << 16)         /* columns that an index of 16 bits can address */
+#define PANEL 16               /* slices that advance together, where lanes are vectors */
+#define CACHE_BYTES (48 << 10) /* bytes of x that their steps read meanwhile */
+
+typedef struct {
+  const char *values;
+  const uint16_t *indices;
+  const int64_t *starts; /* the first step of each slice */
+  const int32_t *lanes;  /* the row of each lane of each slice; a number that is none for padding */
+  const float *bias;     /* or null */
+  int64_t rows, columns, steps, value_type, relu;
+  int64_t slices, bands; /* set by `derive_sizes`: slices of a band, bands of columns */
+} Matrix;
+
+typedef struct {
+  const char *values;
+  const uint16_t *indices;
+  const int32_t *lanes;
+  int64_t steps;
+} Slice;
+
+/* The vectors: x and y by columns, each from its own offset, or by rows. */
+typedef struct {
+  const float *x;
+  float *y;
+  const int64_t *offsets; /* or null: then rows of x are `ldx` apart */
+  int64_t ldx, n;
+} Operands;
+
+static Matrix derive_sizes(Matrix m) {
+  m.slices = ceil_div(m.rows, LANES);
+  m.bands = ceil_div(m.columns, BAND);
+  return m;
+}
+
+INLINE int64_t between(int64_t low, int64_t i, int64_t high) { return i < low ? low : smaller(i, high); }
+
+static Slice slice_at(const Matrix *m, int64_t band, int64_t slice) {
+  const int64_t i = band * m->slices + slice, start = between(0, m->starts[i], m->steps);
+  const int64_t end = between(start, m->starts[i + 1], m->steps);
+  return (Slice){m->values + start * LANES * value_bytes(m->value_type), m->indices + start * LANES,
+                 m->lanes + i * LANES, end - start};
+}
+
+/* Return the last column of a band, to which its indices are limited. */
+INLINE unsigned last_column(const Matrix *m, int64_t band) {
+  return (unsigned)(smaller(BAND, m->columns - band * BAND) - 1);
+}
+
+INLINE int is_row(const Matrix *m, int64_t row) { return row >= 0 && row < m->rows; }
+
+/* Return the result of one row: the bands are added up, and the last one adds the bias and applies the ReLU. */
+INLINE float finish(const Matrix *m, int64_t band, int64_t row, float sum, const float *before) {
+  if (band) sum += *before;
+  if (band < m->bands - 1) return sum;
+  if (m->bias) sum += m->bias[row];
+  return m->relu && sum < 0 ? 0.0f : sum; /* keeps a NaN */
+}
+
+/* ---- kernels whose lanes are rows */
+
+#define REGISTERS (LANES / WIDTH) /* that hold one value of each row of a slice */
+#define FEW 2                     /* vectors at a time */
+
+/* Each instruction set gathers x[index] for the WIDTH indices from `index` on, limited to `last`. Single loads are
+ * faster than the instruction for it on many processors, and never much slower. */
+
+#ifdef __AVX2__
+INLINE __m128 gather_4(const float *x, uint64_t words) {
+  __m128 result = _mm_load_ss(x + (words & 0xFFFF));
+  result = _mm_insert_ps(result, _mm_load_ss(x + (words >> 16 & 0xFFFF)), 0x10);
+  result = _mm_insert_ps(result, _mm_load_ss(x + (words >> 32 & 0xFFFF)), 0x20);
+  return _mm_insert_ps(result, _mm_load_ss(x + (words >> 48)), 0x30);
+}
+
+INLINE __m256 gather_8(const float *x, __m128i words) {
+  __m128 low = gather_4(x, (uint64_t)_mm_cvtsi128_si64(words));
+  return _mm256_set_m128(gather_4(x, (uint64_t)_mm_extract_epi64(words, 1)), low);
+}
+#endif
+
+#if defined(__AVX512F__)
+typedef __m256i Columns;
+INLINE Columns load_columns(const uint16_t *index, unsigned last) {
+  return _mm256_min_epu16(_mm256_loadu_si256((const void *)index), _mm256_set1_epi16((short)last));
+}
+INLINE Floats gather(const float *x, Columns at) {
+  __m256 low = gather_8(x, _mm256_castsi256_si128(at)), high = gather_8(x, _mm256_extracti128_si256(at, 1));
+  return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+#elif defined(__AVX2__)
+typedef __m128i Columns;
+INLINE Columns load_columns(const uint16_t *index, unsigned last) {
+  return _mm_min_epu16(_mm_loadu_si128((const void *)index), _mm_set1_epi16((short)last));
+}
+INLINE Floats gather(const float *x, Columns at) { return gather_8(x, at); }
+#else
+typedef struct { unsigned at[WIDTH]; } Columns;
+INLINE Columns load_columns(const uint16_t *index, unsigned last) {
+  Columns result;
+  FOR_EACH_LANE(index[lane] < last ? index[lane] : last);
+}
+INLINE Floats gather(const float *x, Columns at) {
+  Floats result;
+  FOR_EACH_LANE(x[at.at[lane]]);
+}
+#endif
+
+/* Multiply a slice by `few` vectors, which are `ldx` apart, into sums[vector][lane]. */
+INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, unsigned last, float *sums, int few,
+                           int value_type) {
+  Floats sum[FEW * REGISTERS];
+  memset(sum, 0, sizeof sum);
+  const char *values = s->values;
+  const uint16_t *indices = s->indices;
+  for (int64_t step = 0; step < s->steps; step++, values += LANES * value_bytes(value_type), indices += LANES)
+#pragma GCC unroll 2
+    for (int part = 0; part < REGISTERS; part++) {
+      const Floats value = load(values, part * WIDTH, value_type);
+      const Columns at = load_columns(indices + part * WIDTH, last);
+#pragma GCC unroll 2
+      for (int i = 0; i < few; i++)
+        sum[i * REGISTERS + part] = add_product(value, gather(x + i * ldx, at), sum[i * REGISTERS + part]);
+    }
+  memcpy(sums, sum, few * LANES * sizeof *sums);
+}
+
+static void multiply_slice_few(const Slice *s, const float *x, int64_t ldx, unsigned last, float *sums, int64_t few,
+                               int64_t value_type) {
+#define CASE(type)                                                              \
+  case type:                                                                    \
+    if (few == 1) multiply_slice(s, x, ldx, last, sums, 1, type);               \
+    else multiply_slice(s, x, ldx, last, sums, FEW, type);                      \
+    return
+  switch (value_type) {
+    CASE(FLOAT32);
+    CASE(FLOAT16);
+    CASE(BFLOAT16);
+  }
+#undef CASE
+}
+
+/* Multiply the matrix by the `few` vectors from `first` on, which lie in rows. The slices are sorted by length: threads
+ * take them in turns, to have about as much work each. */
+static void multiply_row_lanes(const Matrix *m, const Operands *v, int64_t first, int64_t few, int threads) {
+  const float *x = v->x + first * v->ldx;
+  float *y = v->y + first * m->rows;
+  for (int64_t band = 0; band < m->bands; band++)
+#pragma omp parallel for num_threads(threads) schedule(static, 4)
+    for (int64_t slice = 0; slice < m->slices; slice++) {
+      const Slice s = slice_at(m, band, slice);
+      float sums[FEW * LANES];
+      multiply_slice_few(&s, x + band * BAND, v->ldx, last_column(m, band), sums, few, m->value_type);
+      for (int64_t i = 0; i < few; i++)
+        for (int64_t lane = 0; lane < LANES; lane++) {
+          const int64_t row = s.lanes[lane];
+          if (is_row(m, row)) y[i * m->rows + row] = finish(m, band, row, sums[i * LANES + lane], y + i * m->rows + row);
+        }
+    }
+}
+
+/* ---- kernels whose lanes are vectors: a run of the n values of a column */
+
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+
+#define SUMS 8 /* registers of sums: as many runs times registers of a run as hide the time of an addition */
+
+/* Add the products of the steps before `end` to the sums of all rows of a slice, sums[lane][vector]. */
+#define DEFINE_ADD_STEPS(name, Register)                                                                            \
+  INLINE void name(const Slice *s, int64_t from, int64_t end, unsigned last, const float *x, float *sums,           \
+                   int registers, int value_type) {                                                                 \
+    const int rows = SUMS / registers, width = registers * (int)(sizeof(Register) / sizeof(float));                 \
+    for (int lane = 0; lane < LANES; lane += rows) {                                                                \
+      Register sum[SUMS], *stored = (Register *)(sums + lane * width);                                              \
+      _Pragma("GCC unroll 8") for (int i = 0; i < SUMS; i++) sum[i] = stored[i];                                    \
+      for (int64_t step = from; step < end; step++)                                                                 \
+        _Pragma("GCC unroll 8") for (int row = 0; row < rows; row++) {                                              \
+          const unsigned index = s->indices[step * LANES + lane + row], at = index < last ? index : last;           \
+          const float value = value_at(s->values, step * LANES + lane + row, value_type);                           \
+          const Register *run = (const Register *)(x + (int64_t)at * width);                                        \
+          _Pragma("GCC unroll 8") for (int i = 0; i < registers; i++) sum[row * registers + i] += value * run[i];   \
+        }                                                                                                           \
+      _Pragma("GCC unroll 8") for (int i = 0; i < SUMS; i++) stored[i] = sum[i];                                    \
+    }                                                                                                               \
+  }
+
+DEFINE_ADD_STEPS(add_steps_of_four, Four)
+#ifdef __AVX2__
+DEFINE_ADD_STEPS(add_steps_of_eight, Eight)
+#endif
+#ifdef __AVX512F__
+DEFINE_ADD_STEPS(add_steps_of_sixteen, Sixteen)
+#endif
+
+typedef void AddSteps(const Slice *, int64_t, int64_t, unsigned, const float *, float *);
+
+#define DEFINE_FOR_TYPE(width, add, registers, type)                                                                \
+  static void add_##width##_##type(const Slice *s, int64_t from, int64_t end, unsigned last, const float *x,        \
+                                   float *sums) {                                                                   \
+    add(s, from, end, last, x, sums, registers, type);                                                              \
+  }
+#define DEFINE_FOR_WIDTH(width, add, registers)                                                                     \
+  DEFINE_FOR_TYPE(width, add, registers, FLOAT32)                                                                   \
+  DEFINE_FOR_TYPE(width, add, registers, FLOAT16)                                                                   \
+  DEFINE_FOR_TYPE(width, add, registers, BFLOAT16)
+#define WITH_TYPES(width) {width, {add_##width##_FLOAT32, add_##width##_FLOAT16, add_##width##_BFLOAT16}}
+
+DEFINE_FOR_WIDTH(4, add_steps_of_four, 1)
+#if defined(__AVX512F__)
+DEFINE_FOR_WIDTH(8, add_steps_of_eight, 1)
+DEFINE_FOR_WIDTH(16, add_steps_of_sixteen, 1)
+DEFINE_FOR_WIDTH(32, add_steps_of_sixteen, 2)
+DEFINE_FOR_WIDTH(64, add_steps_of_sixteen, 4)
+#elif defined(__AVX2__)
+DEFINE_FOR_WIDTH(8, add_steps_of_eight, 1)
+DEFINE_FOR_WIDTH(16, add_steps_of_eight, 2)
+DEFINE_FOR_WIDTH(32, add_steps_of_eight, 4)
+#else
+DEFINE_FOR_WIDTH(8, add_steps_of_four, 2)
+DEFINE_FOR_WIDTH(16, add_steps_of_four, 4)
+DEFINE_FOR_WIDTH(32, add_steps_of_four, 8)
+#endif
+
+/* The numbers of vectors in a run, and the function for each type of values. */
+static const struct { int64_t width; AddSteps *add[3]; } RUNS[] = {
+    WITH_TYPES(4), WITH_TYPES(8), WITH_TYPES(16), WITH_TYPES(32),
+#ifdef __AVX512F__
+    WITH_TYPES(64),
+#endif
+};
+#define WIDEST ((int)(sizeof RUNS / sizeof *RUNS) - 1)
+
+/* Return the index of the narrowest run that holds n vectors, or of the widest one. */
+static int choose_run(int64_t n) {
+  int run = 0;
+  while (run < WIDEST && RUNS[run].width < n) run++;
+  return run;
+}
+
+/* Load `width` vectors from `first` on, in the columns from `from` to `to`, as [column][vector], with zeros past the
+ * last vector. */
+static void load_runs(const Operands *v, int64_t first, int64_t width, int64_t from, int64_t to, float *x) {
+  const int64_t count = smaller(width, v->n - first);
+  if (count < width) memset(x + from * width, 0, (to - from) * width * sizeof *x);
+  if (v->offsets)
+    for (int64_t c = from; c < to; c++) memcpy(x + c * width, v->x + v->offsets[c] + first, count * sizeof *x);
+  else transpose(v->x + first * v->ldx + from, v->ldx, count, to - from, x + from * width, width);
+}
+
+/* Write the sums of the `count` lanes of a panel to y. */
+static VECTORIZED void store_runs(const Matrix *m, const Operands *v, int64_t band, const int32_t *lanes, int64_t count,
+                                  float *sums, int64_t width, int64_t first) {
+  const int64_t vectors = smaller(width, v->n - first), row_step = v->offsets ? v->n : 1;
+  const int64_t vector_step = v->offsets ? 1 : m->rows;
+  for (int64_t i = 0; i < vectors; i++) {
+    float *y = v->y + (first + i) * vector_step;
+    for (int64_t lane = 0; lane < count; lane++) {
+      const int64_t row = lanes[lane];
+      if (is_row(m, row)) y[row * row_step] = finish(m, band, row, sums[lane * width + i], y + row * row_step);
+    }
+  }
+}
+
+/* Return how many steps all rows of a panel take before the next ones: those that read as much of x as is cached. */
+static int64_t steps_at_once(int64_t longest, int64_t columns, int64_t width) {
+  const int64_t cached = CACHE_BYTES / (width * (int64_t)sizeof(float));
+  return cached >= columns ? longest : longest * cached / columns / 4 * 4 + 4;
+}
+
+/* Multiply a panel of slices by a run of vectors, and write the results to y. */
+static void multiply_panel(const Matrix *m, const Operands *v, int64_t band, int64_t panel, int64_t first, int run,
+                           const float *x, float *sums) {
+  const int64_t width = RUNS[run].width, count = smaller(PANEL, m->slices - panel);
+  AddSteps *add = RUNS[run].add[m->value_type];
+  Slice slices[PANEL];
+  int64_t longest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    slices[i] = slice_at(m, band, panel + i);
+    if (slices[i].steps > longest) longest = slices[i].steps;
+  }
+  memset(sums, 0, count * LANES * width * sizeof *sums);
+  const unsigned last = last_column(m, band);
+  const int64_t steps = steps_at_once(longest, (int64_t)last + 1, width);
+  for (int64_t from = 0; from < longest; from += steps)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t end = smaller(slices[i].steps, from + steps);
+      if (from < end) add(slices + i, from, end, last, x + band * BAND * width, sums + i * LANES * width);
+    }
+  store_runs(m, v, band, slices[0].lanes, count * LANES, sums, width, first);
+}
+
+/* Multiply the matrix by one run of vectors from `first` on. `x` has room for them. Return whether memory sufficed. */
+static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int run, float *x, int threads) {
+  const int64_t width = RUNS[run].width;
+  int done = 1;
+#pragma omp parallel num_threads(threads)
+  {
+    float *sums = aligned_alloc(64, PANEL * LANES * width * sizeof *sums);
+    if (!sums) done = 0;
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < m->columns; c += 256) load_runs(v, first, width, c, smaller(m->columns, c + 256), x);
+    for (int64_t band = 0; band < m->bands; band++)
+#pragma omp for schedule(static, 1)
+      for (int64_t panel = 0; panel < m->slices; panel += PANEL)
+        if (sums) multiply_panel(m, v, band, panel, first, run, x, sums);
+    free(sums);
+  }
+  return done;
+}
+
+static int multiply(const Matrix *m, const Operands *v, int threads) {
+  const int64_t few = v->offsets ? 0 : FEW; /* rows as lanes, up to so many vectors */
+  float *x = NULL;
+  if (v->n > few) {
+    x = aligned_alloc(64, ceil_div(m->columns * RUNS[choose_run(v->n)].width, 16) * 64);
+    if (!x) return NO_MEMORY;
+  }
+  int done = 1;
+  for (int64_t first = 0; first < v->n && done;) {
+    const int64_t rest = v->n - first;
+    const int run = choose_run(rest);
+    if (rest <= few) multiply_row_lanes(m, v, first, rest, threads);
+    else done = multiply_run(m, v, first, run, x, threads);
+    first += rest <= few ? rest : RUNS[run].width;
+  }
+  free(x);
+  return done ? DONE : NO_MEMORY;
+}
+
+/* ---- public functions */
+
+#define MATRIX_PARAMETERS                                                                                          \
+  const char *values, const uint16_t *indices, const int64_t *starts, const int32_t *lanes, const float *bias,     \
+      int64_t rows, int64_t columns, int64_t steps, int64_t value_type, int64_t relu
+#define MATRIX_WITH_SIZES \
+  derive_sizes((Matrix){values, indices, starts, lanes, bias, rows, columns, steps, value_type, relu, 0, 0})
+
+int PUBLIC(unstructured_rows)(MATRIX_PARAMETERS, int64_t n, const float *x, int64_t ldx, float *y, int64_t threads) {
+  const Matrix m = MATRIX_WITH_SIZES;
+  for (int64_t i = 0; i < n; i++)
+    if (!all_finite(x + i * ldx, columns)) return NOT_FINITE;
+  return multiply(&m, &(Operands){.x = x, .y = y, .ldx = ldx, .n = n}, threads);
+}
+
+int PUBLIC(unstructured_columns)(MATRIX_PARAMETERS, int64_t n, const float *x, const int64_t *offsets, float *y,
+                                 int64_t threads) {
+  const Matrix m = MATRIX_WITH_SIZES;
+  if (!all_runs_finite(x, offsets, columns, n)) return NOT_FINITE;
+  return multiply(&m, &(Operands){.x = x, .y = y, .offsets = offsets, .n = n}, threads);
+}

@@ -1,0 +1,110 @@
+"""What the products with packed matrices share: the dense product in their place, their derivatives, and validation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...errors import PomonaError
+from ..cpu import backend as cpu
+from ..packed_tensor import DTYPES
+from .registration import is_traced
+
+
+def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool, transposed: bool) -> Tensor:
+    """Return the product with a dense matrix in that matrix's dtype, rounded to the dtype of x."""
+    dtype, columns = weight.dtype, weight.shape[1]
+    y = weight @ x.to(dtype).reshape(columns, -1) if transposed else x.to(dtype).reshape(-1, columns) @ weight.T
+    if bias is not None:
+        y = y + (bias.to(dtype).unsqueeze(1) if transposed else bias.to(dtype))
+    return (y.relu() if relu else y).to(x.dtype)
+
+
+# The dense matrices of packed values that had to be unpacked, with the versions of the tensors that they came from.
+_unpacked = WeakIdKeyDictionary()
+
+
+def unpack_and_keep(
+    unpack: Callable[..., Tensor], parts: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Return the dense matrix of `unpack(*parts, *sizes)` in a dtype, values being the first part.
+
+    It is kept for the next call, until a part changes or the values are freed.
+    """
+    if is_traced(parts[0]) or any(part.is_inference() for part in parts):  # tensors without addresses or versions
+        return unpack(*parts, *sizes).to(dtype)
+    versions = tuple(part._version for part in parts), torch.is_inference_mode_enabled()
+    source = versions, tuple(part.data_ptr() for part in parts[1:]), tuple(sizes), dtype
+    known, weight = _unpacked.get(parts[0], (None, None))
+    if known != source:
+        weight = unpack(*parts, *sizes).to(dtype)
+        _unpacked[parts[0]] = source, weight
+    return weight
+
+
+def explain_missing_kernel(x: Tensor) -> str:
+    """Return why no kernel could multiply this input."""
+    if x.dtype not in DTYPES:
+        return f"an input of {x.dtype}"
+    if x.device.type == "cpu":
+        missing = cpu.load_library() is None
+        return "a machine without compiled kernels" if missing else "an input with an infinity or NaN"
+    return f"an input on {x.device.type} that no kernel supports"
+
+
+@cache
+def warn_about_dense_product(reason: str) -> None:
+    """Warn, once for each reason, that packed weights are multiplied as dense ones."""
+    warnings.warn(
+        f"packed weights are multiplied as dense ones for {reason}: that is slower than a dense model and takes more "
+        "memory; pm.decompress(model) returns the dense model.",
+        stacklevel=2,
+    )
+
+
+def validate_vectors(x: Tensor, values: Tensor, bias: Tensor | None, rows: int, columns: int, transposed: bool) -> None:
+    """Raise PomonaError unless x and bias fit a packed matrix of this size with these values."""
+    inner = x.shape[:-1] if transposed else x.shape[1:]
+    if x.ndim < 2 or inner.numel() != columns or not x.is_floating_point():
+        raise PomonaError(f"x {tuple(x.shape)} of {x.dtype} does not fit a packed matrix of {rows}×{columns}.")
+    if bias is not None and bias.shape != (rows,):
+        raise PomonaError(f"the bias has shape {tuple(bias.shape)} where {(rows,)} is needed.")
+    if x.device != values.device:
+        raise PomonaError(f"x is on {x.device}, the packed weight on {values.device}: move one of them.")
+
+
+def make_gradients(unpack_once: Callable[..., Tensor], parts: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return the two functions of `torch.library.register_autograd` for a product.
+
+    The arguments of the product are x, so many parts, the bias, the sizes, `relu` and `transposed`. `unpack_once` takes
+    the parts, the sizes and a dtype.
+    """
+
+    def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *packed = inputs[: 1 + parts]
+        *ctx.sizes, relu, ctx.transposed = inputs[2 + parts :]
+        ctx.shape = x.shape
+        ctx.save_for_backward(*packed, output if relu else None)
+
+    def product_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x and bias; the parts have none."""
+        if ctx.needs_input_grad[1]:
+            raise PomonaError("packed values have no gradient: train the dense model, and compress it afterwards.")
+        *packed, output = ctx.saved_tensors
+        if output is not None:
+            grad = torch.where(output > 0, grad, 0)
+        grad_x, grad_bias = None, None
+        if ctx.needs_input_grad[0]:
+            weight = unpack_once(*packed, *ctx.sizes, grad.dtype)
+            grad_x = (weight.T @ grad if ctx.transposed else grad @ weight).reshape(ctx.shape)
+        if ctx.needs_input_grad[1 + parts]:
+            grad_bias = grad.sum(1 if ctx.transposed else 0)
+        return grad_x, *[None] * parts, grad_bias, *[None] * (len(ctx.sizes) + 2)
+
+    return product_gradients, save_for_backward

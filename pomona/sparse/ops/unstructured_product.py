@@ -1,0 +1,73 @@
+"""The operator `torch.ops.pomona.unstructured`: the product with a packed matrix that has survivors anywhere.
+
+x is n × columns and y is n × rows; transposed, x is columns × n and y is rows × n, as for `torch.ops.pomona.balanced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..cpu import backend as cpu
+from ..unstructured import UnstructuredTensor, unpack_unstructured, validate_unstructured
+from .dense_product import (
+    explain_missing_kernel,
+    make_gradients,
+    multiply_dense,
+    unpack_and_keep,
+    validate_vectors,
+    warn_about_dense_product,
+)
+from .registration import register_operator
+
+# The product by type of device, with the arguments of the operator. It returns None where it has no kernel for them.
+BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.multiply_unstructured}
+
+
+def compute_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
+                         bias: Tensor | None, rows: int, columns: int, relu: bool = False, transposed: bool = False,
+                         ) -> Tensor:  # fmt: skip
+    """Return the product by the backend of the device, or by the dense matrix where that has no kernel."""
+    validate_unstructured_product(x, values, indices, starts, lanes, bias, rows, columns, transposed)
+    if x.numel() > 0 and rows > 0:
+        backend = BACKENDS.get(x.device.type)
+        y = backend and backend(x, values, indices, starts, lanes, bias, rows, columns, relu, transposed)
+        if y is not None:
+            return y
+        warn_about_dense_product(explain_missing_kernel(x))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    weight = unpack_unstructured_once(values, indices, starts, lanes, rows, columns, dtype)
+    return multiply_dense(x, weight, bias, relu, transposed)
+
+
+def fake_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor, bias: Tensor | None,
+                      rows: int, columns: int, relu: bool = False, transposed: bool = False) -> Tensor:  # fmt: skip
+    """Return an empty tensor of the product's shape, for torch.compile and torch.export."""
+    validate_unstructured_product(x, values, indices, starts, lanes, bias, rows, columns, transposed)
+    return x.new_empty((rows, x.shape[-1]) if transposed else (x.shape[0], rows))
+
+
+def validate_unstructured_product(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
+                                  bias: Tensor | None, rows: int, columns: int, transposed: bool,
+                                  ) -> None:  # fmt: skip
+    """Raise PomonaError unless the arguments of a product fit together."""
+    validate_unstructured(values, indices, starts, lanes, rows, columns)
+    validate_vectors(x, values, bias, rows, columns, transposed)
+
+
+def unpack_unstructured_once(values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor, rows: int, columns: int,
+                             dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """Return the dense matrix in a dtype; it is kept for the next call, until the packed values change or are freed."""
+    return unpack_and_keep(unpack_unstructured, (values, indices, starts, lanes), (rows, columns), dtype)
+
+
+unstructured = register_operator(
+    "unstructured(Tensor x, Tensor values, Tensor indices, Tensor starts, Tensor lanes, Tensor? bias, int rows, "
+    "int columns, bool relu=False, bool transposed=False) -> Tensor",
+    compute_unstructured,
+    fake_unstructured,
+    *make_gradients(unpack_unstructured_once, parts=4),
+)
+UnstructuredTensor.product = staticmethod(unstructured)
