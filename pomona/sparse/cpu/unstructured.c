@@ -12,8 +12,8 @@
  * the sums are independent of each other, and all rows take the same number of steps before the next slice, so that the
  * end of a loop is predicted and x is read from the cache: the survivors of a row are in the order of their columns.
  *
- * Whatever the contents of the matrix are, reads and writes stay inside the memory: columns, starts and rows are checked
- * or limited where they are used.
+ * Whatever the contents of the matrix are, reads and writes stay inside the memory: x is copied to where any index of 16
+ * bits can address it, and starts and rows are checked where they are used.
  */
 
 #include "common.h"
@@ -21,7 +21,8 @@
 #define LANES 16               /* rows of a slice */
 #define BAND (1 << 16)         /* columns that an index of 16 bits can address */
 #define PANEL 16               /* slices that advance together, where lanes are vectors */
-#define CACHE_BYTES (48 << 10) /* bytes of x that their steps read meanwhile */
+/* Bytes of x that their steps read meanwhile: about the L1 cache, or the L2 cache for runs of less than a cache line. */
+#define CACHE_BYTES(width) ((width) * sizeof(float) < 64 ? 256 << 10 : 48 << 10)
 
 typedef struct {
   const char *values;
@@ -63,10 +64,8 @@ static Slice slice_at(const Matrix *m, int64_t band, int64_t slice) {
                  m->lanes + i * LANES, end - start};
 }
 
-/* Return the last column of a band, to which its indices are limited. */
-INLINE unsigned last_column(const Matrix *m, int64_t band) {
-  return (unsigned)(smaller(BAND, m->columns - band * BAND) - 1);
-}
+/* Return the number of columns that indices can address, whatever their values. */
+INLINE int64_t addressable_columns(const Matrix *m) { return m->bands * BAND; }
 
 INLINE int is_row(const Matrix *m, int64_t row) { return row >= 0 && row < m->rows; }
 
@@ -83,53 +82,45 @@ INLINE float finish(const Matrix *m, int64_t band, int64_t row, float sum, const
 #define REGISTERS (LANES / WIDTH) /* that hold one value of each row of a slice */
 #define FEW 2                     /* vectors at a time */
 
-/* Each instruction set gathers x[index] for the WIDTH indices from `index` on, limited to `last`. Single loads are
- * faster than the instruction for it on many processors, and never much slower. */
+/* Each instruction set gathers x[index] for the WIDTH indices from `index` on. Loads of single numbers are faster than
+ * the instruction for it on many processors, and never much slower. Two indices are loaded at a time: a processor has as
+ * few ports for loads as for insertions, and the compiler would load a number separately that it inserts. */
 
 #ifdef __AVX2__
-INLINE __m128 gather_4(const float *x, uint64_t words) {
-  __m128 result = _mm_load_ss(x + (words & 0xFFFF));
-  result = _mm_insert_ps(result, _mm_load_ss(x + (words >> 16 & 0xFFFF)), 0x10);
-  result = _mm_insert_ps(result, _mm_load_ss(x + (words >> 32 & 0xFFFF)), 0x20);
-  return _mm_insert_ps(result, _mm_load_ss(x + (words >> 48)), 0x30);
+#define INSERT(target, source, place) \
+  __asm__("vinsertps %3, %2, %1, %0" : "=x"(target) : "x"(target), "m"(*(source)), "i"((place) << 4))
+
+INLINE __m128 gather_4(const float *x, const uint16_t *index) {
+  uint32_t first, second;
+  memcpy(&first, index, sizeof first);
+  memcpy(&second, index + 2, sizeof second);
+  __m128 result = _mm_load_ss(x + (first & 0xFFFF));
+  INSERT(result, x + (first >> 16), 1);
+  INSERT(result, x + (second & 0xFFFF), 2);
+  INSERT(result, x + (second >> 16), 3);
+  return result;
 }
 
-INLINE __m256 gather_8(const float *x, __m128i words) {
-  __m128 low = gather_4(x, (uint64_t)_mm_cvtsi128_si64(words));
-  return _mm256_set_m128(gather_4(x, (uint64_t)_mm_extract_epi64(words, 1)), low);
+INLINE __m256 gather_8(const float *x, const uint16_t *index) {
+  return _mm256_set_m128(gather_4(x, index + 4), gather_4(x, index));
 }
 #endif
 
 #if defined(__AVX512F__)
-typedef __m256i Columns;
-INLINE Columns load_columns(const uint16_t *index, unsigned last) {
-  return _mm256_min_epu16(_mm256_loadu_si256((const void *)index), _mm256_set1_epi16((short)last));
-}
-INLINE Floats gather(const float *x, Columns at) {
-  __m256 low = gather_8(x, _mm256_castsi256_si128(at)), high = gather_8(x, _mm256_extracti128_si256(at, 1));
-  return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+INLINE Floats gather(const float *x, const uint16_t *index) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(gather_8(x, index)), gather_8(x, index + 8), 1);
 }
 #elif defined(__AVX2__)
-typedef __m128i Columns;
-INLINE Columns load_columns(const uint16_t *index, unsigned last) {
-  return _mm_min_epu16(_mm_loadu_si128((const void *)index), _mm_set1_epi16((short)last));
-}
-INLINE Floats gather(const float *x, Columns at) { return gather_8(x, at); }
+INLINE Floats gather(const float *x, const uint16_t *index) { return gather_8(x, index); }
 #else
-typedef struct { unsigned at[WIDTH]; } Columns;
-INLINE Columns load_columns(const uint16_t *index, unsigned last) {
-  Columns result;
-  FOR_EACH_LANE(index[lane] < last ? index[lane] : last);
-}
-INLINE Floats gather(const float *x, Columns at) {
+INLINE Floats gather(const float *x, const uint16_t *index) {
   Floats result;
-  FOR_EACH_LANE(x[at.at[lane]]);
+  FOR_EACH_LANE(x[index[lane]]);
 }
 #endif
 
 /* Multiply a slice by `few` vectors, which are `ldx` apart, into sums[vector][lane]. */
-INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, unsigned last, float *sums, int few,
-                           int value_type) {
+INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, float *sums, int few, int value_type) {
   Floats sum[FEW * REGISTERS];
   memset(sum, 0, sizeof sum);
   const char *values = s->values;
@@ -138,20 +129,20 @@ INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, unsigned
 #pragma GCC unroll 2
     for (int part = 0; part < REGISTERS; part++) {
       const Floats value = load(values, part * WIDTH, value_type);
-      const Columns at = load_columns(indices + part * WIDTH, last);
 #pragma GCC unroll 2
       for (int i = 0; i < few; i++)
-        sum[i * REGISTERS + part] = add_product(value, gather(x + i * ldx, at), sum[i * REGISTERS + part]);
+        sum[i * REGISTERS + part] =
+            add_product(value, gather(x + i * ldx, indices + part * WIDTH), sum[i * REGISTERS + part]);
     }
   memcpy(sums, sum, few * LANES * sizeof *sums);
 }
 
-static void multiply_slice_few(const Slice *s, const float *x, int64_t ldx, unsigned last, float *sums, int64_t few,
+static void multiply_slice_few(const Slice *s, const float *x, int64_t ldx, float *sums, int64_t few,
                                int64_t value_type) {
-#define CASE(type)                                                              \
-  case type:                                                                    \
-    if (few == 1) multiply_slice(s, x, ldx, last, sums, 1, type);               \
-    else multiply_slice(s, x, ldx, last, sums, FEW, type);                      \
+#define CASE(type)                                                 \
+  case type:                                                       \
+    if (few == 1) multiply_slice(s, x, ldx, sums, 1, type);        \
+    else multiply_slice(s, x, ldx, sums, FEW, type);               \
     return
   switch (value_type) {
     CASE(FLOAT32);
@@ -162,16 +153,17 @@ static void multiply_slice_few(const Slice *s, const float *x, int64_t ldx, unsi
 }
 
 /* Multiply the matrix by the `few` vectors from `first` on, which lie in rows. The slices are sorted by length: threads
- * take them in turns, to have about as much work each. */
-static void multiply_row_lanes(const Matrix *m, const Operands *v, int64_t first, int64_t few, int threads) {
-  const float *x = v->x + first * v->ldx;
+ * take them in turns, to have about as much work each. `x` has room for the vectors. */
+static void multiply_row_lanes(const Matrix *m, const Operands *v, int64_t first, int64_t few, float *x, int threads) {
+  const int64_t ldx = addressable_columns(m);
   float *y = v->y + first * m->rows;
+  for (int64_t i = 0; i < few; i++) memcpy(x + i * ldx, v->x + (first + i) * v->ldx, m->columns * sizeof *x);
   for (int64_t band = 0; band < m->bands; band++)
 #pragma omp parallel for num_threads(threads) schedule(static, 4)
     for (int64_t slice = 0; slice < m->slices; slice++) {
       const Slice s = slice_at(m, band, slice);
       float sums[FEW * LANES];
-      multiply_slice_few(&s, x + band * BAND, v->ldx, last_column(m, band), sums, few, m->value_type);
+      multiply_slice_few(&s, x + band * BAND, ldx, sums, few, m->value_type);
       for (int64_t i = 0; i < few; i++)
         for (int64_t lane = 0; lane < LANES; lane++) {
           const int64_t row = s.lanes[lane];
@@ -190,17 +182,16 @@ typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* Add the products of the steps before `end` to the sums of all rows of a slice, sums[lane][vector]. */
 #define DEFINE_ADD_STEPS(name, Register)                                                                            \
-  INLINE void name(const Slice *s, int64_t from, int64_t end, unsigned last, const float *x, float *sums,           \
-                   int registers, int value_type) {                                                                 \
+  INLINE void name(const Slice *s, int64_t from, int64_t end, const float *x, float *sums, int registers,           \
+                   int value_type) {                                                                 \
     const int rows = SUMS / registers, width = registers * (int)(sizeof(Register) / sizeof(float));                 \
     for (int lane = 0; lane < LANES; lane += rows) {                                                                \
       Register sum[SUMS], *stored = (Register *)(sums + lane * width);                                              \
       _Pragma("GCC unroll 8") for (int i = 0; i < SUMS; i++) sum[i] = stored[i];                                    \
       for (int64_t step = from; step < end; step++)                                                                 \
         _Pragma("GCC unroll 8") for (int row = 0; row < rows; row++) {                                              \
-          const unsigned index = s->indices[step * LANES + lane + row], at = index < last ? index : last;           \
           const float value = value_at(s->values, step * LANES + lane + row, value_type);                           \
-          const Register *run = (const Register *)(x + (int64_t)at * width);                                        \
+          const Register *run = (const Register *)(x + (int64_t)s->indices[step * LANES + lane + row] * width);     \
           _Pragma("GCC unroll 8") for (int i = 0; i < registers; i++) sum[row * registers + i] += value * run[i];   \
         }                                                                                                           \
       _Pragma("GCC unroll 8") for (int i = 0; i < SUMS; i++) stored[i] = sum[i];                                    \
@@ -215,12 +206,11 @@ DEFINE_ADD_STEPS(add_steps_of_eight, Eight)
 DEFINE_ADD_STEPS(add_steps_of_sixteen, Sixteen)
 #endif
 
-typedef void AddSteps(const Slice *, int64_t, int64_t, unsigned, const float *, float *);
+typedef void AddSteps(const Slice *, int64_t, int64_t, const float *, float *);
 
 #define DEFINE_FOR_TYPE(width, add, registers, type)                                                                \
-  static void add_##width##_##type(const Slice *s, int64_t from, int64_t end, unsigned last, const float *x,        \
-                                   float *sums) {                                                                   \
-    add(s, from, end, last, x, sums, registers, type);                                                              \
+  static void add_##width##_##type(const Slice *s, int64_t from, int64_t end, const float *x, float *sums) {        \
+    add(s, from, end, x, sums, registers, type);                                                                    \
   }
 #define DEFINE_FOR_WIDTH(width, add, registers)                                                                     \
   DEFINE_FOR_TYPE(width, add, registers, FLOAT32)                                                                   \
@@ -286,7 +276,7 @@ static VECTORIZED void store_runs(const Matrix *m, const Operands *v, int64_t ba
 
 /* Return how many steps all rows of a panel take before the next ones: those that read as much of x as is cached. */
 static int64_t steps_at_once(int64_t longest, int64_t columns, int64_t width) {
-  const int64_t cached = CACHE_BYTES / (width * (int64_t)sizeof(float));
+  const int64_t cached = CACHE_BYTES(width) / (width * (int64_t)sizeof(float));
   return cached >= columns ? longest : longest * cached / columns / 4 * 4 + 4;
 }
 
@@ -302,12 +292,11 @@ static void multiply_panel(const Matrix *m, const Operands *v, int64_t band, int
     if (slices[i].steps > longest) longest = slices[i].steps;
   }
   memset(sums, 0, count * LANES * width * sizeof *sums);
-  const unsigned last = last_column(m, band);
-  const int64_t steps = steps_at_once(longest, (int64_t)last + 1, width);
+  const int64_t steps = steps_at_once(longest, smaller(BAND, m->columns - band * BAND), width);
   for (int64_t from = 0; from < longest; from += steps)
     for (int64_t i = 0; i < count; i++) {
       const int64_t end = smaller(slices[i].steps, from + steps);
-      if (from < end) add(slices + i, from, end, last, x + band * BAND * width, sums + i * LANES * width);
+      if (from < end) add(slices + i, from, end, x + band * BAND * width, sums + i * LANES * width);
     }
   store_runs(m, v, band, slices[0].lanes, count * LANES, sums, width, first);
 }
@@ -333,16 +322,13 @@ static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int r
 
 static int multiply(const Matrix *m, const Operands *v, int threads) {
   const int64_t few = v->offsets ? 0 : FEW; /* rows as lanes, up to so many vectors */
-  float *x = NULL;
-  if (v->n > few) {
-    x = aligned_alloc(64, ceil_div(m->columns * RUNS[choose_run(v->n)].width, 16) * 64);
-    if (!x) return NO_MEMORY;
-  }
-  int done = 1;
+  const int64_t room = v->n > few ? RUNS[choose_run(v->n)].width : few;
+  float *x = aligned_alloc(64, addressable_columns(m) * room * sizeof *x);
+  int done = x != NULL;
   for (int64_t first = 0; first < v->n && done;) {
     const int64_t rest = v->n - first;
     const int run = choose_run(rest);
-    if (rest <= few) multiply_row_lanes(m, v, first, rest, threads);
+    if (rest <= few) multiply_row_lanes(m, v, first, rest, x, threads);
     else done = multiply_run(m, v, first, run, x, threads);
     first += rest <= few ? rest : RUNS[run].width;
   }
