@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
     from .sparse.shrink import shrink
+    from .sparse.unstructured import UnstructuredTensor
     from .theory.certificate.predictions import certify_predictions
     from .theory.certified_pruning import Certified
 
@@ -98,6 +99,7 @@ __all__ = [
     "SparseGPT",
     "SparseMomentum",
     "Unstructured",
+    "UnstructuredTensor",
     "Wanda",
     "__version__",
     "certify_predictions",
@@ -132,6 +134,7 @@ _PUBLIC_NAMES = {
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",
     "sparse.shrink": "shrink",
+    "sparse.unstructured": "UnstructuredTensor",
     "theory.certificate.predictions": "certify_predictions",
     "theory.certified_pruning": "Certified",
 }

@@ -38,7 +38,9 @@ def write(
     if not any(isinstance(module, PackedLayer) for module in model.modules()):
         batch = example.args[0] if example and len(example.args) == 1 else None
         timed_on = batch if isinstance(batch, Tensor) else None
-        small = compress(model, timed_on, block=block, dtype=dtype, policy=policy, patience=seconds)
+        small = compress(
+            model, timed_on, block=block, dtype=dtype, policy=policy, patience=seconds, formats=["balanced"]
+        )
     outcome: Compression | None = getattr(small, "compression", None)
     if outcome is not None:
         require(

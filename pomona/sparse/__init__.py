@@ -6,12 +6,14 @@ from .compress import Compression, compress, decompress
 from .files import load, save
 from .format import BalancedTensor
 from .shrink import Change, Shrunk, shrink
+from .unstructured import UnstructuredTensor
 
 __all__ = [
     "BalancedTensor",
     "Change",
     "Compression",
     "Shrunk",
+    "UnstructuredTensor",
     "compress",
     "decompress",
     "load",

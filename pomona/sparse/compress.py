@@ -1,11 +1,12 @@
-"""`compress`: a copy of a balanced-pruned model that runs on packed weights, wherever that is faster."""
+"""`compress`: a copy of a pruned model that runs on packed weights, wherever that is faster."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from ..masking import matrix_shape
 from ..models.example_inputs import Example, ModelInputs
 from .compression_report import DENSE_FUSED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
+from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
 from .layers.base import is_channels_last
+from .ops.unstructured_product import BACKENDS as UNSTRUCTURED_BACKENDS
+from .packed_tensor import PackedTensor
 from .surgery import (
     choose_encoder_paths,
     copy_with_dense_layers,
@@ -30,6 +34,7 @@ from .surgery import (
     replace_module,
 )
 from .timing import last_cache_bytes, make_cache_flusher, median_seconds
+from .unstructured import UnstructuredTensor
 
 POLICIES = ("faster", "all")
 MIN_SPARSITY = 0.3  # with fewer zeros, packing gains nothing
@@ -37,6 +42,8 @@ SAMPLED_ROWS = 256  # rows from which `find_block` judges a weight
 CANDIDATE_BLOCKS = (*range(2, 129), *(2**power for power in range(8, 17)))
 # The time of one stored value relative to blocks of 32 columns, for blocks of at most this many columns.
 RELATIVE_TIMES = ((32, 1.0), (64, 1.3), (128, 1.7), (MAX_BLOCK, 3.0))
+MIN_BALANCED_FILL = 0.9  # of the values stored for balanced weights are nonzero, where the mask is balanced
+SMALL_WEIGHT = 1 << 18  # weights of a layer so small that a balanced mask is packed in no other format
 LAYER_PATIENCE = 1 / 3  # of the patience for the whole model
 
 __all__ = ["DENSE_FUSED", "Compression", "LayerReport", "compress", "decompress", "find_block"]
@@ -49,6 +56,7 @@ class LayerOptions:
     block: int | None
     dtype: torch.dtype | None
     policy: str
+    formats: Sequence[str]
     patience: float  # seconds for which a layer is timed
     flush: Callable[[], None] | None  # empties the caches before each timed call
 
@@ -62,15 +70,16 @@ def compress(
     dtype: torch.dtype | None = None,
     policy: str = "faster",
     patience: float = 1.0,
+    formats: Sequence[str] | None = None,
     keep: str | None = None,
 ) -> nn.Module:
     """Return a copy of the model that runs on packed weights; its `compression` reports the outcome for each layer.
 
     Linear, Conv2d and LSTM layers, and GPT-2's Conv1D, are packed where that is faster than the dense layer on this
-    machine for the `example`: a batch, the shape of one sample, or a tuple or dictionary of the model's arguments.
-    Without one, a linear layer and an LSTM are timed on one vector, and a convolution stays dense. A ReLU that follows
-    a layer in a Sequential is part of it: packed layers compute it themselves, and so do convolutions that stay dense
-    on a GPU, where cuDNN's single kernel for both is faster.
+    machine, each in the format that is fastest, for the `example`: a batch, the shape of one sample, or a tuple or
+    dictionary of the model's arguments. Without one, a linear layer and an LSTM are timed on one vector, and a
+    convolution stays dense. A ReLU that follows a layer in a Sequential is part of it: packed layers compute it
+    themselves, and so do convolutions that stay dense on a GPU, where cuDNN's single kernel for both is faster.
 
     Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
     caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
@@ -79,19 +88,25 @@ def compress(
         block: the width of the blocks; found in the weights by default.
         dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
         policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
+        formats: the storage formats to choose from, of "balanced" and "unstructured"; both by default. With a `block`,
+            only "balanced".
         patience: seconds for which the whole model is timed; each layer is timed for a third of that.
         keep: deprecated name of `policy`.
     """
     policy = policy if keep is None else keep
     if policy not in POLICIES:
         raise unknown_name_error("policy", policy, POLICIES)
+    formats = (list(FORMATS) if block is None else [BalancedTensor.format_name]) if formats is None else formats
+    for name in formats:
+        if name not in FORMATS:
+            raise unknown_name_error("format", name, FORMATS)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = unwrap(model)
     occupied = isinstance(getattr(dense, "compression", None), (nn.Module, Tensor))
     require(not occupied, "the model has a part of its own called 'compression', where the report would be: rename it.")
     refuse_computed_weights(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)
-    options = LayerOptions(block, dtype, policy, patience * LAYER_PATIENCE, cache_flusher_for(dense))
+    options = LayerOptions(block, dtype, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
     packed, layers = pack_layers(dense, inputs, options)
     fused = [layer.name for layer in layers if layer.saved]
     fuse_relus(packed, fused)
@@ -179,30 +194,37 @@ def assess_layer(
     fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
     fields["sparsity"] = sparsity
     obstacle = find_obstacle(layer, weights, options.dtype)
-    packed_weights = {} if obstacle else pack_weights(weights, options.block, options.dtype)
-    packed = build_packed_layer(layer, packed_weights) if packed_weights else None
-    if isinstance(packed, PackedWeightLayer):
-        packed.relu = relu is not None
-    times = time_layer(layer, packed, relu, first, inputs, options.flush, options.patience)
+    candidates = {} if obstacle else pack_candidates(weights, options)
+    packed_layers = {name: build_packed_layer(layer, candidate) for name, candidate in candidates.items()}
+    for packed in packed_layers.values():
+        if isinstance(packed, PackedWeightLayer):
+            packed.relu = relu is not None
+    times = time_layer(layer, packed_layers, relu, first, inputs, options.flush, options.patience)
     dense_seconds = min((times[way] for way in ("dense", "fused") if way in times), default=0.0)
     fields["saved"] = times.get("dense", 0.0) - dense_seconds
     with_relu = WITH_RELU * (fields["saved"] > 0)
-    if packed is None:
+    if not candidates:
         too_dense = f"{sparsity:.0%} zeros are too few"
         reason = obstacle or (too_dense if sparsity < MIN_SPARSITY else "no blocks with equal counts were found")
         return LayerReport(**fields, packed=False, reason=reason + with_relu), None
-    main = next(iter(packed_weights.values()))
+    sizes = {name: packed_bytes(weights, candidate) for name, candidate in candidates.items()}
+    chosen = min(candidates, key=lambda name: (times.get(name, 0.0), sizes[name]))
+    main = next(iter(candidates[chosen].values()))
+    if isinstance(main, BalancedTensor):
+        fields |= {"block": main.block, "kept": main.kept}
+    seconds = (dense_seconds, times[chosen]) if times else None
     dense_bytes = sum(w.nbytes for w in weights.values())
-    packed_bytes = sum(
-        packed_weights[leaf].nbytes if leaf in packed_weights else w.nbytes for leaf, w in weights.items()
-    )
-    seconds = (dense_seconds, times["packed"]) if times else None
-    fields |= {"block": main.block, "kept": main.kept, "bytes": (dense_bytes, packed_bytes), "seconds": seconds}
+    fields |= {"format": chosen, "bytes": (dense_bytes, sizes[chosen]), "seconds": seconds}
     if options.policy == "all" or (seconds is not None and seconds[1] < seconds[0]):
         reason = "packed" if seconds is None else describe_speed(*seconds)
-        return LayerReport(**fields, packed=True, reason=reason), packed
+        return LayerReport(**fields, packed=True, reason=reason), packed_layers[chosen]
     slower = "not timed without an example" if seconds is None else "dense is faster here"
-    return LayerReport(**fields, packed=False, reason=slower + with_relu), packed
+    return LayerReport(**fields, packed=False, reason=slower + with_relu), packed_layers[chosen]
+
+
+def packed_bytes(weights: Mapping[str, Tensor], packed: Mapping[str, PackedTensor]) -> int:
+    """Return the bytes of a layer's weights, packed where they have a packed form."""
+    return sum(packed[leaf].nbytes if leaf in packed else weight.nbytes for leaf, weight in weights.items())
 
 
 def describe_speed(dense: float, packed: float) -> str:
@@ -225,15 +247,43 @@ def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dty
     return None
 
 
-def pack_weights(weights: dict[str, Tensor], block: int | None, dtype: torch.dtype | None) -> dict[str, BalancedTensor]:
-    """Return the packed forms of the weights that are sparse enough, by parameter name."""
-    packed_weights = {}
+def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[str, dict[str, PackedTensor]]:
+    """Return the packed forms of the weights that are sparse enough, by format and parameter name.
+
+    A small layer with a balanced mask has no other form: the formats hardly differ there.
+    """
+    sparse = {leaf: w for leaf, w in weights.items() if w.count_nonzero() <= (1 - MIN_SPARSITY) * w.numel()}
+    candidates: dict[str, dict[str, PackedTensor]] = {}
+    if BalancedTensor.format_name in options.formats:
+        candidates[BalancedTensor.format_name] = pack_balanced(sparse, options.block, options.dtype)
+    balanced = candidates.get(BalancedTensor.format_name, {})
+    settled = all(leaf in balanced and is_balanced(w, balanced[leaf]) for leaf, w in sparse.items())
+    small = sum(weight.numel() for weight in sparse.values()) < SMALL_WEIGHT
+    supported = all(weight.device.type in UNSTRUCTURED_BACKENDS for weight in sparse.values())
+    if UnstructuredTensor.format_name in options.formats and supported and not (settled and small):
+        candidates[UnstructuredTensor.format_name] = {
+            leaf: UnstructuredTensor.from_dense(w).to(options.dtype or w.dtype) for leaf, w in sparse.items()
+        }
+    return {name: packed for name, packed in candidates.items() if packed}
+
+
+def is_balanced(weight: Tensor, packed: PackedTensor) -> bool:
+    """Return whether nearly all values that are stored for a weight's blocks are nonzero."""
+    assert isinstance(packed, BalancedTensor)
+    stored = weight.shape[0] * packed.values.shape[1] * packed.kept
+    return int(weight.count_nonzero()) >= MIN_BALANCED_FILL * stored
+
+
+def pack_balanced(
+    weights: Mapping[str, Tensor], block: int | None, dtype: torch.dtype | None
+) -> dict[str, PackedTensor]:
+    """Return the balanced forms of the weights that gain by it, by parameter name."""
+    packed_weights: dict[str, PackedTensor] = {}
     for leaf, weight in weights.items():
-        if weight.count_nonzero() <= (1 - MIN_SPARSITY) * weight.numel():
-            packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
-            # Where the blocks differ in count, the fullest one decides how many values are stored for each.
-            if packed.values[:1, :, :, 0].numel() <= (1 - MIN_SPARSITY) * packed.matrix[1]:
-                packed_weights[leaf] = packed.to(dtype or weight.dtype)
+        packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
+        # Where the blocks differ in count, the fullest one decides how many values are stored for each.
+        if packed.values[:1, :, :, 0].numel() <= (1 - MIN_SPARSITY) * packed.matrix[1]:
+            packed_weights[leaf] = packed.to(dtype or weight.dtype)
     return packed_weights
 
 
@@ -281,14 +331,14 @@ def collect_layer_inputs(model: nn.Module, inputs: ModelInputs) -> dict[str, Mod
 
 def time_layer(
     dense: nn.Module,
-    packed: PackedLayer | None,
+    packed: Mapping[str, PackedLayer],
     relu: nn.Module | None,
     weight: Tensor,
     inputs: ModelInputs | None,
     flush: Callable[[], None] | None,
     patience: float,
 ) -> dict[str, float]:
-    """Return the seconds of a layer dense, packed, and fused where cuDNN computes the ReLU too.
+    """Return the seconds of a layer dense, in each packed form, and fused where cuDNN computes the ReLU too.
 
     The input is the one that the layer receives in the model, else one vector. Nothing is timed where there is no
     choice, nor a convolution whose input is unknown. The ReLU that follows is part of every time; where the output is
@@ -299,13 +349,12 @@ def time_layer(
             return {}
         size = weight.shape[1]
         inputs = ModelInputs((torch.randn(1, *([1] * isinstance(dense, nn.LSTM)), size).to(weight),))
-    layers = {"dense": dense}
+    layers: dict[str, nn.Module] = {"dense": dense}
     if relu is not None and Conv2dReLU.can_replace(dense):
         fused = Conv2dReLU.from_conv2d(dense)
         if inputs.call(fused.can_use_cudnn):
             layers["fused"] = fused
-    if packed is not None:
-        layers["packed"] = packed
+    layers |= packed
     if len(layers) == 1:
         return {}
     modes = {way: layer.training for way, layer in layers.items()}
@@ -317,11 +366,12 @@ def time_layer(
         y = inputs.call(dense)
         return y if relu is None else relu(y)
 
-    def call_packed() -> Any:
-        y = inputs.call(packed)  # type: ignore[arg-type]
+    def call_packed(layer: PackedLayer) -> Any:
+        y = inputs.call(layer)
         return y.contiguous(memory_format=torch.channels_last) if channels_last else y
 
-    calls = {"dense": call_dense, "fused": lambda: inputs.call(fused), "packed": call_packed}
+    calls: dict[str, Callable[[], Any]] = {"dense": call_dense, "fused": lambda: inputs.call(fused)}
+    calls |= {way: partial(call_packed, layer) for way, layer in packed.items()}
     seconds = median_seconds([calls[way] for way in layers], weight.device, before=flush, patience=patience)
     for way, layer in layers.items():
         layer.train(modes[way])

@@ -27,7 +27,8 @@ class LayerReport:
     sparsity: float
     packed: bool
     reason: str
-    block: int | None = None
+    format: str | None = None  # the packed form that is fastest, whether it is used or not
+    block: int | None = None  # of a balanced form
     kept: int | None = None
     bytes: tuple[int, int] | None = None  # dense, packed
     seconds: tuple[float, float] | None = None  # dense, packed; with the ReLU that follows
@@ -65,15 +66,16 @@ class Compression(TableView):
         return {"batch": self.batch, **times, "caches": self.caches, "layers": layers}
 
     def __rich__(self) -> Table:
-        table = Table("layer", "shape", "zeros", "blocks", "bytes", "dense, µs", "packed, µs", "", show_footer=True)
+        table = Table("layer", "shape", "zeros", "format", "bytes", "dense, µs", "packed, µs", "", show_footer=True)
         if any(layer.seconds for layer in self.layers):
             table.caption = f"layers timed alone, with {self.caches} caches{self.describe_plain_calls()}"
         for layer in self.layers:
             sizes = "" if layer.bytes is None else f"{layer.bytes[0]:,} → {layer.bytes[1]:,}"
             times = ("", "") if layer.seconds is None else [f"{1e6 * s:,.1f}" for s in layer.seconds]
-            blocks = "" if layer.block is None else f"{layer.kept} of {layer.block}"
+            form = layer.format or ""
+            form = form if layer.block is None else f"{form}, {layer.kept} of {layer.block}"
             shape = "×".join(map(str, layer.shape))
-            table.add_row(layer.name, shape, f"{layer.sparsity:.1%}", blocks, sizes, *times, layer.reason)
+            table.add_row(layer.name, shape, f"{layer.sparsity:.1%}", form, sizes, *times, layer.reason)
         if self.seconds:
             table.columns[0].footer = f"whole model, batch {self.batch}"
             table.columns[5].footer = f"{1e6 * self.seconds['dense']:,.1f}"

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from .. import models
 from ..errors import PomonaError, require
-from .format import BalancedTensor
+from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
+from .packed_tensor import PackedTensor
 from .surgery import choose_encoder_paths, fuse_relus, replace_module
 from .weight_encodings import decode_tensors, encode_tensors
 
 VERSION = 1  # of the file format
 ENCODED_VERSION = 2  # of a file with encoded weights, which the first version did not have
+UNSTRUCTURED_VERSION = 3  # of a file with packed weights that are not balanced
 METADATA_KEY = "pomona"
 
 
@@ -52,7 +54,9 @@ def save(
     }
     packed = {name: m.file_metadata() for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
-    header = {"version": VERSION, "model": network and dict(network), "packed": packed, "fused": fused}
+    balanced = all("block" in weight for layer in packed.values() for weight in layer.values())
+    version = VERSION if balanced else UNSTRUCTURED_VERSION
+    header = {"version": version, "model": network and dict(network), "packed": packed, "fused": fused}
     if encoding is not None:
         require(not packed, "the weights of a compressed model are packed already: encode pm.decompress(model).")
         tensors, header["encoded"] = encode_tensors(tensors, encoding)
@@ -84,8 +88,9 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {first_line(error)}.") from error
     require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
     version = header.get("version")
-    known = version in (VERSION, ENCODED_VERSION)
-    require(known, f"'{path}' has format version {version!r}, and this pomona reads up to version {ENCODED_VERSION}.")
+    known = version in (VERSION, ENCODED_VERSION, UNSTRUCTURED_VERSION)
+    latest = UNSTRUCTURED_VERSION
+    require(known, f"'{path}' has format version {version!r}, and this pomona reads up to version {latest}.")
     stored = header.pop("digest", None)
     require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")
     try:
@@ -127,13 +132,8 @@ def fill_network(
     for name, metadata in packed.items():
         layer = model.get_submodule(name)
         weights = {
-            leaf: BalancedTensor(
-                tensors[f"{name}.{leaf}_values".lstrip(".")],
-                tensors[f"{name}.{leaf}_indices".lstrip(".")],
-                torch.Size(size["shape"]),
-                size["block"],
-            ).verify()
-            for leaf, size in metadata.items()
+            leaf: read_packed_weight(f"{name}.{leaf}".lstrip("."), described, tensors)
+            for leaf, described in metadata.items()
         }
         for leaf, weight in weights.items():
             expected = read_weights(layer)[leaf].shape
@@ -154,6 +154,12 @@ def fill_network(
         f"the file has no values for {', '.join(missing[:3])}: pass a model that has them, pm.load(path, model).",
     )
     return model
+
+
+def read_packed_weight(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PackedTensor:
+    """Return the packed weight that a file stores under a name; raise PomonaError for contents that are not of one."""
+    packed_format = find_format(metadata)
+    return packed_format.from_parts([tensors[f"{name}_{part}"] for part in packed_format.part_names], metadata).verify()
 
 
 def checksum(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

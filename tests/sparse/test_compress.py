@@ -111,7 +111,7 @@ def test_layers_that_are_slower_packed_stay_dense(net: nn.Module, monkeypatch: p
     monkeypatch.setattr(
         module,
         "time_layer",
-        lambda dense, *_: {"dense": 2.0, "packed": 1.0 if isinstance(dense, nn.LSTM) else 3.0},
+        lambda dense, *_: {"dense": 2.0, "balanced": 1.0 if isinstance(dense, nn.LSTM) else 3.0},
     )
     monkeypatch.setattr(module, "time_models", lambda sides, *_: (dict(zip(sides, [2.0, 1.0, 1.0], strict=True)), {}))
     x = torch.randn(2, 4, 6, 6)
@@ -126,7 +126,7 @@ def test_layers_that_are_slower_packed_stay_dense(net: nn.Module, monkeypatch: p
 
 def test_a_model_that_is_slower_as_a_whole_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[find_block.__module__]
-    monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 2.0, "packed": 1.0})
+    monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 2.0, "balanced": 1.0})
     measured = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # on the device, and as plain calls
     monkeypatch.setattr(
         module, "time_models", lambda sides, *_: tuple(dict(zip(sides, t, strict=True)) for t in measured)
@@ -232,7 +232,7 @@ def test_layers_that_stay_dense_have_a_reason() -> None:
     uneven = model[1].weight.data
     uneven[:] = 0
     uneven[:4] = 1.0  # full rows among empty ones
-    result = report(compress(model))
+    result = report(compress(model, formats=["balanced"]))
     assert result.dense == {
         "0": "0% zeros are too few",
         "1": "no blocks with equal counts were found",
@@ -273,6 +273,7 @@ def test_compiled_and_exported() -> None:
         ({"policy": "fast"}, "unknown policy 'fast': did you mean 'faster'"),
         ({"dtype": torch.int8}, "float32, float16 or bfloat16, got torch.int8"),
         ({"block": 0, "policy": "all"}, "columns wide, got 0"),
+        ({"formats": ["unstructuerd"]}, "unknown format 'unstructuerd': did you mean 'unstructured'"),
         ({"example": "x"}, "such as"),
     ],
 )

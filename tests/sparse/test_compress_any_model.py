@@ -304,8 +304,10 @@ class TestDenseProducts:
         layer = make_linear()
         packed, x = compress(layer, policy="all"), change(torch.randn(3, 64))
         made: list[Tensor] = []
-        unpack = product.unpack_matrix
-        monkeypatch.setattr(product, "unpack_matrix", lambda *given: made.append(y := unpack(*given)) or y)
+        unpack = BalancedTensor.unpack
+        monkeypatch.setattr(
+            BalancedTensor, "unpack", staticmethod(lambda *given: made.append(y := unpack(*given)) or y)
+        )
         product.warn_about_dense_product.cache_clear()
         with pytest.warns(UserWarning, match=f"multiplied as dense ones for .*{reason}"):
             y = packed(x)

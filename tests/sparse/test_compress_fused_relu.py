@@ -52,7 +52,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
         module = sys.modules[find_block.__module__]
 
         def return_layer_times(sides: Sequence[Callable[[], Any]], *_: Any, **__: Any) -> list[float]:
-            ways = ["dense", "fused", "packed"] if len(sides) == 3 else ["dense", "packed"]
+            ways = ["dense", "fused", "balanced"] if len(sides) == 3 else ["dense", "balanced"]
             outputs = [side() for side in sides]
             assert all(torch.allclose(y, outputs[0], atol=1e-5) for y in outputs)
             grouped = len(sides) == 2 and outputs[0].shape == (2, 8, 4, 4)
@@ -85,21 +85,21 @@ PACKED_REST = [PackedConv2d, nn.Flatten, PackedLinear, Fused]
     ("alone", "expected", "reason", "seconds", "saved"),
     [
         (
-            {"dense": 3.0, "fused": 2.0, "packed": 1.0},
+            {"dense": 3.0, "fused": 2.0, "balanced": 1.0},
             [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST],
             "2.0× faster",
             (2, 1),
             1,
         ),
         (
-            {"dense": 3.0, "fused": 1.0, "packed": 3.5},
+            {"dense": 3.0, "fused": 1.0, "balanced": 3.5},
             [*FUSED_PAIR, *FUSED_PAIR, *DENSE_REST],
             "dense is faster here" + WITH_RELU,
             (1, 3.5),
             2,
         ),
         (
-            {"dense": 1.0, "fused": 2.0, "packed": 3.0},
+            {"dense": 1.0, "fused": 2.0, "balanced": 3.0},
             [nn.Conv2d, nn.ReLU, nn.Conv2d, nn.ReLU, *DENSE_REST],
             "dense is faster here",
             (1, 3),
@@ -137,7 +137,7 @@ def test_the_fastest_of_dense_fused_and_packed_is_chosen(
 
 
 def test_policy_all_still_fuses_convolutions_that_cannot_be_packed(cudnn: Cudnn, set_times: SetTimes) -> None:
-    set_times({"dense": 3.0, "fused": 1.0, "packed": 4.0}, EVEN)
+    set_times({"dense": 3.0, "fused": 1.0, "balanced": 4.0}, EVEN)
     assert child_types(compress(network(), sample(), policy="all")) == [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST]
 
 
@@ -160,7 +160,7 @@ def test_a_model_is_never_slower_than_its_fastest_dense_form(
     set_times: SetTimes,
 ) -> None:
     whole = {"dense": dense, DENSE_FUSED: fused, "all packed": 9.0, "compressed": compressed}
-    set_times({"dense": 5.0, "fused": 4.0, "packed": 1.0}, whole)
+    set_times({"dense": 5.0, "fused": 4.0, "balanced": 1.0}, whole)
     compressed_model = compress(network(), sample())
     assert child_types(compressed_model)[:2] == expected
     result = report(compressed_model)
@@ -181,17 +181,17 @@ def test_a_model_without_sparse_layers_is_fused_too(cudnn: Cudnn, monkeypatch: p
 
 
 def test_without_cudnn_nothing_changes(set_times: SetTimes) -> None:
-    set_times({"dense": 1.0, "packed": 2.0}, EVEN)
+    set_times({"dense": 1.0, "balanced": 2.0}, EVEN)
     compressed_model = compress(network(), sample())
     assert child_types(compressed_model) == child_types(network())
     assert set(report(compressed_model).seconds) == {"dense", "all packed", "compressed"}
 
 
 def test_a_compressed_model_can_be_compressed_again(cudnn: Cudnn, set_times: SetTimes) -> None:
-    set_times({"dense": 3.0, "fused": 1.0, "packed": 2.0}, EVEN)
+    set_times({"dense": 3.0, "fused": 1.0, "balanced": 2.0}, EVEN)
     compressed_model = compress(network(), sample())
     assert child_types(compressed_model) == [*FUSED_PAIR, *FUSED_PAIR, *PACKED_REST]
-    set_times({"dense": 3.0, "fused": 2.0, "packed": 1.0}, EVEN)
+    set_times({"dense": 3.0, "fused": 2.0, "balanced": 1.0}, EVEN)
     again = compress(compressed_model, sample())
     assert child_types(again) == [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST]
     assert child_types(compressed_model)[:2] == FUSED_PAIR
@@ -199,7 +199,7 @@ def test_a_compressed_model_can_be_compressed_again(cudnn: Cudnn, set_times: Set
 
 
 def test_compiled_and_exported_models_do_not_call_cudnn_directly(cudnn: Cudnn, set_times: SetTimes) -> None:
-    set_times({"dense": 3.0, "fused": 1.0, "packed": 2.0}, EVEN)
+    set_times({"dense": 3.0, "fused": 1.0, "balanced": 2.0}, EVEN)
     model, x = network(), sample()
     compressed_model = compress(model, x).eval()
     calls = cudnn.calls
@@ -218,7 +218,7 @@ def test_compiled_and_exported_models_do_not_call_cudnn_directly(cudnn: Cudnn, s
 
 @pytest.fixture
 def compressed_model(cudnn: Cudnn, set_times: SetTimes) -> nn.Module:
-    set_times({"dense": 3.0, "fused": 1.0, "packed": 2.0}, EVEN)
+    set_times({"dense": 3.0, "fused": 1.0, "balanced": 2.0}, EVEN)
     return compress(network(), sample())
 
 

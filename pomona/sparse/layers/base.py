@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..format import BalancedTensor
-from ..ops import balanced
-from ..ops.product import unpack_once, warn_about_dense_product
+from ..formats import FORMATS
+from ..ops.dense_product import unpack_and_keep, warn_about_dense_product
+from ..packed_tensor import PackedTensor
 
 # Device types with one operator for a whole convolution or LSTM; elsewhere these layers are made of products.
 WHOLE_LAYER_DEVICES = {"cuda"}
@@ -56,7 +57,7 @@ def is_channels_last(images: Tensor) -> bool:
 
 
 class PackedLayer(nn.Module):
-    """A layer with packed weights, whose values and indices are among its buffers.
+    """A layer with packed weights, whose values, indices and other parts are among its buffers.
 
     It has the options of the dense layer that it replaces, under the same names, and the hooks of its calls.
     """
@@ -66,25 +67,31 @@ class PackedLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.shapes: dict[str, torch.Size] = {}
-        self.blocks: dict[str, int] = {}
-        self.sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and block, as the operator takes them
+        self.formats: dict[str, str] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
+        self.blocks: dict[str, int] = {}  # of balanced weights
+        self.sizes: dict[str, tuple[int, ...]] = {}  # rows and columns first, as the operator takes them
+        self.part_buffers: dict[str, tuple[str, ...]] = {}  # the names of the buffers that hold a weight's parts
         for option in self.options:
             setattr(self, option, getattr(layer, option))
         copy_call_hooks(layer, self)
         self.train(layer.training)
 
-    def register_packed_weight(self, name: str, packed: BalancedTensor) -> None:
+    def register_packed_weight(self, name: str, packed: PackedTensor) -> None:
         """Hold a packed weight under the name of the dense parameter."""
-        self.shapes[name], self.blocks[name] = packed.shape, packed.block
-        self.sizes[name] = (*packed.matrix, packed.block)
-        self.register_buffer(f"{name}_values", packed.values)
-        self.register_buffer(f"{name}_indices", packed.indices)
+        self.shapes[name], self.formats[name] = packed.shape, packed.format_name
+        self.metadata[name], self.sizes[name] = packed.metadata, packed.sizes
+        self.part_buffers[name] = tuple(f"{name}_{part}" for part in packed.part_names)
+        if isinstance(packed, BalancedTensor):
+            self.blocks[name] = packed.block
+        for buffer, part in zip(self.part_buffers[name], packed.parts, strict=True):
+            self.register_buffer(buffer, part)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLayer:
         super()._apply(fn, recurse)
-        # A memory format is meant for images and dense weights, but packed tensors have four dimensions too.
-        for name in self.shapes:
-            for buffer in (f"{name}_values", f"{name}_indices"):
+        # A memory format is meant for images and dense weights, but packed tensors may have four dimensions too.
+        for buffers in self.part_buffers.values():
+            for buffer in buffers:
                 self._buffers[buffer] = self.read_buffer(buffer).contiguous()
         return self
 
@@ -92,27 +99,30 @@ class PackedLayer(nn.Module):
         """Return a buffer without the lookup time of `nn.Module.__getattr__`."""
         return self._buffers[name]  # type: ignore[return-value]
 
-    def packed_weight(self, name: str) -> BalancedTensor:
-        """Return the packed weight of the dense parameter `name`."""
-        values, indices = self.read_buffer(f"{name}_values"), self.read_buffer(f"{name}_indices")
-        return BalancedTensor(values, indices, self.shapes[name], self.blocks[name])
+    def read_parts(self, name: str) -> list[Tensor]:
+        """Return the tensors of the packed weight of the dense parameter `name`."""
+        return [self._buffers[buffer] for buffer in self.part_buffers[name]]  # type: ignore[misc]
 
-    def packed_weights(self) -> Iterator[tuple[str, BalancedTensor]]:
+    def packed_weight(self, name: str) -> PackedTensor:
+        """Return the packed weight of the dense parameter `name`."""
+        return FORMATS[self.formats[name]].from_parts(self.read_parts(name), self.metadata[name])
+
+    def packed_weights(self) -> Iterator[tuple[str, PackedTensor]]:
         """Yield the name of each packed parameter with its packed weight."""
         return ((name, self.packed_weight(name)) for name in self.shapes)
 
     def multiply_packed(
         self, name: str, x: Tensor, bias: Tensor | None, relu: bool = False, transposed: bool = False
     ) -> Tensor:
-        """Return the product of x with the packed weight `name`, by `torch.ops.pomona.balanced`."""
-        packed = self.read_buffer(f"{name}_values"), self.read_buffer(f"{name}_indices")
-        return balanced(x, *packed, bias, *self.sizes[name], relu, transposed)
+        """Return the product of x with the packed weight `name`, by the operator of its format."""
+        product = FORMATS[self.formats[name]].product
+        return product(x, *self.read_parts(name), bias, *self.sizes[name], relu, transposed)
 
     def unpack_for_autograd(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the dense weight `name` in a dtype, kept for the next call, for inputs that need a gradient."""
         warn_about_dense_product("an input that needs a gradient")
-        packed = self.read_buffer(f"{name}_values"), self.read_buffer(f"{name}_indices")
-        return unpack_once(*packed, *self.sizes[name], dtype).view(self.shapes[name])
+        unpack = FORMATS[self.formats[name]].unpack
+        return unpack_and_keep(unpack, self.read_parts(name), self.sizes[name], dtype).view(self.shapes[name])
 
     def empty_dense_layer(self) -> nn.Module:
         """Return the dense layer on the meta device, without values."""
@@ -135,7 +145,7 @@ class PackedLayer(nn.Module):
 
     def file_metadata(self) -> dict[str, Any]:
         """Return everything but the buffers as plain values, for the header of a file."""
-        return {name: {"shape": list(shape), "block": self.blocks[name]} for name, shape in self.shapes.items()}
+        return dict(self.metadata)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}: {packed!r}" for name, packed in self.packed_weights())
@@ -147,7 +157,7 @@ class PackedWeightLayer(PackedLayer):
     bias: Tensor | None
     relu = False
 
-    def __init__(self, layer: nn.Linear | nn.Conv2d, weight: BalancedTensor) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer)
         self.register_packed_weight("weight", weight)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())

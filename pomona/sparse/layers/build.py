@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ...core.layer_kind import stores_outputs_second
-from ..format import BalancedTensor
+from ..packed_tensor import PackedTensor
 from .base import PackedLayer
 from .conv2d import PackedConv2d
 from .linear import PackedConv1D, PackedLinear
@@ -32,7 +32,7 @@ def read_weights(layer: nn.Module) -> dict[str, Tensor]:
     return {leaf: w.T for leaf, w in weights.items()} if stores_outputs_second(layer) else weights
 
 
-def build_packed_layer(layer: nn.Module, weights: Mapping[str, BalancedTensor]) -> PackedLayer:
+def build_packed_layer(layer: nn.Module, weights: Mapping[str, PackedTensor]) -> PackedLayer:
     """Return the packed form of a packable layer, given its packed weights by parameter name."""
     if isinstance(layer, nn.LSTM):
         return PackedLSTM(layer, weights)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from ...errors import PomonaError
 from ..conv_geometry import ConvGeometry
 from ..cuda.conv2d import supports_convolution
-from ..format import BalancedTensor
 from ..ops import balanced_conv2d
+from ..packed_tensor import PackedTensor
 from .base import WHOLE_LAYER_DEVICES, PackedWeightLayer, cast_for_autocast, is_channels_last, needs_gradient
 
 
@@ -32,7 +32,7 @@ class PackedConv2d(PackedWeightLayer):
     dilation: tuple[int, int]
     padding_mode: str
 
-    def __init__(self, layer: nn.Conv2d, weight: BalancedTensor) -> None:
+    def __init__(self, layer: nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer, weight)
         self.border = list(layer._reversed_padding_repeated_twice)  # left, right, top, bottom, as `F.pad` takes them
         padding = self.border[2], self.border[0]
@@ -68,12 +68,14 @@ class PackedConv2d(PackedWeightLayer):
         """Return whether one kernel computes the whole convolution of these images."""
         if x.device.type not in WHOLE_LAYER_DEVICES or not self.has_symmetric_zero_border():
             return False
-        values, block = self.read_buffer("weight_values"), self.blocks["weight"]
+        values, block = self.read_buffer("weight_values"), self.blocks.get("weight")
+        if block is None:  # not balanced
+            return False
         return x.dtype == values.dtype and supports_convolution(x.dtype, values.shape[2], block, self.geometry)
 
     def convolve_whole(self, x: Tensor) -> Tensor:
         """Return the convolution by the operator that gathers the columns from the images itself."""
-        rows, _, block = self.sizes["weight"]
+        rows, block = self.out_channels, self.blocks["weight"]
         packed = self.read_buffer("weight_values"), self.read_buffer("weight_indices"), self.read_buffer("bias")
         return balanced_conv2d(x, *packed, rows, block, *self.geometry.pairs, self.relu)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import PomonaError
-from ..format import BalancedTensor
+from ..packed_tensor import PackedTensor
 from .base import PackedWeightLayer, cast_for_autocast, needs_gradient
 
 
@@ -42,7 +42,7 @@ class PackedConv1D(PackedLinear):
     nx: int
     nf: int
 
-    def __init__(self, layer: nn.Module, weight: BalancedTensor) -> None:
+    def __init__(self, layer: nn.Module, weight: PackedTensor) -> None:
         super().__init__(layer, weight)  # type: ignore[arg-type]
         self.in_features, self.out_features, self.dense_class = self.nx, self.nf, type(layer)
 

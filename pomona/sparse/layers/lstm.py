@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..cuda.launcher import MAX_WARP_BLOCK
 from ..cuda.lstm import MAX_VECTORS
-from ..format import DTYPES, BalancedTensor
 from ..ops import balanced_lstm
-from ..ops.lstm import pack_joint_weights
 from ..ops.dense_product import warn_about_dense_product
+from ..ops.lstm import pack_joint_weights
+from ..packed_tensor import DTYPES, PackedTensor
 from .base import WHOLE_LAYER_DEVICES, PackedLayer, needs_gradient
 
 JOINT_PARTS = ("values", "indices", "biases")
@@ -37,7 +37,7 @@ class PackedLSTM(PackedLayer):
     dropout: float
     bidirectional: bool
 
-    def __init__(self, layer: nn.LSTM, weights: Mapping[str, BalancedTensor]) -> None:
+    def __init__(self, layer: nn.LSTM, weights: Mapping[str, PackedTensor]) -> None:
         super().__init__(layer)
         self.has_bias = layer.bias
         for name, parameter in layer.named_parameters():

@@ -58,7 +58,7 @@ def compute_product(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | N
 
 def unpack_once(values: Tensor, indices: Tensor, rows: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
     """Return the dense matrix in a dtype; it is kept for the next call, until the packed values change or are freed."""
-    return unpack_and_keep(unpack_matrix, (values, indices), (rows, columns, block), dtype)
+    return unpack_and_keep(BalancedTensor.unpack, (values, indices), (rows, columns, block), dtype)
 
 
 def fake_product(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, rows: int, columns: int, block: int,
