@@ -93,7 +93,8 @@ class UnstructuredTensor(PackedTensor):
         expected = torch.full((slices * SLICE_ROWS,), NO_ROW, dtype=torch.int32, device=self.device)
         expected[:rows] = torch.arange(rows, dtype=torch.int32)
         padding_first = expected.sort().values
-        each_once = (self.lanes.view(-1, slices * SLICE_ROWS).sort(1).values == padding_first).all()
+        bands = self.lanes.view(-(-columns // BAND_COLUMNS), slices * SLICE_ROWS)
+        each_once = (bands.sort(1).values == padding_first).all()
         require(bool(each_once), f"the lanes of a band are not the {rows} rows of the matrix.")
         row, column = locate_values(self.indices, starts, self.lanes, slices)
         require(bool((column < columns).all()), f"an index is outside the {columns} columns of the matrix.")

@@ -1,4 +1,4 @@
-"""Balanced weights and networks, shared by the tests of packed weights."""
+"""Sparse weights and networks, shared by the tests of packed weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ def balanced_weight(*shape: int, block: int, kept: int, seed: int = 0, dtype: to
     """Return a random weight that keeps `kept` of every `block`."""
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return torch.where(select_per_block(weight.abs(), block, kept), weight, 0).to(dtype)
+
+
+def unstructured_weight(rows: int, columns: int, sparsity: float, seed: int = 0) -> Tensor:
+    """Return a random weight without its smallest values, with rows of unequal scale and thus of unequal length."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+    pruned = weight.abs().flatten().argsort()[: round(sparsity * weight.numel())]
+    return weight.flatten().index_fill(0, pruned, 0).view(rows, columns)
+
+
+def prune_unstructured(model: nn.Module, sparsity: float) -> nn.Module:
+    """Prune the smallest values of every weight, of rows that get unequal scales; return the model in eval mode."""
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.ndim > 1 and "embedding" not in name:
+            matrix = unstructured_weight(parameter.shape[0], parameter[0].numel(), sparsity, seed)
+            parameter.data.copy_((matrix / matrix.shape[1] ** 0.5).view(parameter.shape))
+    return model.eval()
 
 
 def prune_balanced(model: nn.Module, block: int, kept: int) -> nn.Module:
