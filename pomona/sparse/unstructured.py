@@ -52,7 +52,7 @@ class UnstructuredTensor(PackedTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
-        validate_unstructured(*self.parts, *self.matrix)
+        validate_unstructured(self.values, self.indices, self.starts, self.lanes, *self.matrix)
 
     @property
     def sizes(self) -> tuple[int, int]:
