@@ -36,9 +36,9 @@ def bench(
 ) -> None:
     """Time dense and sparse kernels side by side.
 
-    Compares dense, CSR, 2:4, block-sparse and balanced kernels. Every output is compared with a float64 reference. A
-    network is pruned in balanced blocks, and timed layer by layer and as a whole. Without arguments: 1024x1024 and
-    4096x4096.
+    Compares dense, CSR, 2:4, block-sparse, balanced and unstructured kernels. Every output is compared with a float64
+    reference. A network is pruned in balanced blocks, and timed layer by layer and as a whole. Without arguments:
+    1024x1024 and 4096x4096.
     """
     import torch
 

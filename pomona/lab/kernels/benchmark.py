@@ -1,4 +1,4 @@
-"""The benchmark of `pomona bench`: dense, CSR, 2:4, block-sparse and balanced products, timed in turns.
+"""The benchmark of `pomona bench`: dense, CSR, 2:4, block-sparse, balanced and unstructured products, timed in turns.
 
 All implementations but the dense one keep the same number of weights; balanced and CSR keep the same weights. Every
 output is compared with the product in float64 before it is timed; one of another library that is inaccurate is marked.

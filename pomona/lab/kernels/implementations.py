@@ -1,6 +1,7 @@
-"""The implementations that `pomona bench` compares: dense, CSR, 2:4, block-sparse and balanced matrix products.
+"""The implementations that `pomona bench` compares: dense, CSR, 2:4, block-sparse, balanced and unstructured products.
 
-All implementations but the dense one keep the same number of weights; balanced and CSR keep the same weights.
+All implementations but the dense one keep the same number of weights; balanced and CSR keep the same weights. The
+unstructured one keeps weights of rows that differ in scale, so that its rows differ in length, as after training.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...patterns import Balanced, Block
-from ...sparse import BalancedTensor
+from ...patterns import Balanced, Block, Unstructured
+from ...sparse import BalancedTensor, UnstructuredTensor
 
-DENSE, BALANCED = "dense", "balanced"
+DENSE, BALANCED, UNSTRUCTURED = "dense", "balanced", "unstructured"
+OURS = {BALANCED, UNSTRUCTURED}
+ROW_SCALE = 0.5  # the standard deviation of the logarithm of a row's scale, where rows differ
 TILE_SIZES = {"cpu": 8, "cuda": 32}  # of the block-sparse implementation
 # The largest error that rounding explains, relative to the largest value.
 ROUNDING_LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -48,7 +51,25 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
             implementations.insert(-1, make(name, weight, sparsity))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             missing[name] = first_line(error)
+    if weight.device.type == "cpu":
+        implementations.append(unstructured_implementation(weight, sparsity))
+    else:
+        missing[UNSTRUCTURED] = "needs a CPU"
     return implementations, missing
+
+
+def prune_unequal_rows(weight: Tensor, sparsity: float, seed: int = 0) -> Tensor:
+    """Return a weight without its smallest entries, measured by rows of unequal scale: rows keep unequal counts."""
+    scales = torch.randn(len(weight), 1, generator=torch.Generator().manual_seed(seed)).mul(ROW_SCALE).exp()
+    mask = Unstructured().select_masks([weight.abs() * scales.to(weight)], sparsity)[0]
+    return torch.where(mask, weight, 0)
+
+
+def unstructured_implementation(weight: Tensor, sparsity: float) -> Implementation:
+    """Return the unstructured format, with as many weights as the others."""
+    pruned = prune_unequal_rows(weight, sparsity)
+    packed = UnstructuredTensor.from_dense(pruned)
+    return Implementation(UNSTRUCTURED, packed.linear, pruned, packed.nbytes)
 
 
 def csr_implementations(pruned: Tensor) -> list[Implementation]:
@@ -99,7 +120,7 @@ def measure_error(implementation: Implementation, x: Tensor) -> float:
     exact = x.double() @ implementation.weight.double().T
     output = implementation.run(implementation.arrange(x)).double()
     error = float((output - exact).abs().max() / exact.abs().max())
-    if implementation.name == BALANCED and not is_rounding(error, x.dtype):
+    if implementation.name in OURS and not is_rounding(error, x.dtype):
         raise AssertionError(
             f"{implementation.name} is wrong: it differs from float64 by {error:.1e} of the largest value"
         )

@@ -27,12 +27,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_implementations_of_a_small_matrix() -> None:
     found = bench.benchmark_matrices([(64, 96)], [1, 3], device="cpu", states=["warm"], patience=0.01)
-    assert [r.side for r in found.rows if r.batch == 3] == ["dense", "CSR", "block-sparse 8×8", "balanced", "2:4"]
+    names = ["dense", "CSR", "block-sparse 8×8", "balanced", "unstructured", "2:4"]
+    assert [r.side for r in found.rows if r.batch == 3] == names
     sides = {(r.side, r.batch): r for r in found.rows}
     assert sides["2:4", 1].seconds is None
     assert sides["2:4", 1].note == "needs a GPU"
     assert sides["dense", 1].nbytes == 64 * 96 * 4
     assert sides["balanced", 1].nbytes == 64 * 3 * (3 * 4 + 2)
+    steps, rest = divmod(sides["unstructured", 1].nbytes - 64 * 4 - 5 * 8, 16 * (4 + 2))
+    assert rest == 0
+    assert 16 * steps >= 64 * 9  # the same count, in rows of unequal length
     assert sides["CSR", 3].nbytes == 64 * 9 * 8 + 65 * 4  # the same count, with indices of 32 bits
     assert all(r.error is not None and r.error < 1e-6 for r in found.rows if r.seconds)
     assert all(r.speedup == pytest.approx(sides["dense", r.batch].seconds / r.seconds) for r in found.rows if r.seconds)
