@@ -22,6 +22,7 @@ from results_page import compare_with_paper, format_trained_rows, load_run_store
 
 PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
+UNSTRUCTURED_RECORDS = "unstructured-*.json"
 SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
 # Names of timings in the records of balanced_kernels.py.
 DENSE_FUSED, CHANNELS_LAST = "dense, fused", ", channels last"
@@ -40,6 +41,21 @@ def format_matrices() -> str:
             rows.append([*what, *times, *gains, f"{100 * balanced['limit']:.0f} %"])
     heads = ["machine", "matrix", "batch", "caches", *SIDES, "speed-up over dense", "over CSR", "share of the limit"]
     return format_table(heads, rows)
+
+
+def format_unstructured() -> str:
+    """Return the table of unstructured products, for every matrix, sparsity, batch and state of the caches."""
+    rows = []
+    heads = ("dense", "CSR", "DeepSparse", "balanced", "unstructured", "unstructured, float16")
+    for record in read_records(UNSTRUCTURED_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("rows", "columns", "sparsity", "batch", "state")):
+            seconds = {row["side"]: row["seconds"] for row in group}
+            times = [format_microseconds(seconds[side]) if side in seconds else "" for side in heads]
+            gains = [f"{seconds[side] / seconds['unstructured']:.2f}×" if side in seconds else "" for side in heads[:3]]
+            what = f"{case[0]}×{case[1]}", f"{100 * case[2]:.0f} %", str(case[3]), case[4]
+            rows.append([record["device"], *what, *times, *gains])
+    speed_ups = "speed-up over dense", "over CSR", "over DeepSparse"
+    return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
 
 
 def format_memory() -> str:
@@ -94,12 +110,14 @@ def render() -> str:
     trained = {name: format_trained_rows(compare_with_paper(f"balanced-{name}", store)) for name in names}
     measured = {
         "matrices": format_matrices(),
+        "unstructured": format_unstructured(),
         "memory": format_memory(),
         "targets": format_targets(),
         "workloads": format_workloads(),
         "called": format_workloads("called", "called_"),
     }
-    return fill_page(PAGE, {**trained, **measured, "sources": format_sources(read_records(RECORDS))})
+    sources = [*read_records(RECORDS), *read_records(UNSTRUCTURED_RECORDS)]
+    return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 
 
 if __name__ == "__main__":

@@ -49,6 +49,19 @@ def test_tables_of_products_and_workloads(load_script: Any, empty_results: Path)
     assert writer.format_workloads("called", "called_").splitlines()[2:] == [called, below]
 
 
+def test_table_of_unstructured_products(load_script: Any, empty_results: Path) -> None:
+    writer, place = (
+        load_script("balanced_page"),
+        {"rows": 8, "columns": 4, "sparsity": 0.9, "batch": 1, "state": "cold"},
+    )
+    assert writer.format_unstructured() == load_script("page_helpers").NOT_MEASURED
+    times = {"dense": 6e-6, "CSR": 3e-6, "balanced": 1e-6, "unstructured": 1.5e-6, "unstructured, float16": 1.25e-6}
+    record = {"device": "C", "timings": [{**place, "side": side, "seconds": s} for side, s in times.items()]}
+    (empty_results / "unstructured-cpu.json").write_text(json.dumps(record))
+    line = "| C | 8×4 | 90 % | 1 | cold | 6.0 | 3.0 |  | 1.0 | 1.5 | 1.2 | 4.00× | 2.00× |  |"
+    assert writer.format_unstructured().splitlines()[2:] == [line]
+
+
 def test_dense_networks_are_also_timed_with_fused_relus(load_script: Any) -> None:
     network = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1), nn.ReLU())
     layers = [
