@@ -34,6 +34,7 @@ from .packed_tensor import (
 SLICE_ROWS = 16  # rows of a slice, stored side by side
 BAND_COLUMNS = 1 << 16  # columns that an index of 16 bits can address
 INTEGERS = (torch.int16, torch.int64, torch.int32)  # of indices, starts and lanes
+PACKED_AT_ONCE = 1 << 22  # entries of a matrix that are packed at a time, which bounds the memory for their places
 NO_ROW = -1  # the row of a lane that is padding
 
 
@@ -119,14 +120,17 @@ def pack_band(band: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     starts = lengths.cumsum(0) - lengths
     place = torch.empty_like(order)
     place[order] = torch.arange(rows, device=band.device)
-    row, column = nonzero.nonzero().unbind(1)
-    rank = torch.arange(len(row), device=band.device) - (counts.cumsum(0) - counts)[row]
-    step, lane = starts[place[row] // SLICE_ROWS] + rank, place[row] % SLICE_ROWS
     values = band.new_zeros(int(lengths.sum()), SLICE_ROWS)
-    values[step, lane] = band[row, column]
-    indices = torch.zeros(values.shape, dtype=torch.long, device=band.device)
-    indices[step, lane] = column
-    return values, to_words(indices), lengths, lanes
+    indices = torch.zeros(values.shape, dtype=torch.int16, device=band.device)
+    at_once = max(1, PACKED_AT_ONCE // band.shape[1])
+    for first in range(0, rows, at_once):
+        row, column = nonzero[first : first + at_once].nonzero().unbind(1)
+        before = counts[first : first + at_once].cumsum(0) - counts[first : first + at_once]
+        rank, row = torch.arange(len(row), device=band.device) - before[row], row + first
+        step, lane = starts[place[row] // SLICE_ROWS] + rank, place[row] % SLICE_ROWS
+        values[step, lane] = band[row, column]
+        indices[step, lane] = to_words(column)
+    return values, indices, lengths, lanes
 
 
 def locate_values(indices: Tensor, starts: Tensor, lanes: Tensor, slices: int) -> tuple[Tensor, Tensor]:
