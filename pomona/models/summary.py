@@ -139,9 +139,12 @@ class CostCounter:
     elementwise: int = 0
     macs: dict[nn.Module, list[int]] = field(default_factory=dict)  # [of all weights, of non-zero weights]
     nonzero_counts: dict[torch.Tensor, int] = field(default_factory=dict)
+    dense_forms: dict[nn.Module, nn.Module] = field(default_factory=dict)  # of packed layers, which cost the same
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         inputs = (*args, *kwargs.values())
+        if hasattr(module, "packed_weights"):
+            module = self.dense_forms.setdefault(module, module.dense())  # type: ignore[operator]
         if isinstance(module, nn.Linear):
             self.add_macs(module, out.numel() // module.out_features, module.weight)
         elif isinstance(module, conv._ConvTransposeNd):
@@ -188,12 +191,13 @@ class CostCounter:
         seen: set[torch.Tensor] = set()
         layers = []
         for name, module in model.named_modules():
-            own = [p for p in module.parameters(recurse=False) if p not in seen]
+            counted = self.dense_forms.get(module, module)
+            own = [p for p in counted.parameters(recurse=False) if p not in seen]
             seen.update(own)
-            if own or module in self.macs:
-                shape = next((tuple(w.shape) for w in own_weights(module)), ())
+            if own or counted in self.macs:
+                shape = next((tuple(w.shape) for w in own_weights(counted)), ())
                 params, nonzeros = sum(p.numel() for p in own), sum(map(self.count_nonzeros, own))
-                macs, left = self.macs.get(module, (0, 0))
+                macs, left = self.macs.get(counted, (0, 0))
                 layers.append(Layer(name, type(module).__name__, shape, params, nonzeros, macs, left))
         return Summary(tuple(layers), self.elementwise)
 

@@ -118,6 +118,16 @@ def test_values_in_half_precision(net: nn.Module) -> None:
     assert agree(compress(halves, **ONLY)(x.bfloat16()), halves(x.bfloat16()), 5e-2)
 
 
+def test_a_summary_has_the_cost_of_the_dense_model(net: nn.Module) -> None:
+    expected = pm.summary(net, (4, 9, 9))
+    for formats in (["unstructured"], ["balanced"]):
+        compressed = compress(net, policy="all", patience=0.0, formats=formats)
+        found = pm.summary(compressed, (4, 9, 9))
+        assert (found.params, found.nonzeros) == (expected.params, expected.nonzeros)
+        assert (found.macs, found.macs_left) == (expected.macs, expected.macs_left)
+        assert [layer.name for layer in found.layers] == [layer.name for layer in expected.layers]
+
+
 # ---- which format is chosen
 
 
