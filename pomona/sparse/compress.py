@@ -247,16 +247,15 @@ def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dty
     return None
 
 
-def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[str, dict[str, PackedTensor]]:
+def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[str, Mapping[str, PackedTensor]]:
     """Return the packed forms of the weights that are sparse enough, by format and parameter name.
 
     A small layer with a balanced mask has no other form: the formats hardly differ there.
     """
     sparse = {leaf: w for leaf, w in weights.items() if w.count_nonzero() <= (1 - MIN_SPARSITY) * w.numel()}
-    candidates: dict[str, dict[str, PackedTensor]] = {}
-    if BalancedTensor.format_name in options.formats:
-        candidates[BalancedTensor.format_name] = pack_balanced(sparse, options.block, options.dtype)
-    balanced = candidates.get(BalancedTensor.format_name, {})
+    wanted = BalancedTensor.format_name in options.formats
+    balanced = pack_balanced(sparse, options.block, options.dtype) if wanted else {}
+    candidates: dict[str, Mapping[str, PackedTensor]] = {BalancedTensor.format_name: balanced}
     settled = all(leaf in balanced and is_balanced(w, balanced[leaf]) for leaf, w in sparse.items())
     small = sum(weight.numel() for weight in sparse.values()) < SMALL_WEIGHT
     supported = all(weight.device.type in UNSTRUCTURED_BACKENDS for weight in sparse.values())
@@ -267,18 +266,17 @@ def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[s
     return {name: packed for name, packed in candidates.items() if packed}
 
 
-def is_balanced(weight: Tensor, packed: PackedTensor) -> bool:
+def is_balanced(weight: Tensor, packed: BalancedTensor) -> bool:
     """Return whether nearly all values that are stored for a weight's blocks are nonzero."""
-    assert isinstance(packed, BalancedTensor)
     stored = weight.shape[0] * packed.values.shape[1] * packed.kept
     return int(weight.count_nonzero()) >= MIN_BALANCED_FILL * stored
 
 
 def pack_balanced(
     weights: Mapping[str, Tensor], block: int | None, dtype: torch.dtype | None
-) -> dict[str, PackedTensor]:
+) -> dict[str, BalancedTensor]:
     """Return the balanced forms of the weights that gain by it, by parameter name."""
-    packed_weights: dict[str, PackedTensor] = {}
+    packed_weights: dict[str, BalancedTensor] = {}
     for leaf, weight in weights.items():
         packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
         # Where the blocks differ in count, the fullest one decides how many values are stored for each.
