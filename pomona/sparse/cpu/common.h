@@ -125,8 +125,14 @@ INLINE Floats add_product(Floats a, Floats b, Floats sum) {
 
 /* ---- transposition */
 
-/* Transpose 16 × 16 numbers, from rows `ld` apart to columns of `to`. */
-INLINE void transpose_16x16(const float *x, int64_t ld, float *to, int64_t ldto) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define SQUARE 8
+#else
+#define SQUARE 16
+#endif
+
+/* Transpose SQUARE × SQUARE numbers, from rows `ld` apart to columns of `to`. */
+INLINE void transpose_square(const float *x, int64_t ld, float *to, int64_t ldto) {
 #if defined(__AVX512F__)
   __m512 a[16], b[16];
 #pragma GCC unroll 16
@@ -155,18 +161,38 @@ INLINE void transpose_16x16(const float *x, int64_t ld, float *to, int64_t ldto)
     _mm512_storeu_ps(to + (j + 8) * ldto, _mm512_shuffle_f32x4(low, more, 0xDD));
     _mm512_storeu_ps(to + (j + 12) * ldto, _mm512_shuffle_f32x4(high, most, 0xDD));
   }
+#elif defined(__AVX2__)
+  __m256 a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    __m256 even = _mm256_loadu_ps(x + i * ld), odd = _mm256_loadu_ps(x + (i + 1) * ld);
+    a[i] = _mm256_unpacklo_ps(even, odd);
+    a[i + 1] = _mm256_unpackhi_ps(even, odd);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) /* b[i + j] has columns j and j + 4 of rows i to i + 3 */
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xEE);
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    _mm256_storeu_ps(to + j * ldto, _mm256_permute2f128_ps(b[j], b[j + 4], 0x20));
+    _mm256_storeu_ps(to + (j + 4) * ldto, _mm256_permute2f128_ps(b[j], b[j + 4], 0x31));
+  }
 #else
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j * ldto + i] = x[i * ld + j];
+  for (int i = 0; i < SQUARE; i++)
+    for (int j = 0; j < SQUARE; j++) to[j * ldto + i] = x[i * ld + j];
 #endif
 }
 
 /* Transpose rows × columns numbers. */
 static void transpose(const float *x, int64_t ld, int64_t rows, int64_t columns, float *to, int64_t ldto) {
-  for (int64_t i = 0; i < rows; i += 16)
-    for (int64_t j = 0; j < columns; j += 16)
-      if (i + 16 <= rows && j + 16 <= columns) transpose_16x16(x + i * ld + j, ld, to + j * ldto + i, ldto);
+  for (int64_t i = 0; i < rows; i += SQUARE)
+    for (int64_t j = 0; j < columns; j += SQUARE)
+      if (i + SQUARE <= rows && j + SQUARE <= columns) transpose_square(x + i * ld + j, ld, to + j * ldto + i, ldto);
       else
-        for (int64_t r = i; r < smaller(rows, i + 16); r++)
-          for (int64_t c = j; c < smaller(columns, j + 16); c++) to[c * ldto + r] = x[r * ld + c];
+        for (int64_t r = i; r < smaller(rows, i + SQUARE); r++)
+          for (int64_t c = j; c < smaller(columns, j + SQUARE); c++) to[c * ldto + r] = x[r * ld + c];
 }

@@ -21,6 +21,7 @@
 #define LANES 16               /* rows of a slice */
 #define BAND (1 << 16)         /* columns that an index of 16 bits can address */
 #define PANEL 16               /* slices that advance together, where lanes are vectors */
+#define MIN_STEPS 16           /* that they advance: the sums are loaded and stored each time */
 /* Bytes of x that their steps read meanwhile: about the L1 cache, or the L2 cache for runs of less than a cache line. */
 #define CACHE_BYTES(width) ((width) * sizeof(float) < 64 ? 256 << 10 : 48 << 10)
 
@@ -260,29 +261,37 @@ static void load_runs(const Operands *v, int64_t first, int64_t width, int64_t f
   else transpose(v->x + first * v->ldx + from, v->ldx, count, to - from, x + from * width, width);
 }
 
-/* Write the sums of the `count` lanes of a panel to y. */
-static VECTORIZED void store_runs(const Matrix *m, const Operands *v, int64_t band, const int32_t *lanes, int64_t count,
-                                  float *sums, int64_t width, int64_t first) {
-  const int64_t vectors = smaller(width, v->n - first), row_step = v->offsets ? v->n : 1;
-  const int64_t vector_step = v->offsets ? 1 : m->rows;
-  for (int64_t i = 0; i < vectors; i++) {
-    float *y = v->y + (first + i) * vector_step;
-    for (int64_t lane = 0; lane < count; lane++) {
-      const int64_t row = lanes[lane];
-      if (is_row(m, row)) y[row * row_step] = finish(m, band, row, sums[lane * width + i], y + row * row_step);
-    }
+/* Write the sums of the `count` lanes of a panel to the results, as [row][vector]. */
+static VECTORIZED void store_runs(const Matrix *m, int64_t band, const int32_t *lanes, int64_t count, const float *sums,
+                                  int64_t width, float *results) {
+  for (int64_t lane = 0; lane < count; lane++) {
+    const int64_t row = lanes[lane];
+    if (!is_row(m, row)) continue;
+    float *to = results + row * width;
+    for (int64_t i = 0; i < width; i++) to[i] = finish(m, band, row, sums[lane * width + i], to + i);
   }
+}
+
+/* Write the results of the rows from `from` to `to`, as [row][vector], to y. */
+static void write_results(const Matrix *m, const Operands *v, const float *results, int64_t width, int64_t first,
+                          int64_t from, int64_t to) {
+  const int64_t count = smaller(width, v->n - first);
+  if (v->offsets)
+    for (int64_t row = from; row < to; row++)
+      memcpy(v->y + row * v->n + first, results + row * width, count * sizeof *results);
+  else transpose(results + from * width, width, to - from, count, v->y + first * m->rows + from, m->rows);
 }
 
 /* Return how many steps all rows of a panel take before the next ones: those that read as much of x as is cached. */
 static int64_t steps_at_once(int64_t longest, int64_t columns, int64_t width) {
   const int64_t cached = CACHE_BYTES(width) / (width * (int64_t)sizeof(float));
-  return cached >= columns ? longest : longest * cached / columns / 4 * 4 + 4;
+  const int64_t steps = longest * cached / columns / 4 * 4 + 4;
+  return cached >= columns ? longest : steps > MIN_STEPS ? steps : MIN_STEPS;
 }
 
-/* Multiply a panel of slices by a run of vectors, and write the results to y. */
-static void multiply_panel(const Matrix *m, const Operands *v, int64_t band, int64_t panel, int64_t first, int run,
-                           const float *x, float *sums) {
+/* Multiply a panel of slices by a run of vectors, and write the sums to the results. */
+static void multiply_panel(const Matrix *m, int64_t band, int64_t panel, int run, const float *x, float *sums,
+                           float *results) {
   const int64_t width = RUNS[run].width, count = smaller(PANEL, m->slices - panel);
   AddSteps *add = RUNS[run].add[m->value_type];
   Slice slices[PANEL];
@@ -298,11 +307,15 @@ static void multiply_panel(const Matrix *m, const Operands *v, int64_t band, int
       const int64_t end = smaller(slices[i].steps, from + steps);
       if (from < end) add(slices + i, from, end, x + band * BAND * width, sums + i * LANES * width);
     }
-  store_runs(m, v, band, slices[0].lanes, count * LANES, sums, width, first);
+  store_runs(m, band, slices[0].lanes, count * LANES, sums, width, results);
 }
 
-/* Multiply the matrix by one run of vectors from `first` on. `x` has room for them. Return whether memory sufficed. */
-static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int run, float *x, int threads) {
+#define AT_ONCE 256 /* columns or rows that a thread transposes at a time */
+
+/* Multiply the matrix by one run of vectors from `first` on. `x` and `results` have room for them. Return whether memory
+ * sufficed. */
+static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int run, float *x, float *results,
+                        int threads) {
   const int64_t width = RUNS[run].width;
   int done = 1;
 #pragma omp parallel num_threads(threads)
@@ -310,11 +323,15 @@ static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int r
     float *sums = aligned_alloc(64, PANEL * LANES * width * sizeof *sums);
     if (!sums) done = 0;
 #pragma omp for schedule(static)
-    for (int64_t c = 0; c < m->columns; c += 256) load_runs(v, first, width, c, smaller(m->columns, c + 256), x);
+    for (int64_t c = 0; c < m->columns; c += AT_ONCE)
+      load_runs(v, first, width, c, smaller(m->columns, c + AT_ONCE), x);
     for (int64_t band = 0; band < m->bands; band++)
 #pragma omp for schedule(static, 1)
       for (int64_t panel = 0; panel < m->slices; panel += PANEL)
-        if (sums) multiply_panel(m, v, band, panel, first, run, x, sums);
+        if (sums) multiply_panel(m, band, panel, run, x, sums, results);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < m->rows; row += AT_ONCE)
+      write_results(m, v, results, width, first, row, smaller(m->rows, row + AT_ONCE));
     free(sums);
   }
   return done;
@@ -324,15 +341,17 @@ static int multiply(const Matrix *m, const Operands *v, int threads) {
   const int64_t few = v->offsets ? 0 : FEW; /* rows as lanes, up to so many vectors */
   const int64_t room = v->n > few ? RUNS[choose_run(v->n)].width : few;
   float *x = aligned_alloc(64, addressable_columns(m) * room * sizeof *x);
-  int done = x != NULL;
+  float *results = calloc(v->n > few ? m->rows * room : 1, sizeof *results); /* rows that no lane has are 0 */
+  int done = x && results;
   for (int64_t first = 0; first < v->n && done;) {
     const int64_t rest = v->n - first;
     const int run = choose_run(rest);
     if (rest <= few) multiply_row_lanes(m, v, first, rest, x, threads);
-    else done = multiply_run(m, v, first, run, x, threads);
+    else done = multiply_run(m, v, first, run, x, results, threads);
     first += rest <= few ? rest : RUNS[run].width;
   }
   free(x);
+  free(results);
   return done ? DONE : NO_MEMORY;
 }
 
