@@ -70,7 +70,7 @@ def test_facts_are_json_and_the_table_shows_them() -> None:
 def test_a_balanced_file_in_which_nothing_is_packed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 90 % unstructured network whose layers are all faster dense: its file was once called packed."""
     module = sys.modules[pm.compress.__module__]  # the function hides the module of its name
-    monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 1.0, "packed": 2.0})
+    monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 1.0, "balanced": 2.0})
     model = pm.models.build("digits_cnn")
     for parameter in model.parameters():
         if parameter.ndim > 1:
