@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import hopper_wgmma, tensor_core, warp_shuffle
+from . import hopper_wgmma, slice_gather, tensor_core, warp_shuffle
 
 MAX_SHUFFLE_VECTORS = 8  # vectors up to which shuffles are faster than the tensor cores
 SMALL_MATRIX = 1 << 24  # entries of a matrix up to which that limit is doubled: it leaves the tensor cores idle
@@ -51,3 +51,22 @@ def candidate_kernels(n: int, size: int) -> Iterator[ProductKernel]:
     except ImportError:  # Triton is optional, and slow to import
         return
     yield triton_dense
+
+
+def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
+                          bias: Tensor | None, rows: int, columns: int, relu: bool, transposed: bool,
+                          ) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.
+
+    `pomona.sparse.ops.unstructured_product` describes the arguments.
+    """
+    if x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return multiply_unstructured(
+                x, values, indices, starts, lanes, bias, rows, columns, relu, transposed
+            )  # fmt: skip
+    flat = x.reshape(columns, -1).T if transposed else x.reshape(x.shape[0], columns)
+    n = flat.shape[0]
+    y = x.new_empty((rows, n) if transposed else (n, rows))
+    arguments = flat, values, indices, starts, lanes, bias, y.T if transposed else y, columns, relu
+    return y if slice_gather.multiply(*arguments) else None

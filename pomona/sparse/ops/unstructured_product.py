@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import backend as cpu
+from ..cuda import backend as cuda
 from ..unstructured import UnstructuredTensor, unpack_unstructured, validate_unstructured
 from .dense_product import (
     explain_missing_kernel,
@@ -23,7 +24,10 @@ from .dense_product import (
 from .registration import register_operator
 
 # The product by type of device, with the arguments of the operator. It returns None where it has no kernel for them.
-BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.multiply_unstructured}
+BACKENDS: dict[str, Callable[..., Tensor | None]] = {
+    "cpu": cpu.multiply_unstructured,
+    "cuda": cuda.multiply_unstructured,
+}
 
 
 def compute_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
