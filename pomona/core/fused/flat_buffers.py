@@ -216,7 +216,7 @@ class FlatBuffers:
         """Copy latents into parameters, or `point` the parameters to the memory of the latents where they can."""
         if self.latent is None or not slots:
             return
-        if point and self.latent_memory.point(slots):
+        if point and self.kernels is None and self.latent_memory.point(slots):
             return
         if len(slots) == len(self.slots) and self.kernels_ready():
             self.launch("load")
