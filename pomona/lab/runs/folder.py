@@ -160,7 +160,8 @@ class MetricsWriter:
         with write_errors(self.path):
             self.file = self.path.open("a+b")
             whole = count_whole_lines(self.file, size)
-            self.file.truncate(whole)
+            if self.path.stat().st_size > whole:
+                self.file.truncate(whole)
         self.lost = size - whole
 
     def write(self, row: dict[str, Any]) -> None:
