@@ -8,6 +8,7 @@ linearised   norms of products of matrices, for piecewise linear networks that a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from .regions import InputSet, Region
 from .rules import rule_of
 from .steps import DENSE
 
-WORK = 5e6  # coefficients that the linear bounds of one certificate may compute: about a second on one core
+WORK = 5e7  # coefficients that the linear bounds of one certificate may compute: a few seconds on one core
 FEWEST_NEURONS = 16  # with fewer, the linear bounds are hardly better than intervals
 
 
@@ -49,9 +50,9 @@ def best_bounds(graph: PairedGraph, region: Region) -> OutputBounds:
         except PomonaError as error:
             refused.append(error)
         else:
-            found.extend([bounds] if bounds is not None else [])
+            found.extend([bounds] if bounds is not None and math.isfinite(bounds.error) else [])
     if not found:
-        raise refused[-1]
+        raise refused[-1] if refused else PomonaError("the bounds are infinite: use a smaller region.")
     best = min(found, key=lambda bounds: bounds.error)
     layers = next((bounds.layers for bounds in found if bounds.layers), ())
     return replace(best, output=min(bounds.output for bounds in found), layers=layers)

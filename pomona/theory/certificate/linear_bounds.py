@@ -154,7 +154,7 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
             pending[i] = part
     if 0 in pending:
         constant = constant + largest_input(pending[0].pruned, inputs)
-    return constant
+    return torch.where(constant.isnan(), torch.inf, constant)  # what is not a number says nothing
 
 
 def largest_input(coefficients: Tensor, inputs: InputSet) -> Tensor:

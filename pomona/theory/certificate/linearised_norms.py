@@ -24,7 +24,7 @@ from .rules.piecewise import pieces_of, same_function
 from .steps import DENSE, PRUNED, Step
 
 PIECEWISE = ("relu", "leaky_relu", "prelu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "abs")
-LARGEST_VALUE = 1024  # entries; the norms of larger matrices take too long
+LARGEST_VALUE = 512  # entries; the norms of larger matrices take minutes
 ROUNDING = 1e-12  # relative, for sums of norms
 
 
