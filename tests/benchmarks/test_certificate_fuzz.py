@@ -12,7 +12,7 @@ from slow_cases import slow_after
 from pomona.theory.certificate import norm_bounds
 from pomona.theory.certificate.rules import affine, piecewise
 
-GRAPHS = 60
+GRAPHS = 30
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def fuzz(load_script: Callable[[str], Any]) -> Any:
 def drawn(fuzz: Any) -> list[tuple[Any, Any]]:
     """Return random networks as paired graphs, with None for those that are refused."""
     seeds = range(GRAPHS)
-    return [pair for k in range(0, GRAPHS, 20) for pair in fuzz.pair_seeds(seeds[k : k + 20])]
+    return [pair for k in range(0, GRAPHS, 15) for pair in fuzz.pair_seeds(seeds[k : k + 15])]
 
 
 def attack_all(fuzz: Any, drawn: list[tuple[Any, Any]]) -> list[Any]:

@@ -67,6 +67,7 @@ def spectral_norm(matrix: Tensor) -> float:
 # ---- tightness
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.1, 10), st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
 def test_certificate_of_one_linear_layer_is_within_a_percent(rows: int, columns: int, radius: float, seed: int) -> None:
@@ -85,6 +86,7 @@ def test_attack_reaches_the_certificate_of_one_layer() -> None:
     assert 0.999 * found.error < found.found <= found.error
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(2, 12), min_size=4, max_size=7), st.floats(0.2, 0.9), st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
 def test_certificate_is_within_the_products_of_exact_norms(widths: list[int], share: float, seed: int) -> None:
@@ -212,6 +214,7 @@ def test_no_sampled_point_exceeds_the_certificate(name: str) -> None:
         assert largest_sampled_gap(dense, pruned, (4, 7, 7), region) <= found.error
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.floats(0.1, 0.9))
 @settings(max_examples=15, deadline=None)
 def test_certificate_holds_for_random_small_networks(seed: int, share: float) -> None:

@@ -256,6 +256,7 @@ def test_certify_proves_predictions(call: Call, run: Path) -> None:
     assert json.loads(out)["region"] == "Cube(low=-9.0, high=9.0)"
 
 
+@pytest.mark.slow
 def test_fraction_of_one_round_of_pruning(call: Call, run: Path) -> None:
     code, out, _ = call("fraction", str(run), "--epsilon", "0.5", "--json")
     one = json.loads(out)
