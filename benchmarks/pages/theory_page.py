@@ -162,7 +162,9 @@ def format_record_sources(records: Sequence[dict[str, Any]]) -> str:
     """Return the commands and versions that made `records`, and the commits that trained their networks."""
     lines = []
     for record in records:
-        trained = ", ".join(f"{name} at {commit}" for name, commit in record.get("networks", {}).items())
+        networks = record.get("networks", {})  # with the commits that trained them, or a list without
+        commits = networks.items() if isinstance(networks, dict) else []
+        trained = ", ".join(f"{name} at {commit}" for name, commit in commits)
         lines.append(f"- {format_command(record)}, torch {record['versions']['torch']}")
         lines[-1] += f"; networks trained: {trained}" if trained else ""
     return "\n".join(lines)
