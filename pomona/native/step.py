@@ -42,7 +42,7 @@ MAX_NORM_LENGTH = 1 << 17  # values of a row up to which that bound holds for an
 
 @cache
 def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., Any] | None:
-    """Return a function of step.c, for the best instruction set or the one named; None without a library."""
+    """Return a function of step_kernels.c, for the best instruction set or the one named; None without a library."""
     library = load_library(STEP_SOURCE)
     if library is None:
         return None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-STEP_SOURCE = PACKAGE / "native" / "step.c"  # the engine's step
+STEP_SOURCE = PACKAGE / "native" / "step_kernels.c"  # the engine's step
 PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
 SOURCES = (STEP_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE)  # each becomes a library
