@@ -18,7 +18,7 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/pomona demo
 
-# The suite without the tests marked `slow`: every feature, in at most four minutes on two cores.
+# The suite without the tests marked `slow`: every feature, in some minutes on two cores.
 test: setup
 	$(BIN)/pytest -n 2 -m "not slow"
 
