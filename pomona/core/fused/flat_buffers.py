@@ -140,7 +140,7 @@ class FlatBuffers:
             self.kernels.run_copy(name, self.block_table, values, self.mask, parameter, self.output_thresholds)  # type: ignore[union-attr]
 
         if operation == "select_by_magnitude":
-            self._select_by_magnitude()
+            self._select(torch.abs(self.latent[: self.count], out=self.magnitude))
         elif operation == "bound_gradients":
             self.bounded_gradients.bound(self.block_table[0], *self.method.fused_gradient_bound)  # type: ignore[misc]
         elif operation == "calibrate":
@@ -151,21 +151,20 @@ class FlatBuffers:
             )
         elif operation == "store_select_project":
             copy("store", self.latent)
-            self._select_largest(self.latent, self.mask)
+            self._select(self.latent[: self.count])
             copy("project", dense)
         else:
             copy(operation, dense if operation == "project" else self.latent)
 
-    def _select_by_magnitude(self) -> None:
-        """Write the masks of the largest weights, or of the units with the largest norm."""
-        magnitude = torch.abs(self.latent[: self.count], out=self.magnitude)
+    def _select(self, scores: Tensor) -> None:
+        """Write the masks of the targets' weights with the highest scores, or of the units with the highest norms."""
         if self.method.pattern.is_elementwise:
-            self._select_largest(magnitude, self.mask)
+            self._select_largest(scores, self.mask)
             return
         assert self.units is not None
-        parts = zip(magnitude.split(self.sizes), (slot.mask for slot in self.targets), strict=True)
+        parts = zip(scores.split(self.sizes), (slot.mask for slot in self.targets), strict=True)
         views = [part.as_strided(mask.shape, mask.stride(), part.storage_offset()) for part, mask in parts]
-        self._select_largest(self.units.scores(views), self.units.mask)
+        self._select_largest(self.units.norms(views), self.units.mask)
         self.units.write_masks()
 
     def _select_largest(self, scores: Tensor, mask: Tensor) -> None:

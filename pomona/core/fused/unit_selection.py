@@ -41,20 +41,18 @@ class UnitSelection:
         """Return how many of `count` units are kept, as `select_units` counts them."""
         return count - round(count_pruned(sparsity, count * self.weight) / self.weight)
 
-    def scores(self, magnitudes: Sequence[Tensor]) -> Tensor:
-        """Return the norms of all units, from the magnitudes of the slots' weights."""
+    def norms(self, scores: Sequence[Tensor]) -> Tensor:
+        """Return the norms of all units, from the scores of the slots' weights."""
         assert isinstance(self.pattern, UnitPattern)
         norms = []
-        for slot, magnitude in zip(self.slots, magnitudes, strict=True):
+        for slot, score in zip(self.slots, scores, strict=True):
             view, inner = self.pattern.split_into_units(slot.target.outputs_first)
-            score = outputs_first(magnitude, slot.target.output_dim)
-            norms.append(self.pattern.unit_norms(score.reshape(view), inner).flatten())
+            by_output = outputs_first(score, slot.target.output_dim)
+            norms.append(self.pattern.unit_norms(by_output.reshape(view), inner).flatten())
         return torch.cat(norms)
 
     def write_masks(self) -> None:
         """Write the mask of the units into the masks of the slots."""
-        if self.pattern.is_elementwise:
-            return
         assert isinstance(self.pattern, UnitPattern)
         for slot, kept in zip(self.slots, self.mask.split(self.counts), strict=True):
             shape = slot.target.outputs_first

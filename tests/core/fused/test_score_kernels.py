@@ -59,11 +59,13 @@ def test_a_redraw_gives_the_bits_of_the_cpu(channels_last: bool, distribution: s
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
+@pytest.mark.parametrize("pattern", ["unstructured", "filter(of='filters')"])
 def test_the_fused_step_equals_the_plain_step(
-    channels_last: bool, allocation: str, monkeypatch: pytest.MonkeyPatch
+    channels_last: bool, allocation: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused kernels and separate operations give the same bits from the same gradients."""
     options = {"sparsity": 0.6, "every": 5, "rate": 0.5, "allocation": allocation, "schedule": pm.Linear(until=0.2)}
+    options["pattern"] = pattern
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     model, optimizer, pruner = attach_iterand(channels_last, **options)
     other, second_optimizer, unfused = attach_iterand(channels_last, **options)
