@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +37,6 @@ class Slot:
     calibration: Tensor | None = None  # what the projection measured when the mask was installed, where it does
     version: int = -1  # the parameter's version right after the last projection
     output_norms: Tensor | None = None  # estimates of the norm of each output at that version, where they are needed
-    masked_gradient: MaskedGradient = dataclasses.field(default_factory=lambda: MaskedGradient())
 
     @classmethod
     def create(cls, target: Target, method: Method, track: bool = False, leader: OutputLeaders | None = None) -> Slot:
@@ -196,6 +193,8 @@ class Slot:
         projection = self.method.fused_projection
         if self.method.fused_gradient_bound is None or projection is None or self.leader is not None:
             return False
+        if self.mask.device.type != "cpu":
+            return False
         if self.target.output_dim or self.mask.ndim < 2 or not step.has_rows(self.mask, self.mask.shape[:1]):
             return False
         if self.output_norms is None:
@@ -247,44 +246,10 @@ class Slot:
             self.method.clip_latent(self.latent)
 
     def mask_gradient(self) -> None:
-        """Zero the gradient off the mask, unless on a CPU nothing has changed since that was done."""
+        """Zero the gradient off the mask."""
         gradient = self.parameter.grad
-        if gradient is None:
-            return
-        if gradient.device.type != "cpu":  # kernels change masks there without a new version
+        if gradient is not None:
             apply_mask(gradient, self.mask, gradient)
-        elif not self.masked_gradient.is_same(gradient, self.mask):
-            apply_mask(gradient, self.mask, gradient)
-            self.masked_gradient.remember(gradient, self.mask)
-
-
-class MaskedGradient:
-    """A gradient that was masked and the mask, remembered without keeping them alive."""
-
-    def __init__(self) -> None:
-        self.tensors: tuple[Any, ...] = ()
-        self.state: tuple[int, ...] = ()
-
-    def remember(self, *tensors: Tensor) -> None:
-        """Remember tensors as they are now."""
-        self.tensors = tuple([torch._C._WeakTensorRef(tensor) for tensor in tensors])  # type: ignore[attr-defined]
-        self.state = read_versions(tensors)
-
-    def is_same(self, *tensors: Tensor) -> bool:
-        """Return whether these are the remembered tensors, in memory that is still theirs, and none was written to."""
-        return (
-            len(self.tensors) > 0
-            and not any(reference.expired() for reference in self.tensors)
-            and self.state == read_versions(tensors)
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MaskedGradient:
-        return MaskedGradient()
-
-
-def read_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the address and the version of each tensor."""
-    return tuple([number for tensor in tensors for number in (tensor.data_ptr(), tensor._version)])
 
 
 @dataclass(eq=False)

@@ -32,6 +32,19 @@ def test_hard_methods_mask_the_gradient_before_it_is_clipped() -> None:
     assert obeys_masks(model, pruner)
 
 
+def test_hard_methods_mask_what_was_written_to_the_gradient_after_backward() -> None:
+    model, optimizer, pruner = attach_to_network(make_hard())
+    for at in range(6):
+        optimizer.zero_grad()
+        compute_loss(model, at).backward()
+        for parameter in model.parameters():
+            parameter.grad.data.add_(1.0)  # autograd does not notice, as with the buckets of DDP
+        optimizer.step()
+    assert obeys_masks(model, pruner)
+    for name, mask in pruner.masks().items():
+        assert not optimizer.state[model.get_parameter(name)]["momentum_buffer"][~mask].any()
+
+
 @soft_and_hard
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cls", [SGD, Adam])
