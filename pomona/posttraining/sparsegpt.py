@@ -22,8 +22,8 @@ class SparseGPT(PostTraining):
     """Prune column by column, and update the columns that follow so that the layer's outputs change least.
 
     A weight costs w² / [H⁻¹]ⱼⱼ, where H is the second moment of the layer's inputs. Masks are chosen for `block`
-    columns at a time, or for the pattern's own groups of columns. A mask whose pattern spans whole rows is chosen
-    before the first column.
+    columns at a time, or for the pattern's own groups of columns. A mask whose pattern spans whole rows or columns is
+    chosen before the first column.
     """
 
     paper: ClassVar[str] = "Frantar & Alistarh, ICML 2023"
@@ -72,7 +72,7 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
 def divide_pattern(pattern: Pattern, columns: int, block: int) -> tuple[Pattern, int]:
     """Return the pattern of some consecutive columns, and how many of them its mask is chosen for at a time.
 
-    These are all columns for a pattern that spans whole rows.
+    These are all columns for a pattern that spans whole rows or whole columns.
     """
     match pattern:
         case Unstructured():
@@ -82,8 +82,8 @@ def divide_pattern(pattern: Pattern, columns: int, block: int) -> tuple[Pattern,
         case Balanced():
             width = pattern.block_width(columns)
             return Balanced(block=width, pad=True), width
-        case Block():
-            return pattern, min(-(-block // pattern.shape[1]) * pattern.shape[1], columns)
+        case Block(shape=(int(), int(tile))):
+            return pattern, min(-(-block // tile) * tile, columns)
     return pattern, columns
 
 

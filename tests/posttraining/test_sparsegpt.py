@@ -87,7 +87,16 @@ def test_the_last_columns_reach_the_least_squares_of_their_row():
     torch.testing.assert_close(pruned[:, 1:], exact, rtol=1e-5, atol=1e-6)
 
 
-PATTERNS = ["unstructured", "2:4", "balanced(8)", "balanced(blocks=4)", "block(2, 4)", "kernel"]
+PATTERNS = [
+    "unstructured",
+    "2:4",
+    "balanced(8)",
+    "balanced(blocks=4)",
+    "block(2, 4)",
+    "block(None, 4)",
+    "block(2, None)",
+    "kernel",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
