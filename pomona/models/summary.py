@@ -95,7 +95,7 @@ def format_cells(of: Layer | Summary) -> tuple[str, ...]:
     return f"{of.params:,}", f"{of.nonzeros:,}", share, f"{of.macs:,}", f"{of.macs_left:,}"
 
 
-def summary(model: nn.Module, input_shape: Example) -> Summary:
+def summary(model: nn.Module, input_shape: Example | ModelInputs) -> Summary:
     """Count parameters, non-zeros and MACs with one forward pass, which does not change the model.
 
     `input_shape` is the shape of one sample, a batch, or a tuple or dictionary of the model's arguments. Models that

@@ -181,19 +181,6 @@ def placed_on(block: nn.Module, device: torch.device | None) -> Iterator[None]:
         block.to(home)
 
 
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a model of Hugging Face keep no keys and values, which would be those of blocks before their pruning."""
-    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)}
-    try:
-        for config in configs.values():
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs.values():
-            config.use_cache = True
-
-
 def copy_tensor(value: Any) -> Any:
     """Return a copy of a tensor without its graph, and any other value as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -19,8 +19,9 @@ from ..core.targets import DENSE, unwrap
 from ..errors import PomonaError, require
 from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
+from ..models.example_inputs import without_cache
 from ..patterns import PATTERNS, Pattern
-from .blocks import BlockInputs, Calibration, find_blocks, observed_inputs, without_cache
+from .blocks import BlockInputs, Calibration, find_blocks, observed_inputs
 from .input_statistics import InputStatistics
 from .layers import CalibratedLayer, is_calibrated
 
@@ -124,7 +125,7 @@ class PostTraining(ABC):
                 layer.write_matrix(matrix)
                 masks[layer.name] = layer.as_mask(kept).to(homes[layer.name])
 
-        with evaluation_mode(inner), without_cache(inner):
+        with evaluation_mode(inner), without_cache(inner):  # its keys would be those of blocks before their pruning
             blocks = find_blocks(inner, [module for layer in layers for module in layer.modules])
             place = None if device is None else torch.device(device)
             for block, inputs in calibration.walk(blocks, place) if blocks else ():
