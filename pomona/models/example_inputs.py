@@ -74,13 +74,14 @@ def is_shape(example: Example) -> bool:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Let a model of Hugging Face neither keep nor return the keys and values of its attention."""
-    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)}
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
     try:
-        for config in configs.values():
+        for config in caching:
             config.use_cache = False
         yield
     finally:
-        for config in configs.values():
+        for config in caching:
             config.use_cache = True
 
 

@@ -123,7 +123,8 @@ def count_remaining_by_reason(group: ChannelGroup, producer: LayerChannels) -> d
 def count_units(groups: Sequence[UnitGroup], model: nn.Module) -> Counts:
     """Return `Shrunk.removed` and `Shrunk.kept` of a transformer; the groups must be classified and not removed yet."""
     names = {module: name for name, module in model.named_modules()}
-    removed, kept = {}, {}
+    removed: dict[str, Change] = {}
+    kept: dict[str, str] = {}
     for group in groups:
         if group.removed.any():
             removed |= {names[layer]: Change(*sizes) for layer, sizes in group.count_outputs().items()}
