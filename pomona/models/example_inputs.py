@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import require
 
@@ -25,8 +26,10 @@ class ModelInputs:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_example(cls, model: nn.Module, example: Example) -> Self:
+    def from_example(cls, model: nn.Module, example: Example | Self) -> Self:
         """Return the arguments that an example stands for. Raise PomonaError where it has no tensor."""
+        if isinstance(example, cls):
+            return example
         if isinstance(example, Mapping):
             inputs = cls(kwargs=dict(example))
         elif isinstance(example, (Tensor, PackedSequence)):
@@ -42,6 +45,11 @@ class ModelInputs:
         """Return the outputs of a model, or of one of its layers, for these arguments."""
         return model(*self.args, **self.kwargs)
 
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
+        """Return these arguments with a function applied to each tensor."""
+        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
+        return ModelInputs(args, kwargs)
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, also in sequences and dictionaries."""
@@ -56,6 +64,25 @@ class ModelInputs:
     def device(self) -> torch.device:
         """The device of the first tensor."""
         return self.tensors[0].device
+
+
+def is_shape(example: Example) -> bool:
+    """Return whether an example is the shape of one sample."""
+    return not isinstance(example, (Tensor, Mapping)) and all(isinstance(part, (int, float)) for part in example)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Let a model of Hugging Face neither keep nor return the keys and values of its attention."""
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def make_example_batch(model: nn.Module, shape: Any) -> Tensor:

@@ -97,30 +97,43 @@ class Unstructured(Pattern):
 @PATTERNS.register("block")
 @dataclass(frozen=True)
 class Block(UnitPattern):
-    """Tiles of h × w weights in the matrix out × (in · kh · kw), ranked by their norm."""
+    """Tiles of h × w weights in the matrix out × (in · kh · kw), ranked by their norm.
 
-    shape: tuple[int, int]
+    A side of None spans the whole matrix: (None, 64) are 64 columns, which read an attention head of that size, and
+    (None, 1) are those that read one neuron.
+    """
+
+    shape: tuple[int | None, int | None]
     norm: int = 2
 
     def __post_init__(self) -> None:
         sides = tuple(self.shape) if isinstance(self.shape, (tuple, list)) else ()
-        whole = len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
-        require(whole, f"a block needs a shape (h, w) of whole numbers ≥ 1, got {self.shape}.")
+        whole = len(sides) == 2 and all(side is None or (type(side) is int and side >= 1) for side in sides)
+        require(
+            whole and sides != (None, None),
+            f"a block needs a shape (h, w) of whole numbers ≥ 1, one of which may be None, got {self.shape}.",
+        )
         object.__setattr__(self, "shape", sides)
         validate_norm(self.norm)
 
+    def tile_in(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the height and width of a tile in a matrix of this size."""
+        return self.shape[0] or rows, self.shape[1] or columns
+
     def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)
-        if rows % self.shape[0] or columns % self.shape[1]:
-            fits = (math.gcd(rows, self.shape[0]), math.gcd(columns, self.shape[1]))
+        height, width = self.tile_in(rows, columns)
+        if rows % height or columns % width:
+            sizes = zip(self.shape, (rows, columns), strict=True)
+            fits = tuple(None if side is None else math.gcd(size, side) for side, size in sizes)
             raise PomonaError(
-                f"blocks of {self.shape[0]}×{self.shape[1]} do not divide {name} ({rows}×{columns}): "
+                f"blocks of {height}×{width} do not divide {name} ({rows}×{columns}): "
                 f"Block({fits}) would fit, or leave the layer out with exclude=['{name}']."
             )
 
     def split_into_units(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
         rows, columns = matrix_shape(shape)
-        height, width = self.shape
+        height, width = self.tile_in(rows, columns)
         return (rows // height, height, columns // width, width), (1, 3)
 
 

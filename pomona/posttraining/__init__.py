@@ -10,11 +10,13 @@ blocks       the order of the layers, and the inputs that reach them
 method       what the methods share: options, `prune` and its report
 wanda        Wanda, and magnitude within the same groups
 sparsegpt    SparseGPT: pruning that updates the weights that are left
+lora         low-rank fine-tuning of a pruned model, merged without losing its zeros
 """
 
 from __future__ import annotations
 
+from .lora import add_lora, merge_lora
 from .sparsegpt import SparseGPT
 from .wanda import Magnitude, Wanda
 
-__all__ = ["Magnitude", "SparseGPT", "Wanda"]
+__all__ = ["Magnitude", "SparseGPT", "Wanda", "add_lora", "merge_lora"]

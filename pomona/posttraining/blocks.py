@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.batch_norm import iterate_batches, move_to_device, run_batch
-from ..errors import require
+from ..errors import PomonaError, require
 
 
 class _BlockReached(Exception):
@@ -33,10 +33,13 @@ class BlockInputs:
     kwargs: dict[str, Any]
 
     def run(self, block: nn.Module) -> Any:
-        """Return the outputs of a block for these arguments, on its device."""
+        """Return the outputs of a block for these arguments, on its device.
+
+        The block has copies of the positional arguments, to which it may add its outputs in place.
+        """
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         args, kwargs = move_to_device((self.args, self.kwargs), device)
-        return block(*args, **kwargs)
+        return block(*tree_map(copy_tensor, args), **kwargs)
 
     def with_hidden_state(self, outputs: Any) -> BlockInputs:
         """Return these arguments with the first one replaced by the first output of the block before."""
@@ -104,7 +107,7 @@ class Calibration:
         reached: list[BlockInputs] = []
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reached.append(BlockInputs(*tree_map(detach_copy, (args, kwargs))))
+            reached.append(BlockInputs(*tree_map(copy_tensor, (args, kwargs))))
             raise _BlockReached
 
         handle = block.register_forward_pre_hook(stop, with_kwargs=True)
@@ -114,7 +117,7 @@ class Calibration:
                     run_batch(self.model, batch)
                 except _BlockReached:
                     continue
-                require(False, "the model does not call all of its blocks: leave out those with exclude=[…].")
+                raise PomonaError("the model does not call all of its blocks: leave out those with exclude=[…].")
         finally:
             handle.remove()
         return reached
@@ -138,21 +141,30 @@ class Calibration:
 
     def blocks_are_chained(self, blocks: Sequence[nn.Module]) -> bool:
         """Return whether each block is called once, with the output of the one before, judged by the first batch."""
-        calls: list[tuple[nn.Module, BlockInputs, Any]] = []
+        called: list[nn.Module] = []
+        first: BlockInputs | None = None
+        expected: BlockInputs | None = None  # what the next block has, if it is chained
+        chained = True
 
-        def record(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            calls.append((block, BlockInputs(*tree_map(detach_copy, (args, kwargs))), tree_map(detach_copy, outputs)))
+        def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal first, chained
+            called.append(block)
+            inputs = BlockInputs(args, kwargs)
+            first = first or inputs
+            chained = chained and bool(args) and (expected is None or expected.equals(inputs))
 
-        handles = [block.register_forward_hook(record, with_kwargs=True) for block in blocks]
+        def expect(block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+            nonlocal expected
+            expected = first.with_hidden_state(tree_map(copy_tensor, outputs)) if first is not None else None
+
+        hooks = [block.register_forward_pre_hook(compare, with_kwargs=True) for block in blocks]
+        hooks += [block.register_forward_hook(expect) for block in blocks]
         try:
             run_batch(self.model, self.batches[0])
         finally:
-            for handle in handles:
-                handle.remove()
-        if [block for block, _, _ in calls] != list(blocks) or not calls[0][1].args:
-            return False
-        first, pairs = calls[0][1], itertools.pairwise(calls)
-        return all(first.with_hidden_state(outputs).equals(inputs) for (_, _, outputs), (_, inputs, _) in pairs)
+            for hook in hooks:
+                hook.remove()
+        return chained and called == list(blocks)
 
 
 @contextmanager
@@ -169,6 +181,6 @@ def placed_on(block: nn.Module, device: torch.device | None) -> Iterator[None]:
         block.to(home)
 
 
-def detach_copy(value: Any) -> Any:
-    """Return a tensor without its graph, and any other value as it is."""
-    return value.detach() if isinstance(value, Tensor) else value
+def copy_tensor(value: Any) -> Any:
+    """Return a copy of a tensor without its graph, and any other value as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -16,6 +16,7 @@ class CalibratedLayer:
     """A linear layer, GPT-2's Conv1D or a convolution of one group: y = rows · matrixᵀ."""
 
     target: Target
+    modules: tuple[nn.Module, ...]  # all that have this weight: several where it is tied
 
     @property
     def name(self) -> str:

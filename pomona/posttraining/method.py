@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ..allocation import layer_sparsities, parse_allocation
 from ..core.attachment import find_targets
 from ..core.sparsity import Sparsity
-from ..core.targets import unwrap
+from ..core.targets import DENSE, unwrap
 from ..errors import PomonaError, require
 from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
+from ..models.example_inputs import without_cache
 from ..patterns import PATTERNS, Pattern
 from .blocks import BlockInputs, Calibration, find_blocks, observed_inputs
 from .input_statistics import InputStatistics
@@ -26,6 +27,12 @@ from .layers import CalibratedLayer, is_calibrated
 
 DEFAULT_SPARSITY = 0.5  # where neither the user nor the pattern gives one
 STATISTICS_BYTES = 2**31  # of layers outside blocks whose inputs are observed in one pass
+
+
+class LayerSelection(OneShot):
+    """The one-shot method, which also takes layers that are frozen: nothing is trained here."""
+
+    left_dense: ClassVar[frozenset[str]] = DENSE - {"frozen"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,9 @@ class PostTraining(ABC):
         return PATTERNS.resolve(self.pattern)
 
     @property
-    def selection(self) -> OneShot:
+    def selection(self) -> LayerSelection:
         """The one-shot method with the same options, which chooses the layers and validates the options."""
-        return OneShot(
+        return LayerSelection(
             self.sparsity,
             pattern=self.resolved_pattern,
             allocation=self.allocation,
@@ -92,7 +99,8 @@ class PostTraining(ABC):
     ) -> PruningReport:
         """Prune a trained model in place with calibration data, and return what was pruned.
 
-        Where an error stops it, some layers are pruned and others not: keep a copy of the model.
+        Where an error stops it, some layers are pruned and others not: keep a copy of the model. The first batch runs
+        through the whole model, where the model is; all batches run through one block after the other.
 
         Arguments:
             model: the model, which is run in evaluation mode.
@@ -105,6 +113,7 @@ class PostTraining(ABC):
         layers = find_calibrated_layers(inner, method)
         calibration = Calibration(inner, data, max_batches)
         wanted = self.sparsities_of(layers, method)
+        homes = {layer.name: layer.target.parameter.device for layer in layers}
         masks: dict[str, Tensor] = {}
 
         def prune_observed(group: Sequence[CalibratedLayer], run: Callable[[], None]) -> None:
@@ -114,13 +123,13 @@ class PostTraining(ABC):
                     layer.read_matrix(), statistics, wanted[layer.name], layer.target.outputs_first
                 )
                 layer.write_matrix(matrix)
-                masks[layer.name] = layer.as_mask(kept)
+                masks[layer.name] = layer.as_mask(kept).to(homes[layer.name])
 
-        with evaluation_mode(inner):
-            blocks = find_blocks(inner, [layer.module for layer in layers])
+        with evaluation_mode(inner), without_cache(inner):  # its keys would be those of blocks before their pruning
+            blocks = find_blocks(inner, [module for layer in layers for module in layer.modules])
             place = None if device is None else torch.device(device)
             for block, inputs in calibration.walk(blocks, place) if blocks else ():
-                inside = [layer for layer in layers if layer.module in set(block.modules())]
+                inside = [layer for layer in layers if set(layer.modules) <= set(block.modules())]
                 prune_observed(inside, lambda block=block, inputs=inputs: run_block(block, inputs))  # type: ignore[misc]
             for group in self.group_by_memory([layer for layer in layers if layer.name not in masks]):
                 prune_observed(group, calibration.run_whole_model)
@@ -146,7 +155,7 @@ class PostTraining(ABC):
         def observer(layer: CalibratedLayer) -> Callable[[Tensor], None]:
             return lambda x: collected[layer].add(layer.input_rows(x))
 
-        with observed_inputs([(layer.module, observer(layer)) for layer in layers]):
+        with observed_inputs([(module, observer(layer)) for layer in layers for module in layer.modules]):
             run()
         return collected
 
@@ -182,7 +191,8 @@ def find_calibrated_layers(model: nn.Module, method: OneShot) -> list[Calibrated
     layers = []
     for target in targets:
         if is_calibrated(target.module) and target.leaf == "weight" and target.module not in attention:
-            layers.append(CalibratedLayer(target))
+            holders = [model.get_submodule(name.rpartition(".")[0]) for name in target.aliases]
+            layers.append(CalibratedLayer(target, (target.module, *holders)))
         else:
             kind = type(target.module).__name__
             warnings.warn(

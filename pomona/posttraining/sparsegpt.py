@@ -14,14 +14,16 @@ from ..patterns import NM, Balanced, Block, Pattern, Unstructured
 from .input_statistics import InputStatistics, SecondMoments
 from .method import PostTraining
 
+DEAD_INPUT_COST = 1e-6  # of the damping: what weights cost whose input is always zero, so that they go first
+
 
 @dataclass(frozen=True)
 class SparseGPT(PostTraining):
     """Prune column by column, and update the columns that follow so that the layer's outputs change least.
 
     A weight costs w² / [H⁻¹]ⱼⱼ, where H is the second moment of the layer's inputs. Masks are chosen for `block`
-    columns at a time, or for the pattern's own groups of columns. A mask whose pattern spans whole rows is chosen
-    before the first column.
+    columns at a time, or for the pattern's own groups of columns. A mask whose pattern spans whole rows or columns is
+    chosen before the first column.
     """
 
     paper: ClassVar[str] = "Frantar & Alistarh, ICML 2023"
@@ -55,7 +57,8 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     require(bool(moments.isfinite().all()), "the calibration data lead to infinite or NaN inputs of a layer.")
     diagonal = moments.diagonal()
     ridge = damping * diagonal.mean()
-    hessian = moments + torch.diag(torch.where(diagonal > 0, ridge, 1.0))  # an input that is always zero has no cost
+    added = torch.where(diagonal > 0, ridge, DEAD_INPUT_COST * ridge)
+    hessian = moments + torch.diag(torch.where(ridge > 0, added, 1.0))
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
         return torch.linalg.cholesky(inverse, upper=True)
@@ -69,7 +72,7 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
 def divide_pattern(pattern: Pattern, columns: int, block: int) -> tuple[Pattern, int]:
     """Return the pattern of some consecutive columns, and how many of them its mask is chosen for at a time.
 
-    These are all columns for a pattern that spans whole rows.
+    These are all columns for a pattern that spans whole rows or whole columns.
     """
     match pattern:
         case Unstructured():
@@ -79,8 +82,8 @@ def divide_pattern(pattern: Pattern, columns: int, block: int) -> tuple[Pattern,
         case Balanced():
             width = pattern.block_width(columns)
             return Balanced(block=width, pad=True), width
-        case Block():
-            return pattern, min(-(-block // pattern.shape[1]) * pattern.shape[1], columns)
+        case Block(shape=(int(), int(tile))):
+            return pattern, min(-(-block // tile) * tile, columns)
     return pattern, columns
 
 
@@ -95,15 +98,15 @@ def prune_columns(
     """
     weight, kept = matrix.clone(), torch.ones_like(matrix, dtype=torch.bool)
     columns, diagonal = matrix.shape[1], factor.diagonal()
+    ratios = factor / diagonal.unsqueeze(1)  # of a column's change to the changes of the columns behind it
     for start in range(0, columns, block):
         end = min(start + block, columns)
-        errors = torch.zeros_like(weight[:, start:end])
+        removed = torch.zeros_like(weight[:, start:end])
         for column in range(start, end):
             if (column - start) % width == 0:
                 group = slice(column, min(column + width, columns))
                 kept[:, group] = select((weight[:, group] / diagonal[group]).square())
-            error = weight[:, column].masked_fill(kept[:, column], 0) / diagonal[column]
-            weight[:, column:end] -= error.unsqueeze(1) * factor[column, column:end]
-            errors[:, column - start] = error
-        weight[:, end:] -= errors @ factor[start:end, end:]
-    return weight * kept, kept
+            removed[:, column - start] = weight[:, column].masked_fill(kept[:, column], 0)
+            weight[:, column:end].addr_(removed[:, column - start], ratios[column, column:end], alpha=-1)
+        weight[:, end:].addmm_(removed, ratios[start:end, end:], alpha=-1)
+    return weight.masked_fill(~kept, 0), kept

@@ -52,4 +52,4 @@ def keep_highest(
 ) -> tuple[Tensor, Tensor]:
     """Return the matrix with zeros in place of the entries of lowest score, and the mask."""
     kept = pattern.select_masks([score.view(shape)], sparsity)[0].view(matrix.shape)
-    return matrix * kept, kept
+    return matrix.masked_fill(~kept, 0), kept

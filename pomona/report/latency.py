@@ -9,7 +9,7 @@ from ..lab.runs.durable_files import replace_file
 from ..lab.runs.environment import describe_environment
 from ..lab.runs.folder import encode_json
 from ..lab.runs.shrink import load_finished_model
-from ..models.example_inputs import make_example_batch
+from ..models.example_inputs import ModelInputs, make_example_batch
 from ..sparse import compress
 from ..sparse.shrink.latency import measure_median_seconds
 from .run_data import LATENCY_FILE
@@ -25,7 +25,7 @@ def measure_latency(run: Path) -> dict[str, Any]:
     batch = make_example_batch(model, shape)[:1]
     is_packed = any(layer.packed for layer in packed.compression.layers)  # type: ignore[union-attr]
     forms = {"plain": model} | ({"packed": packed} if is_packed else {})
-    seconds = measure_median_seconds(list(forms.values()), batch)
+    seconds = measure_median_seconds(list(forms.values()), ModelInputs((batch,)))
     found = {form: 1000 * value for form, value in zip(forms, seconds, strict=True)}
     fastest = min(found, key=lambda form: found[form])
     machine = describe_environment()["machine"]

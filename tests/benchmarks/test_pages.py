@@ -12,7 +12,19 @@ import pytest
 from pomona.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("balanced", "convergence", "errata", "export", "harm", "iterand", "overhead", "privacy", "results", "theory")
+PAGES = (
+    "balanced",
+    "convergence",
+    "errata",
+    "export",
+    "harm",
+    "iterand",
+    "language-models",
+    "overhead",
+    "privacy",
+    "results",
+    "theory",
+)
 
 WRITERS = (
     "balanced_page",
@@ -20,6 +32,7 @@ WRITERS = (
     "export_page",
     "harm_page",
     "iterand_page",
+    "language_models_page",
     "overhead_page",
     "privacy_page",
     "readme_page",

@@ -19,6 +19,7 @@ NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 # The package that an example needs beyond those of Pomona.
 NEEDS = {
     "finetune_transformer.py": "transformers",
+    "prune_language_model.py": "transformers",
     "prune_transformer.ipynb": "transformers",
     "shrink_and_export.py": "torch_pruning",
     "deploy_cnn.ipynb": "torch_pruning",
@@ -26,12 +27,14 @@ NEEDS = {
 # Shorter than by default; what the script must print in the end.
 OPTIONS = {
     "finetune_transformer.py": ["--epochs", "2"],
+    "prune_language_model.py": ["--steps", "20", "--windows", "16"],
     "shrink_and_export.py": ["--epochs", "2"],
     "sweep_methods.py": ["--epochs", "1", "--sparsities", "0.9"],
     "own_method.py": [],
 }
 PRINTED = {
     "finetune_transformer.py": r"80% sparse: [\d.]+%, saved in sparse-vit",
+    "prune_language_model.py": r"75\.00% of .*\nperplexity: dense [\d.]+, pruned [\d.]+\nMACs [\s\S]*packed\.safe",
     "shrink_and_export.py": r"largest difference of an output \d\.\de-0[5-9]",
     "sweep_methods.py": r"dpf .*90%.*\nincremental .*90%",
     "own_method.py": r"incremental +90% sparse: .*\nrow_relative +90% sparse",

@@ -31,8 +31,8 @@ def test_parameters_of_the_transformer():
     outside = 4 * 12 + 12 + 16 * 12 + 2 * 12 + 12 * 10 + 10  # patches, positions, the last norm, the classifier
     summary = pm.summary(model, (1, 8, 8))
     assert summary.params == 2 * block + outside
-    # Weights at 16 patches; the products of queries, keys and values have no weights.
-    assert summary.macs == 16 * (4 * 12 + 2 * (3 + 1 + 4 + 4) * 12 * 12) + 12 * 10
+    products = 2 * 2 * 16 * 16 * 12  # of queries with keys, and with values, at 16 patches in 2 layers
+    assert summary.macs == 16 * (4 * 12 + 2 * (3 + 1 + 4 + 4) * 12 * 12) + 12 * 10 + products
     assert model(torch.randn(3, 1, 8, 8)).shape == (3, 10)
 
 

@@ -152,7 +152,7 @@ def test_recurrent_cells_packed_sequences_and_language_model():
 
 
 @pytest.mark.parametrize("own_sizes", [False, True])
-def test_attention_counts_its_projections(own_sizes):
+def test_attention_counts_its_projections_and_its_products(own_sizes):
     class Attend(nn.Module):
         def __init__(self):
             super().__init__()
@@ -165,7 +165,10 @@ def test_attention_counts_its_projections(own_sizes):
 
     model, inner = Attend(), 6 if own_sizes else 8
     result = summary(model, (5, 8))
-    assert result.macs == 5 * 64 + 2 * 3 * 8 * inner + 5 * 64
+    products = 2 * 5 * 3 * 8  # of queries with keys, and of their weights with values
+    assert result.macs == 5 * 64 + 2 * 3 * 8 * inner + 5 * 64 + products
+    rows = {layer.name: layer.macs for layer in result.layers}
+    assert rows == {"": 0, "attention": 5 * 64 + 2 * 3 * 8 * inner + products, "attention.out_proj": 5 * 64}
     assert result.params == sum(p.numel() for p in model.parameters())
     with torch.no_grad():
         model.attention.out_proj.weight.zero_()
@@ -174,7 +177,10 @@ def test_attention_counts_its_projections(own_sizes):
 
 def test_transformer_layers_are_counted_despite_the_fast_path():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    assert summary(layer, (5, 8)).macs == 5 * (4 * 64 + 2 * 8 * 16)
+    result = summary(layer, (5, 8))
+    assert result.macs == 5 * (4 * 64 + 2 * 8 * 16) + 2 * 5 * 5 * 8
+    assert sum(row.activation_macs for row in result.layers) == 2 * 5 * 5 * 8
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_tied_weights_count_once_as_parameters_and_twice_as_macs():

@@ -128,6 +128,8 @@ def test_block() -> None:
     ]
     assert masks_as_lists(pm.Block((1, 4)), 0.75, rows) == [[[1] * 4, [0] * 4, [0] * 4, [0] * 4]]
     assert masks_as_lists(pm.Block((4, 1)), 0.5, rows) == [[[1, 0, 1, 0]] * 4]  # columns 3.3, 1.4, 2.8, 2.8
+    assert masks_as_lists(pm.Block((None, 1)), 0.5, rows) == [[[1, 0, 1, 0]] * 4]
+    assert masks_as_lists(pm.Block((1, None)), 0.75, rows) == [[[1] * 4, [0] * 4, [0] * 4, [0] * 4]]
 
 
 def test_kernel() -> None:
@@ -207,6 +209,7 @@ PATTERN = st.sampled_from(
         pm.NM(2, 4),
         pm.NM(3, 4),
         pm.Block((2, 2)),
+        pm.Block((None, 2)),
         pm.Kernel(),
         pm.Filter(norm=1),
     ]
@@ -225,7 +228,9 @@ def rows_of_units(pattern: Pattern, tensor: Tensor) -> Tensor:
     """Return the tensor as a matrix with one unit or one balanced block in each row."""
     rows, columns = matrix_shape(tensor.shape)
     if isinstance(pattern, pm.Block):
-        return tensor.reshape(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
+        high, wide = pattern.shape[0] or rows, pattern.shape[1] or columns
+        tiles = tensor.reshape(rows // high, high, columns // wide, wide)
+        return tiles.permute(0, 2, 1, 3).reshape(-1, high * wide)
     width = {pm.Unstructured: 1, pm.Filter: columns, pm.Kernel: columns // tensor.shape[1]}.get(type(pattern))
     if isinstance(pattern, pm.NM):
         width = 4
@@ -323,7 +328,8 @@ def from_rows_of_units(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Ten
     if not isinstance(pattern, pm.Block):
         return rows.reshape(shape)
     height, width = matrix_shape(shape)
-    return rows.reshape(height // 2, width // 2, 2, 2).permute(0, 2, 1, 3).reshape(shape)
+    high, wide = pattern.shape[0] or height, pattern.shape[1] or width
+    return rows.reshape(height // high, width // wide, high, wide).permute(0, 2, 1, 3).reshape(shape)
 
 
 # ---- errors
@@ -336,6 +342,7 @@ def from_rows_of_units(pattern: Pattern, rows: Tensor, shape: torch.Size) -> Ten
         (pm.Balanced(blocks=5), r"5 blocks do not divide the rows of body\.0 \(6×12\): 1 would fit"),
         (pm.NM(4, 8), r"groups of 8 do not divide the rows of body\.0 \(6×12\): m=4 would fit"),
         (pm.Block((4, 4)), r"blocks of 4×4 do not divide body\.0 \(6×12\): Block\(\(2, 4\)\) would fit"),
+        (pm.Block((None, 8)), r"blocks of 6×8 do not divide body\.0 \(6×12\): Block\(\(None, 4\)\) would fit"),
     ],
 )
 def test_shape_error_names_the_layer_and_a_pattern_that_fits(pattern: Pattern, message: str) -> None:
@@ -393,6 +400,7 @@ def test_a_pattern_can_be_written_in_three_ways() -> None:
         ("block(4, 2, 1)", pm.Block((4, 2), norm=1)),
         ("block((4, 2), norm=1)", pm.Block((4, 2), norm=1)),
         ("block([4, 2])", pm.Block((4, 2))),
+        ("block(None, 64)", pm.Block((None, 64))),
     ],
 )
 def test_text_may_leave_the_names_of_options_out(text: str, pattern: Pattern) -> None:
@@ -416,7 +424,7 @@ def test_text_without_names_is_what_python_makes_of_it(first: int, second: int, 
         ("nm(2, 4, 8)", "takes only n, m without a name, got 8 too"),
         ("nm(2, 4, n=3)", "got n twice: 2 and 3"),
         ("nm(2.0, 4)", "n takes int, got 2.0"),
-        ("block(4)", r"needs a shape \(h, w\) of whole numbers ≥ 1, got \(4,\)"),
+        ("block(4)", r"needs a shape \(h, w\) of whole numbers ≥ 1, one of which may be None, got \(4,\)"),
         ("unstructured(3)", "pattern 'unstructured' takes no option without a name, got 3 too"),
         ("Balanced(32)", "did you mean 'balanced'"),
         ("NM(2, 4)", "did you mean 'nm'"),

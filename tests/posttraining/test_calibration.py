@@ -172,3 +172,78 @@ def test_what_cannot_work_is_refused():
     unused.forward = lambda x: x
     with pytest.raises(PomonaError, match=r"a\.weight has no input in these data: leave it out"):
         pm.Wanda(0.5, include="a").prune(unused, [torch.randn(2, 2)])
+
+
+def build_decoder(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2LMHeadModel(config).double().eval()
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=50,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoders_read_no_keys_of_blocks_before_their_pruning(kind, padded):
+    """Hugging Face's decoders keep the keys and values of each block by default, and would read them again."""
+    model = build_decoder(kind)
+    generator = torch.Generator().manual_seed(2)
+    data = [{"input_ids": torch.randint(0, 50, (2, 9), generator=generator)} for _ in range(3)]
+    if padded:
+        for batch in data:
+            batch["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+            batch["attention_mask"][0, :3] = 0
+    whole = copy.deepcopy(model)
+    pm.SparseGPT(0.6).prune(model, data)
+    assert model.config.use_cache
+    whole.config.use_cache = False
+    blocks = "transformer.h" if kind == "gpt2" else "model.layers"
+    for index in range(3):  # a block alone is not in a list of blocks, so that the whole model runs
+        pm.SparseGPT(0.6, include=f"{blocks}.{index}.*").prune(whole, data)
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+def test_blocks_may_change_their_input_in_place():
+    class InPlace(Residual):
+        def forward(self, x, scale=1.0):
+            x += scale * self.down(torch.relu(self.up(x)))
+            return (x,)
+
+    torch.manual_seed(0)
+    model, batches = Stack().double(), [batch.double() for batch in draw_batches()]
+    expected = copy.deepcopy(model)
+    for block in model.blocks:
+        block.__class__ = InPlace
+    for one in (model, expected):
+        pm.SparseGPT(0.5).prune(one, batches)
+    for (name, one), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other[1], msg=name)
+
+
+def test_a_tied_weight_is_pruned_with_the_inputs_of_all_layers_that_have_it():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]).expand(4, 4))
+    model = nn.Sequential(first, nn.Linear(4, 4), second, nn.Linear(4, 2))
+    inputs = []
+    second.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    x = torch.randn(32, 4) * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    model(x)
+    norms = torch.cat([x, inputs[0]]).norm(dim=0)
+    report = pm.Wanda(0.5, include="0").prune(model, [x])
+    kept = (norms * torch.tensor([1.0, 2.0, 3.0, 4.0])).topk(2).indices
+    assert report.masks["0.weight"][0].nonzero().flatten().tolist() == sorted(kept.tolist())
+    assert (x.norm(dim=0) * torch.tensor([1.0, 2.0, 3.0, 4.0])).topk(2).indices.tolist() != kept.tolist()
+
+
+def test_frozen_models_are_pruned():
+    model = Stack().requires_grad_(False)
+    assert len(pm.Wanda(0.5).prune(model, draw_batches()).masks) == 7

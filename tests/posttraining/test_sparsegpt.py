@@ -87,7 +87,16 @@ def test_the_last_columns_reach_the_least_squares_of_their_row():
     torch.testing.assert_close(pruned[:, 1:], exact, rtol=1e-5, atol=1e-6)
 
 
-PATTERNS = ["unstructured", "2:4", "balanced(8)", "balanced(blocks=4)", "block(2, 4)", "kernel"]
+PATTERNS = [
+    "unstructured",
+    "2:4",
+    "balanced(8)",
+    "balanced(blocks=4)",
+    "block(2, 4)",
+    "block(None, 4)",
+    "block(2, None)",
+    "kernel",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -117,6 +126,26 @@ def test_an_input_that_is_always_zero_does_no_harm():
     pm.SparseGPT(0.5, include="0").prune(model, [x])
     assert bool(torch.isfinite(model(x)).all())
     assert float((model(x).detach() - before).norm() / before.norm()) < 0.9
+
+
+def test_weights_of_an_input_that_is_always_zero_are_pruned_first():
+    """Inputs of any scale: what a weight costs is relative to that of the others."""
+    for scale in (1e-3, 1.0, 1e3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+        x = scale * torch.randn(64, 8)
+        x[:, [2, 5]] = 0
+        report = pm.SparseGPT(0.25, include="0").prune(model, [x])
+        assert torch.equal(report.masks["0.weight"][0], torch.tensor([1, 1, 0, 1, 1, 0, 1, 1], dtype=torch.bool))
+
+
+def test_inputs_that_are_all_zero_lead_to_a_plain_magnitude_mask():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+    weight = model[0].weight.detach().clone()
+    pm.SparseGPT(0.5, include="0").prune(model, [torch.zeros(3, 8)])
+    kept = pm.Unstructured().select_masks([weight.abs()], 0.5)[0]
+    torch.testing.assert_close(model[0].weight.detach(), weight * kept)
 
 
 def test_what_cannot_work_is_refused():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pomona as pm
+from pomona.models.example_inputs import ModelInputs
 from pomona.sparse.shrink.divided_outputs import find_divided_layers
 
 
@@ -34,13 +35,13 @@ def zero_output(layer: nn.Linear, index: int) -> None:
 @pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)])
 def test_the_layers_whose_outputs_are_divided_are_found(shape: tuple[int, ...]) -> None:
     model = Heads()
-    assert find_divided_layers(model, torch.randn(shape)) == {model.first}
+    assert find_divided_layers(model, ModelInputs((torch.randn(shape),))) == {model.first}
     assert not model.first._forward_hooks
 
 
 def test_merged_dimensions_are_not_divided() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Flatten(), nn.Linear(18, 2))
-    assert find_divided_layers(model, torch.randn(2, 3, 4)) == set()
+    assert find_divided_layers(model, ModelInputs((torch.randn(2, 3, 4),))) == set()
 
 
 def test_divided_channels_stay_and_others_are_removed() -> None:

@@ -178,7 +178,7 @@ def mac_shares(run: Path) -> dict[str, float]:
     model = models.build(**read_model_options(run / MODEL_FILE))
     shape = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
     cost = models.summary(model, shape)
-    layers = {layer.name: layer.macs for layer in cost.layers}
+    layers = {layer.name: layer.macs - layer.activation_macs for layer in cost.layers}
     shares: dict[str, float] = {}
     for name in masks.load(run):
         module, _, leaf = name.rpartition(".")

@@ -1,4 +1,8 @@
-"""Physical removal of channels: a filter-pruned network becomes a smaller dense one with the same outputs.
+"""Physical removal of channels, heads and neurons: a pruned network becomes a smaller dense one with the same outputs.
+
+Attention heads and neurons of Hugging Face's transformers are found by the names of their layers, and removed where no
+weight reads them or their value is a constant, which the next bias takes (transformer_layouts, unit_group). All other
+networks lose channels:
 
 Torch-Pruning's dependency graph gives the channels that are coupled: those that are added, concatenated or normalised
 on their way from the layers that produce them to the layers that read them. A channel whose producers hold only

@@ -6,12 +6,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ...errors import PomonaError
+from ...models.example_inputs import ModelInputs
 from .channel_group import ChannelGroup, LayerChannels
 from .constant_inputs import LAYERS
 from .divided_outputs import find_divided_layers
@@ -19,14 +20,17 @@ from .divided_outputs import find_divided_layers
 NORMS = (_BatchNorm, _InstanceNorm)  # the norms that process each channel independently
 
 
-def find_groups(model: nn.Module, batch: Tensor) -> list[ChannelGroup]:
-    """Return the channel groups of a model, traced on a batch."""
+def find_groups(model: nn.Module, example: ModelInputs) -> list[ChannelGroup]:
+    """Return the channel groups of a model, traced on an example."""
     pruning = import_torch_pruning()
-    divided = find_divided_layers(model, batch)
+    divided = find_divided_layers(model, example)
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = pruning.DependencyGraph().build_dependency(model, batch, verbose=False)
-        return [convert_group(graph, group, batch.ndim, divided) for group in graph.get_all_groups()]
+        graph = pruning.DependencyGraph().build_dependency(
+            model, example, forward_fn=lambda model, example: example.call(model), verbose=False
+        )
+        ndim = example.tensors[0].ndim
+        return [convert_group(graph, group, ndim, divided) for group in graph.get_all_groups()]
 
 
 def convert_group(graph: Any, group: Any, ndim: int, divided: set[nn.Module]) -> ChannelGroup:

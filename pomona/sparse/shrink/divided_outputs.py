@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...models.example_inputs import ModelInputs
+
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 
 
@@ -33,14 +35,14 @@ class WatchViews(TorchDispatchMode):
 
 
 @torch.no_grad()
-def find_divided_layers(model: nn.Module, batch: Tensor) -> set[nn.Module]:
+def find_divided_layers(model: nn.Module, example: ModelInputs) -> set[nn.Module]:
     """Return the linear layers of a model whose outputs its forward pass divides, which fixes their number."""
     watch = WatchViews()
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [layer.register_forward_hook(watch.remember_output) for layer in layers]
     try:
         with watch:
-            model(batch)
+            example.call(model)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""`shrink`: find the channels that contribute nothing, remove them, and verify that the outputs are the same."""
+"""`shrink`: find the channels, heads and neurons that contribute nothing, remove them, and verify the outputs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.targets import unwrap
 from ...errors import PomonaError, require
-from ...models.example_inputs import make_example_batch
+from ...models.example_inputs import Example, ModelInputs, is_shape, without_cache
 from ...models.summary import summary
 from . import latency as latencies
 from .channel_group import ChannelGroup
 from .constant_inputs import measure_constant_inputs
 from .dependency_graph import find_groups
 from .padding_shortcut import make_shortcuts_traceable, restore_padding_shortcuts
-from .report import Change, Shrunk, count_channels, explain_nothing_removed
+from .report import (
+    Change,
+    Counts,
+    Shrunk,
+    count_channels,
+    count_units,
+    explain_no_unit_removed,
+    explain_nothing_removed,
+)
+from .transformer_layouts import find_unit_groups
+from .unit_group import UnitGroup
 
 UNTRACEABLE = "Torch-Pruning cannot trace its forward pass ({reason})."
 COUNTS_CHANNELS = (
@@ -31,51 +41,81 @@ OUTPUT_TOLERANCE = 1e4  # times the type's epsilon: what sums in another order m
 
 
 @torch.no_grad()
-def shrink(model: nn.Module, example: Tensor | Sequence[int], *, latency: bool = False) -> Shrunk:
-    """Return a smaller copy of a filter-pruned model, without the channels that contribute nothing, and its report.
+def shrink(model: nn.Module, example: Example, *, latency: bool = False) -> Shrunk:
+    """Return a smaller copy of a pruned model, without what contributes nothing to its outputs, and its report.
 
-    The model itself is not changed. In evaluation mode the copy gives the model's outputs up to rounding, which is
-    verified on the example. PomonaError is raised if no channel can be removed, if the model's output does not depend
+    A transformer of Hugging Face loses attention heads and feed-forward neurons, any other model loses channels. The
+    model itself is not changed. In evaluation mode the copy gives the model's outputs up to rounding, which is
+    verified on the example. PomonaError is raised if nothing can be removed, if the model's output does not depend
     on its input, if Torch-Pruning cannot trace the model, or if its forward pass depends on the number of channels.
 
     Args:
-        model: a model with filters whose weights are all zero, as `pattern=Filter()` leaves them.
-        example: a batch, or the shape of one sample, such as (3, 32, 32).
+        model: a model with filters whose weights are all zero, as `pattern=Filter()` leaves them, or a transformer with
+            zero columns, as `pattern=Block((None, 1))` leaves them in the layers that read neurons.
+        example: a batch, the shape of one sample, such as (3, 32, 32), or a tuple or dictionary of the model's
+            arguments.
         latency: whether to measure the latency of both models on the example.
     """
     model = unwrap(model)
-    batch = example if isinstance(example, Tensor) else randomize(make_example_batch(model, example))
-    before = summary(model, batch)  # also refuses an example that does not fit
+    given = ModelInputs.from_example(model, example)
+    inputs = randomize(given) if is_shape(example) else given
     small = copy.deepcopy(model).eval().requires_grad_(True)
-    expected = small(batch)
-    refuse_constant_output(small, batch, expected)
-    with convert_failures(model, UNTRACEABLE):
-        make_shortcuts_traceable(small)
-        groups = find_groups(small, batch)
-        choose_channels(groups, small, randomize(batch))
-        removed, kept = count_channels(groups, model, small)
-        require(bool(removed), explain_nothing_removed(model, before.sparsity, kept))
-        for group in groups:
-            group.remove_channels()
-        restore_padding_shortcuts(small)
-    with convert_failures(model, COUNTS_CHANNELS):
-        difference = compare_outputs(expected, small(batch))
+    with without_cache(model), without_cache(small):
+        before = summary(model, inputs)  # also refuses an example that does not fit
+        expected = inputs.call(small)
+        groups = find_unit_groups(small)
+        if groups:
+            removed, kept = remove_units(groups, small, inputs)
+        else:
+            removed, kept = remove_channels(model, small, inputs, expected, before.sparsity)
+        with convert_failures(model, COUNTS_CHANNELS):
+            difference = compare_outputs(expected, inputs.call(small))
+        after = summary(small, inputs)
     copy_modes(model, small)
-    after = summary(small, batch)
     milliseconds = None
     if latency:
-        milliseconds = Change(*(1000 * t for t in latencies.measure_median_seconds([model, small], batch)))
+        milliseconds = Change(*(1000 * t for t in latencies.measure_median_seconds([model, small], inputs)))
     params, macs = Change(before.params, after.params), Change(before.macs, after.macs)
     return Shrunk(small, params, macs, removed, kept, difference, milliseconds)
 
 
-def refuse_constant_output(model: nn.Module, batch: Tensor, output: Any) -> None:
+def remove_units(groups: Sequence[UnitGroup], small: nn.Module, inputs: ModelInputs) -> Counts:
+    """Remove heads and neurons of a transformer in place, and return what was removed and what stays."""
+    constants = measure_constant_inputs(small, inputs)
+    for group in groups:
+        group.classify(constants)
+    removed, kept = count_units(groups, small)
+    require(bool(removed), explain_no_unit_removed(small, groups))
+    for group in groups:
+        group.remove_units()
+    return removed, kept
+
+
+def remove_channels(model: nn.Module, small: nn.Module, inputs: ModelInputs, expected: Any, sparsity: float) -> Counts:
+    """Remove the channels of a model in place, by Torch-Pruning, and return what was removed and what stays."""
+    refuse_constant_output(small, inputs, expected)
+    with convert_failures(model, UNTRACEABLE):
+        make_shortcuts_traceable(small)
+        groups = find_groups(small, inputs)
+        choose_channels(groups, small, randomize(inputs))
+        removed, kept = count_channels(groups, model, small)
+        require(bool(removed), explain_nothing_removed(model, sparsity, kept))
+        for group in groups:
+            group.remove_channels()
+        restore_padding_shortcuts(small)
+    return removed, kept
+
+
+def refuse_constant_output(model: nn.Module, example: ModelInputs, output: Any) -> None:
     """Raise PomonaError if a model gives the same output for the example and for random inputs, whatever they are."""
-    if not batch.is_floating_point():
+    if not all(tensor.is_floating_point() and tensor.ndim for tensor in example.tensors):
         return
     # Large inputs too, because a unit whose bias keeps it at zero for small ones is not dead.
-    inputs = torch.cat([scale * randomize(batch, seed) for seed, scale in enumerate((1, 1, 100, 10_000))])
-    for one, other in zip(tree_leaves(output), tree_leaves(model(inputs)), strict=True):
+    scales = (1, 1, 100, 10_000)
+    inputs = example.map_tensors(
+        lambda tensor: torch.cat([scale * randomize_tensor(tensor, seed) for seed, scale in enumerate(scales)])
+    )
+    for one, other in zip(tree_leaves(output), tree_leaves(inputs.call(model)), strict=True):
         if not isinstance(one, Tensor) or one.ndim == 0 or one.shape[1:] != other.shape[1:]:
             return  # not one output for each sample
         same = torch.cat([one, other])
@@ -94,13 +134,13 @@ def refuse_constant_output(model: nn.Module, batch: Tensor, output: Any) -> None
     )
 
 
-def choose_channels(groups: Sequence[ChannelGroup], model: nn.Module, batch: Tensor) -> None:
+def choose_channels(groups: Sequence[ChannelGroup], model: nn.Module, example: ModelInputs) -> None:
     """Decide which channels of each group are removed, and merge the constants of the model in place."""
-    inputs = measure_constant_inputs(model, batch)
+    inputs = measure_constant_inputs(model, example)
     for group in groups:
         group.classify(inputs)
         group.set_representative_constant()
-    new_inputs = measure_constant_inputs(model, batch)
+    new_inputs = measure_constant_inputs(model, example)
     for group in groups:
         group.merge_constants(inputs, new_inputs)
 
@@ -117,11 +157,16 @@ def convert_failures(model: nn.Module, message: str) -> Iterator[None]:
         raise PomonaError(f"{type(model).__name__} cannot be shrunk: {message.format(reason=reason)}") from error
 
 
-def randomize(batch: Tensor, seed: int = 0) -> Tensor:
-    """Return normal random numbers in the shape of a batch, from a fixed seed, or the batch itself if it has ids."""
-    if not batch.is_floating_point():
-        return batch
-    return torch.randn(batch.shape, generator=torch.Generator().manual_seed(seed)).to(batch)
+def randomize(example: ModelInputs) -> ModelInputs:
+    """Return an example with normal random numbers in place of its floating-point values; ids stay."""
+    return example.map_tensors(randomize_tensor)
+
+
+def randomize_tensor(tensor: Tensor, seed: int = 0) -> Tensor:
+    """Return normal random numbers in the shape of a tensor, from a fixed seed, or the tensor itself if it has ids."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor)
 
 
 def compare_outputs(expected: Any, actual: Any) -> float:

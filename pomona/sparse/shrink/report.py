@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...core.targets import output_dim as find_output_dim
 from ...table_view import TableView
 from .channel_group import ChannelGroup, LayerChannels
+from .unit_group import UnitGroup, count_columns
 
 
 class Change(NamedTuple):
@@ -25,6 +26,10 @@ class Change(NamedTuple):
     def ratio(self) -> float:
         """Return how many times smaller the number has become."""
         return self.before / self.after
+
+
+DIVIDED_INTO_HEADS = "because the forward pass divides them, as into heads"
+Counts = tuple[dict[str, Change], dict[str, str]]  # `Shrunk.removed` and `Shrunk.kept`
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,7 @@ class Shrunk(TableView):
         return f"<Shrunk: {params} parameters, {macs} MACs, channels removed from {len(self.removed)} layers>"
 
 
-def count_channels(
-    groups: Sequence[ChannelGroup], model: nn.Module, small: nn.Module
-) -> tuple[dict[str, Change], dict[str, str]]:
+def count_channels(groups: Sequence[ChannelGroup], model: nn.Module, small: nn.Module) -> Counts:
     """Return `Shrunk.removed` and `Shrunk.kept`, in the order of the model's layers.
 
     The groups must be classified and not removed yet; `small` is the copy of `model` that they belong to.
@@ -115,6 +118,34 @@ def count_remaining_by_reason(group: ChannelGroup, producer: LayerChannels) -> d
             "so that the layer has a channel": remaining & only_channel,
         }
     return {reason: int(channels.sum()) for reason, channels in cases.items() if channels.any()}
+
+
+def count_units(groups: Sequence[UnitGroup], model: nn.Module) -> Counts:
+    """Return `Shrunk.removed` and `Shrunk.kept` of a transformer; the groups must be classified and not removed yet."""
+    names = {module: name for name, module in model.named_modules()}
+    removed: dict[str, Change] = {}
+    kept: dict[str, str] = {}
+    for group in groups:
+        if group.removed.any():
+            removed |= {names[layer]: Change(*sizes) for layer, sizes in group.count_outputs().items()}
+        if group.constant.any():
+            reason = f"constant, and {names[group.reader]} has no bias to take them"
+            kept[names[group.values[-1].layer]] = f"{int(group.constant.sum())} {group.kind}s, {reason}"
+        elif group.kind == "head":
+            zeros = group.count_zero_outputs()
+            kept |= {names[layer]: f"{count} {DIVIDED_INTO_HEADS}" for layer, count in zeros.items()}
+    return removed, kept
+
+
+def explain_no_unit_removed(model: nn.Module, groups: Sequence[UnitGroup]) -> str:
+    """Return the error message for a transformer in which nothing can be removed."""
+    names = {module: name for name, module in model.named_modules()}
+    readers = {group.kind: (count_columns(group.reader) // group.units, names[group.reader]) for group in groups}
+    advice = [f"{kind}s with pattern=Block((None, {n})) in '{name}'" for kind, (n, name) in readers.items()]
+    return (
+        f"nothing to remove: {type(model).__name__} has no attention head or neuron without effect; prune the layers "
+        f"that read them, {' and '.join(advice)}."
+    )
 
 
 def explain_nothing_removed(model: nn.Module, sparsity: float, kept: dict[str, str]) -> str:
