@@ -61,7 +61,7 @@ class GapTensor(PackedTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
-        validate_gaps(*self.parts, *self.matrix)
+        validate_gaps(self.values, self.gaps, self.firsts, self.starts, self.lanes, *self.matrix)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class GapTensor(PackedTensor):
         require(columns <= MAX_COLUMNS, f"at most {MAX_COLUMNS:,} columns can be packed with gaps, got {columns:,}.")
         require(bits is None or bits in GAP_BITS, f"gaps have 2, 4, 6 or 8 bits, got {bits}.")
         widths = GAP_BITS if bits is None else (bits,)
-        counts = torch.cat([torch.stack([some.count(w) for w in widths]) for some in find_survivors(matrix)], dim=1)
+        counts = torch.cat([torch.stack([some.count_by_row(w) for w in widths]) for some in find_survivors(matrix)], dim=1)
         sizes = [int(stored) * (8 * weight.element_size() + w) for stored, w in zip(counts.sum(1), widths, strict=True)]
         best = sizes.index(min(sizes))
         return cls(*pack_rows(matrix, counts[best], widths[best]), weight.shape)
@@ -143,7 +143,7 @@ class Survivors(NamedTuple):
         """Return the number of values that are stored for each: itself, and zeros that bridge its gap."""
         return 1 + (self.gap >> bits)
 
-    def count(self, bits: int) -> Tensor:
+    def count_by_row(self, bits: int) -> Tensor:
         """Return the number of values that are stored for each row."""
         counts = self.gap.new_zeros(self.rows)
         return counts.index_add_(0, self.row, self.entries(bits))
@@ -159,7 +159,7 @@ def find_survivors(matrix: Tensor) -> Iterator[Survivors]:
         yield Survivors(first, len(some), row, column, column - before - 1, some[row, column])
 
 
-def pack_rows(matrix: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, ...]:
+def pack_rows(matrix: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the parts of a packed matrix whose rows have so many stored values, with gaps of so many bits."""
     (rows, columns), device = matrix.shape, matrix.device
     slices = -(-rows // SLICE_ROWS)

@@ -64,14 +64,17 @@ __device__ __forceinline__ bool load_inputs(const Value *x, int vectors, int pit
 #pragma unroll
     for (int i = 0; i < load; i++) nonfinite |= is_nonfinite(((const Value *)&loaded)[i]);
   }
-#pragma unroll 4
-  for (int column = whole_loads * load + threadIdx.x; column < padded_columns; column += WARPS * LANES)
+#pragma unroll 2
+  for (int column = whole_loads * load + threadIdx.x; column < padded_columns; column += WARPS * LANES) {
+    Column loaded;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
       const Value input = i < vectors && column < columns ? x[(long long)i * pitch + column] : (Value)0;
-      inputs[(long long)column * VECTORS + i] = input;
+      ((Value *)&loaded)[i] = input;
       nonfinite |= is_nonfinite(input);
     }
+    ((Column *)memory)[column] = loaded;
+  }
   nonfinite = __syncthreads_or(nonfinite);
   if (nonfinite && threadIdx.x < VECTORS) {
     int count = 0;

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cuda import backend as cuda
 from ..gaps import GapTensor, unpack_gaps, validate_gaps
 from .dense_product import (
+    choose_dense_dtype,
     explain_missing_kernel,
     make_gradients,
     multiply_dense,
@@ -37,7 +38,7 @@ def compute_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, starts
         if y is not None:
             return y
         warn_about_dense_product("gaps on a CPU" if x.device.type == "cpu" else explain_missing_kernel(x))
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = choose_dense_dtype(x)
     weight = unpack_gaps_once(values, gaps, firsts, starts, lanes, rows, columns, dtype)
     return multiply_dense(x, weight, bias, relu, transposed)
 
