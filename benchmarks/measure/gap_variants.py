@@ -2,9 +2,9 @@
 
     python benchmarks/measure/gap_variants.py [--json FILE] [--shape 8192x8192] [--batches 1 8]
 
-A variant is the number of chunks of a part, of slices that a thread block works on at a time, of its warps, and of
-thread blocks on a multiprocessor. All variants of a matrix take turns, with emptied caches, together with the dense
-product; every output is compared with float64.
+A variant is the number of chunks of a part, of warps of a thread block, and of thread blocks on a multiprocessor. All
+variants of a matrix take turns, with emptied caches, together with the dense product; every output is compared with
+float64.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ class Variant(NamedTuple):
     """One division of the work."""
 
     part_chunks: int
-    slices: int
     warps: int
     min_blocks: int
 
 
 # By vectors of a launch.
 VARIANTS = {
-    1: [
-        *(Variant(chunks, *rest) for chunks in (1, 2) for rest in ((2, 16, 2), (4, 32, 1), (1, 8, 4), (4, 16, 2))),
-        *(Variant(4, *rest) for rest in ((2, 12, 2), (4, 24, 1), (1, 8, 3), (4, 16, 1))),
-    ],
-    8: [Variant(chunks, *rest) for chunks in (1, 2) for rest in ((2, 16, 1), (1, 16, 1), (1, 24, 1), (1, 12, 2))],
+    1: [Variant(*one) for one in ((2, 16, 2), (1, 16, 2), (2, 8, 4), (2, 32, 1), (4, 12, 2), (2, 16, 1))],
+    8: [Variant(*one) for one in ((2, 16, 1), (1, 16, 1), (2, 20, 1))],
 }
 
 
@@ -66,21 +62,23 @@ def make_call(packed: gaps.GapTensor, x: Tensor, variant: Variant) -> tuple[Any,
     rows, columns = packed.matrix
     y = x.new_full((len(x), rows), torch.nan)
     vectors = min(len(x), gap_gather.MAX_LAUNCH_VECTORS)
-    config = GapConfig(vectors, variant.slices, variant.warps, variant.min_blocks)
+    config = GapConfig(vectors, variant.warps, variant.min_blocks)
     gap_gather.choose_config = lambda *_: config  # type: ignore[assignment]
     gap_gather.PART_CHUNKS = variant.part_chunks  # type: ignore[misc]
     gap_gather.prepare_launch.cache_clear()
-    prepared = gap_gather.prepare_launch(x.dtype, len(x), columns, len(packed.lanes), packed.gap_bits, x.get_device())
+    prepared = gap_gather.prepare_launch(x.dtype, len(x), columns, len(packed.values), packed.gap_bits, x.get_device())
     if prepared is None:
         return None
     _, blocks, kernel = prepared
-    chunks, slices = len(packed.values), len(packed.lanes)
+    exchange = torch.empty(2 * blocks * 2 * gaps.LANES * vectors, device=x.device)
+    arrivals = torch.zeros(2 * blocks, device=x.device, dtype=torch.int32)
+    sizes = rows, columns, len(packed.lanes), *divmod(len(packed.values), blocks)
 
     def call() -> None:
         for first in range(0, len(x), vectors):
             some, their_y = x[first : first + vectors], y[first : first + vectors]
-            sizes = rows, columns, slices, chunks, len(some), x.stride(0), 1, rows, 0, 0
-            kernel((blocks, 1, 1), (*packed.parts, some, None, their_y), sizes)
+            tensors = (*packed.parts, some, None, their_y, exchange, arrivals)
+            kernel((blocks, 1, 1), tensors, (*sizes, len(some), x.stride(0), 1, rows, 0, 0))
 
     return call, y
 
@@ -121,8 +119,8 @@ def print_table(timings: Sequence[Timing], dtype: torch.dtype) -> None:
     """Print the microseconds of each variant, a line for each, and how many times faster than dense it is."""
     cases = list(dict.fromkeys((t.sparsity, t.batch) for t in timings))
     dense = {(t.sparsity, t.batch): t.seconds for t in timings if t.variant is None}
-    print("part slices warps blocks" + "".join(f"{f'{s:.0%} n={n}':>22}" for s, n in cases))
-    print("dense                   " + "".join(f"{1e6 * dense[case]:>22.1f}" for case in cases))
+    print("part warps blocks" + "".join(f"{f'{s:.0%} n={n}':>22}" for s, n in cases))
+    print("dense            " + "".join(f"{1e6 * dense[case]:>22.1f}" for case in cases))
     for variant in dict.fromkeys(t.variant for t in timings if t.variant is not None):
         found = {(t.sparsity, t.batch): t for t in timings if t.variant == variant}
         cells = []
@@ -131,7 +129,7 @@ def print_table(timings: Sequence[Timing], dtype: torch.dtype) -> None:
             mark = "" if one is None or is_rounding(one.error, dtype) else "!"
             rate = one.nbytes / one.seconds / 1e12 if one else 0.0
             cells.append(f"{1e6 * one.seconds:.1f} {dense[case] / one.seconds:.2f}x {rate:.1f}T{mark}" if one else "-")
-        print("{:4}{:7}{:6}{:7}".format(*variant) + "".join(f"{cell:>22}" for cell in cells))
+        print("{:4}{:6}{:7}".format(*variant) + "".join(f"{cell:>22}" for cell in cells))
 
 
 def main() -> None:

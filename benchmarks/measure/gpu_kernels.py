@@ -32,12 +32,9 @@ from pomona.lab.kernels.implementations import (
     first_line,
     is_rounding,
     make_implementations,
-    unstructured_implementation,
 )
-from pomona.sparse.gaps import GapTensor
 from pomona.sparse.timing import make_cache_flusher, median_seconds
 
-GAPS = "gaps"
 BLOCK = 32  # columns of a balanced block
 STATES = ("cold", "warm")
 TARGETS = {0.5: 1.5, 0.7: 2.2, 0.9: 4.5}  # by sparsity, at 8192² and batch 1
@@ -64,12 +61,8 @@ class Timing:
 def make_sides(weight: Tensor, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
     """Return every side for one matrix, and name → reason of those that are not available."""
     sides, missing = make_implementations(weight, BLOCK, sparsity)
-    sides = [side for side in sides if not side.name.startswith(SKIPPED) and side.name != UNSTRUCTURED]
-    sides.append(unstructured_implementation(weight, sparsity))
-    pruned = sides[-1].weight
-    packed = GapTensor.from_dense(pruned)
-    sides.append(Implementation(GAPS, packed.linear, pruned, packed.nbytes))
-    return sides, {name: why for name, why in missing.items() if name not in (*SKIPPED, UNSTRUCTURED)}
+    sides = [side for side in sides if not side.name.startswith(SKIPPED)]
+    return sides, {name: why for name, why in missing.items() if name not in SKIPPED}
 
 
 def find_error(side: Implementation, x: Tensor) -> float:
@@ -130,7 +123,9 @@ def describe_cell(timing: Timing | None) -> str:
 
 def compare_with_targets(timings: Sequence[Timing]) -> list[dict[str, Any]]:
     """Return the targets that this run can answer, and what was reached."""
-    chosen = [t for t in timings if (t.rows, t.columns, t.batch, t.state, t.side) == (8192, 8192, 1, "cold", GAPS)]
+    chosen = [
+        t for t in timings if (t.rows, t.columns, t.batch, t.state, t.side) == (8192, 8192, 1, "cold", UNSTRUCTURED)
+    ]
     return [
         {"sparsity": t.sparsity, "target": TARGETS[t.sparsity], "reached": t.speedup}
         for t in chosen

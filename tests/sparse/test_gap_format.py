@@ -22,29 +22,37 @@ def test_a_matrix_packed_by_hand() -> None:
     weight = torch.tensor([[0, 5.0, 0, 0, 0, 0, 0, 0, 6], [3, 0, 4, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
     packed = GapTensor.from_dense(weight, 2).verify()
     assert packed.gap_bits == 2
-    assert packed.lanes[0].tolist() == [0, 1, 2, *[-1] * 13]  # the longest row first
-    assert packed.starts.tolist() == [0, 1]  # one chunk
-    assert packed.values[0, 0, 0].tolist() == [5, 0, 6, *[0] * 5]  # six columns lie between 5 and 6: one zero and two
-    assert packed.values[0, 0, 1].tolist() == [3, 4, *[0] * 6]
-    codes = unpack_codes(packed.gaps)[0]  # slot, lane
+    assert packed.lanes[0].tolist() == [0, 1, 2, *[-1] * 29]  # the longest row first
+    assert packed.starts.tolist() == [0, 1]  # one part
+    assert packed.owners.tolist() == [0]
+    assert packed.values[0, 0, 0, 0].tolist() == [5, 0, 6, *[0] * 5]  # six columns are skipped by a zero and a gap of 2
+    assert packed.values[0, 0, 0, 1].tolist() == [3, 4, *[0] * 6]
+    codes = unpack_codes(packed.gaps)[0, 0]  # slot, lane
     assert codes[:3, 0].tolist() == [1, 3, 2]
     assert codes[:2, 1].tolist() == [0, 1]
-    assert packed.firsts[0, :2].tolist() == [0, 0]
-    assert packed.firsts[0, 16:18].tolist() == [9, 9]  # the second halves of the rows are empty
+    assert packed.firsts[0, :3].tolist() == [0, 0, 9]  # an empty row starts past the last column
     assert torch.equal(packed.dense(), weight)
 
 
-def test_the_second_lane_of_a_row_starts_where_the_first_one_ends() -> None:
-    weight = torch.zeros(1, 1000)
+def test_a_row_starts_in_a_part_where_it_ended_in_the_one_before() -> None:
+    weight = torch.zeros(2, 1000)
     weight[0, 100:140] = torch.arange(1.0, 41)
     packed = GapTensor.from_dense(weight, 8).verify()
-    assert len(packed.values) == 2  # 40 values of a row in chunks of 32, 32 in each lane
-    assert packed.firsts[0, [0, 16]].tolist() == [0, 132]
-    assert packed.values[:, :, 0].flatten().tolist() == list(range(1, 33))
-    assert packed.values[0, 0, 16].tolist() == list(range(33, 41))
+    assert len(packed.values) == 2  # 40 values of a row in parts of 32
+    assert packed.firsts[:, :2].tolist() == [[0, 1000], [132, 1000]]
+    assert packed.values[0, :, :, 0].flatten().tolist() == list(range(1, 33))
+    assert packed.values[1, 0, 0, 0].tolist() == list(range(33, 41))
 
 
-@pytest.mark.parametrize(("sparsity", "bits", "largest"), [(0.5, 2, 2.55), (0.7, 4, 2.65), (0.9, 6, 3.1)])
+def test_a_row_starts_in_a_part_among_zeros_that_bridge_a_gap() -> None:
+    weight = torch.zeros(1, 400)
+    weight[0, 0], weight[0, 399] = 1.0, 2.0
+    packed = GapTensor.from_dense(weight, 2).verify()
+    assert len(packed.values) == 4  # the gap of 398 columns takes 99 zeros of four columns each, and one of two
+    assert packed.firsts[:, 0].tolist() == [0, 1 + 31 * 4, 1 + 63 * 4, 1 + 95 * 4]
+
+
+@pytest.mark.parametrize(("sparsity", "bits", "largest"), [(0.5, 2, 2.55), (0.7, 4, 2.75), (0.9, 6, 3.1)])
 def test_the_bits_of_a_gap_take_the_fewest_bytes(sparsity: float, bits: int, largest: float) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(64, 4096) * (torch.rand(64, 4096) >= sparsity)).half()
@@ -134,20 +142,21 @@ def test_weights_that_cannot_be_packed_are_refused(weight: Tensor, bits: int | N
 
 
 def test_tensors_of_the_wrong_shape_or_dtype_are_refused() -> None:
-    values, words, firsts, starts, lanes = GapTensor.from_dense(unstructured_weight(40, 64, 0.8)).parts
+    values, words, firsts, starts, owners, lanes = GapTensor.from_dense(unstructured_weight(40, 64, 0.8)).parts
     bad = [
-        ((values[:-1], words, firsts, starts, lanes), (40, 64)),
-        ((values, words[:, :1].repeat(1, 5, 1), firsts, starts, lanes), (40, 64)),
-        ((values.double(), words, firsts, starts, lanes), (40, 64)),
-        ((values, words.long(), firsts, starts, lanes), (40, 64)),
-        ((values, words, firsts.int(), starts, lanes), (40, 64)),
-        ((values, words, firsts[:-1], starts, lanes), (40, 64)),
-        ((values, words, firsts, starts.long(), lanes), (40, 64)),
-        ((values, words, firsts, starts[:-1], lanes), (40, 64)),
-        ((values, words, firsts, starts, lanes.view(-1)), (40, 64)),
-        ((values, words, firsts, starts, lanes), (49, 64)),
-        ((values, words, firsts, starts, lanes), (40, 65_537)),
-        ((values.transpose(1, 2).contiguous().transpose(1, 2), words, firsts, starts, lanes), (40, 64)),
+        ((values[:-1], words, firsts, starts, owners, lanes), (40, 64)),
+        ((values, words[:, :, :1].repeat(1, 1, 5, 1), firsts, starts, owners, lanes), (40, 64)),
+        ((values.double(), words, firsts, starts, owners, lanes), (40, 64)),
+        ((values, words.long(), firsts, starts, owners, lanes), (40, 64)),
+        ((values, words, firsts.int(), starts, owners, lanes), (40, 64)),
+        ((values, words, firsts[:-1], starts, owners, lanes), (40, 64)),
+        ((values, words, firsts, starts.long(), owners, lanes), (40, 64)),
+        ((values, words, firsts, starts[:-1], owners, lanes), (40, 64)),
+        ((values, words, firsts, starts, owners, lanes.view(-1)), (40, 64)),
+        ((values, words, firsts, starts, owners[:-1], lanes), (40, 64)),
+        ((values, words, firsts, starts, owners, lanes), (65, 64)),
+        ((values, words, firsts, starts, owners, lanes), (40, 65_537)),
+        ((values.transpose(1, 2).contiguous().transpose(1, 2), words, firsts, starts, owners, lanes), (40, 64)),
     ]
     for parts, shape in bad:
         with pytest.raises(pm.PomonaError):
@@ -165,18 +174,19 @@ def with_one(tensor: Tensor, place: tuple[int, ...], value: float) -> Tensor:
 
 def test_invalid_contents_are_refused() -> None:
     good = GapTensor.from_dense(unstructured_weight(40, 60, 0.2), 2)  # no row is empty
-    values, _, firsts, starts, lanes = good.parts
+    values, _, firsts, starts, owners, lanes = good.parts
     assert good.verify() is good
     cases = [
         ("outside the 60 columns", {"firsts": with_one(firsts, (0, 0), 59)}),
         ("outside the 60 columns", {"firsts": with_one(firsts, (0, 0), -1)}),
-        ("the same place", {"firsts": with_one(firsts, (0, 16), 0)}),
+        ("the same place", {"firsts": with_one(firsts, (1, 0), 0)}),
+        ("the owners", {"owners": with_one(owners, (0,), 1)}),
         ("do not lead from 0", {"starts": with_one(starts, (0,), 1)}),
         ("do not lead from 0", {"starts": with_one(starts, (-1,), len(values) + 1)}),
         ("do not lead from 0", {"starts": with_one(starts, (1,), -5)}),
         ("are not the 40 rows", {"lanes": with_one(lanes, (0, 0), int(lanes[0, 1]))}),
         ("are not the 40 rows", {"lanes": with_one(lanes, (0, 0), 40)}),
-        ("outside the matrix", {"values": with_one(values, (len(values) - 1, 0, 15, 0), 1.0)}),
+        ("outside the matrix", {"values": with_one(values, (len(values) - 1, 0, 0, 31, 0), 1.0)}),
     ]
     for message, changes in cases:
         parts = [changes.get(name, part) for name, part in zip(good.part_names, good.parts, strict=True)]

@@ -64,14 +64,14 @@ def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Te
     return multiply_gathered(slice_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
 
 
-def multiply_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, starts: Tensor, lanes: Tensor,
-                  bias: Tensor | None, rows: int, columns: int, relu: bool, transposed: bool,
+def multiply_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, starts: Tensor, owners: Tensor,
+                  lanes: Tensor, bias: Tensor | None, rows: int, columns: int, relu: bool, transposed: bool,
                   ) -> Tensor | None:  # fmt: skip
     """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.
 
     `pomona.sparse.ops.gap_product` describes the arguments.
     """
-    parts = values, gaps, firsts, starts, lanes
+    parts = values, gaps, firsts, starts, owners, lanes
     return multiply_gathered(gap_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
 
 

@@ -1,88 +1,102 @@
 /* The product of a matrix packed with gaps with a few vectors on an NVIDIA GPU; compiled at run time.
  *
- * A slice is 16 rows and a part of it, which a warp loads at a time, PART_CHUNKS chunks. A chunk is 16 survivors of each
- * lane: values[chunk][half][lane][8] and, in GAP_BITS bits each, the numbers of columns between them,
- * gaps[chunk][word][lane]. Lanes i and 16 + i have consecutive survivors of row i, and firsts[part][lane] is the column
- * at which a lane starts. Padding is a survivor of value zero. x is in shared memory, the entries of a column side by
- * side, and threads gather the columns of their survivors from there.
+ * A slice is 32 rows, one for each lane of a warp, and has whole parts, which a warp loads at a time. A part has 16 ×
+ * PART_CHUNKS survivors of each row: values[part][chunk][half][lane][8] and, in GAP_BITS bits each, the numbers of columns
+ * between them, gaps[part][chunk][word][lane]. firsts[part][lane] is the column at which a lane starts. Padding is a
+ * survivor of value zero. x is in shared memory, the entries of a column side by side, and threads gather the columns of
+ * their survivors from there.
  *
- * A thread block works on SLICES slices at a time, whose parts its warps share evenly, and adds up the sums of its warps
- * without atomics. Slices are sorted by length: a thread block takes them from the front and the back of the order.
+ * Rows differ in length, so that all warps of the GPU share the parts evenly, whatever slices they belong to. A warp that
+ * has all parts of a slice writes its sums to y. Warps of a thread block that share a slice add up their sums in shared
+ * memory, and thread blocks in global memory, where the last one to arrive adds them up: always in the same order.
  *
  * Macros: VALUE_TYPE of values and x (0 float, 1 half, 2 bfloat16); VECTORS, a power of two, of which the first `vectors`
- * are there; GAP_BITS (2, 4, 6 or 8); PART_CHUNKS; SLICES; WARPS of a thread block; and MIN_BLOCKS, the thread blocks
- * that a multiprocessor has to hold.
+ * are there; GAP_BITS (2, 4, 6 or 8); PART_CHUNKS; WARPS of a thread block; and MIN_BLOCKS, the thread blocks that a
+ * multiprocessor has to hold.
  *
- * Whatever gaps, firsts, starts and lanes are, reads and writes stay inside the memory.
+ * Whatever gaps, firsts, starts, owners and lanes are, reads and writes stay inside the memory.
  */
 #include "gathered_inputs.cuh"
 
-#define SLICE_ROWS 16
-#define CHUNK 16                         /* survivors that a lane has of a chunk */
+#define CHUNK 16                          /* survivors that a lane has of a chunk */
 #define GAP_WORDS (CHUNK * GAP_BITS / 32) /* of a lane and a chunk */
 #define VALUE_WORDS (CHUNK * (int)sizeof(Value) / 4)
-#define SLICE_SUMS (SLICE_ROWS * VECTORS)
+#define SLICE_SUMS (LANES * VECTORS)
 
-/* The parts of the slices that a thread block works on. Lane k of each warp has slice k. */
-struct BlockSlices {
-  int slice, chunk, chunks, parts, end; /* its first chunk, numbers of chunks and parts, and parts up to its end */
-  int total;                            /* parts of all slices */
+#ifdef EMULATED
+static float load_from_other_block(const float *from) { return *from; }
+static void order_with_other_blocks() {}
+#else
+/* Order memory accesses before and after this for the whole GPU; cheaper than __threadfence. */
+__device__ __forceinline__ void order_with_other_blocks() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+/* Load what another thread block has written, bypassing the L1 cache, which may hold an older value. */
+__device__ __forceinline__ float load_from_other_block(const float *from) {
+  float got;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(got) : "l"(from) : "memory");
+  return got;
+}
+#endif
 
-  __device__ __forceinline__ BlockSlices(const int *starts, int slices, int all_chunks, int round) {
-    const int lane = threadIdx.x % LANES, turn = round * SLICES + lane;
-    const int place = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x; /* from the front and from the back */
-    chunk = chunks = 0;
-    slice = lane < SLICES ? turn * gridDim.x + place : slices;
-    if (slice < slices) {
-      const int from = starts[slice], to = starts[slice + 1];
-      chunk = from < 0 ? 0 : from;
-      chunks = (to < all_chunks ? to : all_chunks) - chunk;
-      if (chunks < 0) chunks = 0;
-    }
-    parts = end = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-#pragma unroll
-    for (int distance = 1; distance < SLICES; distance *= 2) {
-      const int before = __shfl_sync(FULL_MASK, end, (lane - distance) & (LANES - 1));
-      if (lane >= distance) end += before;
-    }
-    total = __shfl_sync(FULL_MASK, end, SLICES - 1);
+/* The arguments of the kernel. */
+struct Product {
+  const Value *values;
+  const unsigned *gaps;
+  const Word *firsts;
+  const int *starts, *lanes;
+  const void *bias;
+  Value *y;
+  float *exchange;    /* for each run, thread block and end of its range: sums of a slice */
+  unsigned *arrivals; /* for each run and thread block */
+  int rows, columns, slices, block_parts, longer_blocks, vectors, y_row, y_vector, float_bias, relu;
+  const int *nonfinite_inputs;
+
+  /* Return the first part of a thread block: all have `block_parts`, and the first `longer_blocks` one more. */
+  __device__ __forceinline__ int first_part(int block) const {
+    return block * block_parts + (block < longer_blocks ? block : longer_blocks);
   }
 
-  /* Return the lane that has the slice of a part. */
-  __device__ __forceinline__ int find_slice(int part) const {
-    return __popc(__ballot_sync(FULL_MASK, threadIdx.x % LANES < SLICES && end <= part));
+  /* Return the thread block that has a part. */
+  __device__ __forceinline__ int block_of(int part) const {
+    const int shorter = part - longer_blocks * (block_parts + 1);
+    const int block = shorter < 0 ? part / (block_parts + 1) : longer_blocks + shorter / block_parts;
+    return block < 0 ? 0 : block < gridDim.x ? block : gridDim.x - 1;
+  }
+
+  /* Write the sums of a lane's row to y; or NaN, where pruned weights meet an input that is infinite or NaN. */
+  template <Term TERM> __device__ __forceinline__ void finish(int row, const float *sums) const {
+    if (row < 0 || row >= rows) return;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      if (i >= vectors) break;
+      Value *const to = y + ((long long)row * y_row + (long long)i * y_vector);
+      if (TERM != NONFINITE_INPUT) *to = finish_sum(sums[i], bias, float_bias, row, relu);
+      else if (sums[i] != nonfinite_inputs[i]) *to = to_value(from_bits(0x7FC00000u));
+    }
   }
 };
 
-/* What a lane reads of a part of a slice, in loads that are all in flight together. */
+/* What a lane reads of a part, in loads that are all in flight together. */
 struct Part {
   unsigned values[PART_CHUNKS][VALUE_WORDS], gaps[PART_CHUNKS][GAP_WORDS];
-  int first, chunks;
+  int first;
 
-  __device__ __forceinline__ void load(const BlockSlices &block, int owner, int part, const Value *from_values,
-                                       const unsigned *from_gaps, const Word *firsts, CachePolicy policy) {
+  __device__ __forceinline__ void load(const Product &product, int part, CachePolicy policy) {
     const int lane = threadIdx.x % LANES;
-    const int start = __shfl_sync(FULL_MASK, block.chunk, owner), slice = __shfl_sync(FULL_MASK, block.slice, owner);
-    const int before = __shfl_sync(FULL_MASK, block.end - block.parts, owner);
-    const int offset = (part - before) * PART_CHUNKS;
-    const long long chunk = start + offset;
-    chunks = __shfl_sync(FULL_MASK, block.chunks, owner) - offset;
-    if (chunks > PART_CHUNKS) chunks = PART_CHUNKS;
-    first = load_streaming(firsts + ((long long)(start / PART_CHUNKS + slice + part - before) * LANES + lane), policy);
+    const long long chunk = (long long)part * PART_CHUNKS;
 #pragma unroll
-    for (int c = 0; c < PART_CHUNKS; c++)
-      if (c < chunks) {
-        const unsigned *const words = from_gaps + (chunk + c) * (GAP_WORDS * LANES) + lane;
+    for (int c = 0; c < PART_CHUNKS; c++) {
+      const unsigned *const words = product.gaps + (chunk + c) * (GAP_WORDS * LANES) + lane;
 #pragma unroll
-        for (int word = 0; word < GAP_WORDS; word++) gaps[c][word] = load_streaming(words + word * LANES, policy);
-#pragma unroll
-        for (int i = 0; i < VALUE_WORDS / 4; i++) {
-          /* a half has 8 values of each lane */
-          const int half = i * 2 / (VALUE_WORDS / 4), rest = i % (VALUE_WORDS / 8);
-          const uint4 *const at = (const uint4 *)(from_values + ((chunk + c) * 2 + half) * (8 * LANES) + lane * 8);
-          unpack_words(load_streaming(at + rest, policy), values[c] + 4 * i);
-        }
+      for (int i = 0; i < VALUE_WORDS / 4; i++) {
+        /* a half has 8 values of each lane */
+        const int half = i * 2 / (VALUE_WORDS / 4), rest = i % (VALUE_WORDS / 8);
+        const uint4 *const at = (const uint4 *)(product.values + ((chunk + c) * 2 + half) * (8 * LANES) + lane * 8);
+        unpack_words(load_streaming(at + rest, policy), values[c] + 4 * i);
       }
+#pragma unroll
+      for (int word = 0; word < GAP_WORDS; word++) gaps[c][word] = load_streaming(words + word * LANES, policy);
+    }
+    first = load_streaming(product.firsts + ((long long)part * LANES + lane), policy);
   }
 
   __device__ __forceinline__ unsigned bits(int c, int i) const {
@@ -101,7 +115,6 @@ struct Part {
     int column = first;
 #pragma unroll
     for (int c = 0; c < PART_CHUNKS; c++) {
-      if (c >= chunks) break;
       /* Zeros follow the inputs in shared memory, as many as a chunk can go past the last column. */
       column = column < columns ? column : columns;
 #pragma unroll
@@ -114,88 +127,123 @@ struct Part {
   }
 };
 
-/* Add up the sums of the two lanes of each row, write them to shared memory, and clear them. */
-__device__ __forceinline__ void store_sums(float *sums, float *to) {
-  const int lane = threadIdx.x % LANES;
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    const float sum = sums[i] + from_bits(__shfl_sync(FULL_MASK, to_bits(sums[i]), lane ^ SLICE_ROWS));
-    if (lane < SLICE_ROWS) to[lane * VECTORS + i] = sum;
-    sums[i] = 0;
-  }
-}
+/* The slice that a warp works on. */
+struct Slice {
+  int number, first, end, row; /* its parts, and the lane's row */
 
-/* The arrays of the packed matrix. */
-struct PackedMatrix {
-  const Value *values;
-  const unsigned *gaps;
-  const Word *firsts;
+  __device__ __forceinline__ void enter(const Product &product, int slice) {
+    number = slice < 0 ? 0 : slice < product.slices ? slice : product.slices - 1;
+    first = product.starts[number], end = product.starts[number + 1];
+    row = product.lanes[number * LANES + threadIdx.x % LANES];
+  }
 };
 
-/* Write the sums of this warp's parts to shared memory, one for each row and vector of the slices. The first part is
- * loaded already. */
+/* Add the sums of a slice to those of other thread blocks. The last one to arrive writes them to y. */
 template <Term TERM>
-__device__ __forceinline__ void sum_parts(const BlockSlices &block, const PackedMatrix &matrix, Part &loaded, int first,
-                                          int end, int columns, float *warp_sums, CachePolicy policy) {
-  for (int i = threadIdx.x % LANES; i < SLICES * SLICE_SUMS; i += LANES) warp_sums[i] = 0;
+__device__ __forceinline__ void exchange_sums(const Product &product, const Slice &slice, float *sums) {
+  const int lane = threadIdx.x % LANES, run = TERM == NONFINITE_INPUT, blocks = gridDim.x;
+  const int from = product.block_of(slice.first), to = product.block_of(slice.end - 1);
+  float *const exchange = product.exchange + (long long)run * blocks * 2 * SLICE_SUMS + lane;
+  const bool is_first = blockIdx.x == from;
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) exchange[(blockIdx.x * 2 + is_first) * SLICE_SUMS + i * LANES] = sums[i];
+  order_with_other_blocks();
   __syncwarp();
-  float sums[VECTORS] = {};
-  int owner = block.find_slice(first);
-  for (int part = first; part < end;) {
-    loaded.template add<TERM>(columns, sums);
-    if (++part == end) break;
-    const int next = block.find_slice(part);
-    loaded.load(block, next, part, matrix.values, matrix.gaps, matrix.firsts, policy);
-    if (next != owner) store_sums(sums, warp_sums + owner * SLICE_SUMS);
-    owner = next;
-  }
-  if (first < end) store_sums(sums, warp_sums + owner * SLICE_SUMS);
+  unsigned arrived = 0;
+  if (lane == 0) arrived = atomicInc(product.arrivals + run * blocks + from, to - from); /* the last wraps to zero */
+  arrived = __shfl_sync(FULL_MASK, arrived, 0);
+  if (arrived != to - from) return;
+  order_with_other_blocks();
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) sums[i] = 0;
+  for (int block = from; block <= to; block++)
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+      sums[i] += load_from_other_block(exchange + ((block * 2 + (block == from)) * SLICE_SUMS + i * LANES));
+  product.finish<TERM>(slice.row, sums);
 }
 
-/* Return one sum over all warps. */
-__device__ __forceinline__ float add_warps(const float (*warp_sums)[SLICES * SLICE_SUMS], int place) {
-  float sum = 0;
+/* Where warps leave the sums of slices that they share: of the first slice of their parts, and of the last. */
+struct Shared {
+  float sums[2][WARPS][SLICE_SUMS];
+  Slice slices[2][WARPS]; /* the number is -1 where there is none */
+  int rows[2][WARPS][LANES];
+
+  __device__ __forceinline__ void store(int which, const Slice &slice, const float *from) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    if (lane == 0) slices[which][warp] = slice;
+    rows[which][warp][lane] = slice.row;
 #pragma unroll
-  for (int warp = 0; warp < WARPS; warp++) sum += warp_sums[warp][place];
-  return sum;
+    for (int i = 0; i < VECTORS; i++) sums[which][warp][i * LANES + lane] = from[i];
+  }
+};
+
+/* Multiply the parts from `first` to `end`; the first one is loaded already. All warps of a thread block call this. */
+template <Term TERM>
+__device__ __forceinline__ void multiply_parts(const Product &product, Part &loaded, Slice slice, int first, int end,
+                                               Shared &shared, CachePolicy policy) {
+  const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  if (lane < 2) shared.slices[lane][warp].number = -1;
+  __syncwarp();
+  float sums[VECTORS] = {};
+  for (int part = first, which = 0; part < end;) {
+    loaded.add<TERM>(product.columns, sums);
+    if (++part < end) loaded.load(product, part, policy);
+    if (part < end && part != slice.end) continue;
+    if (slice.first >= first && slice.end <= end) product.finish<TERM>(slice.row, sums);
+    else shared.store(which, slice, sums);
+    if (part < end) slice.enter(product, slice.number + 1);
+    which = 1;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) sums[i] = 0;
+  }
+  __syncthreads();
+  const int block_first = product.first_part(blockIdx.x), block_end = product.first_part(blockIdx.x + 1);
+#pragma unroll
+  for (int which = 0; which < 2; which++) {
+    Slice own = shared.slices[which][warp];
+    own.row = shared.rows[which][warp][lane];
+    /* The first warp of the thread block that has parts of a slice adds up its sums. */
+    if (own.number < 0 || (own.first < first && first != block_first)) continue;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) sums[i] = shared.sums[which][warp][i * LANES + lane];
+    for (int other = warp + 1; other < WARPS; other++)
+      if (shared.slices[0][other].number == own.number)
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) sums[i] += shared.sums[0][other][i * LANES + lane];
+    if (own.first >= block_first && own.end <= block_end) product.finish<TERM>(own.row, sums);
+    else exchange_sums<TERM>(product, own, sums);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS *LANES, MIN_BLOCKS)
-gap_gather(const Value *values, const unsigned *gaps, const Word *firsts, const int *starts, const int *lanes,
-           const Value *x, const void *bias, Value *y, int rows, int columns, int slices, int chunks, int vectors,
-           int pitch, int y_row, int y_vector, int float_bias, int relu) {
-  __shared__ float warp_sums[WARPS][SLICES * SLICE_SUMS], warp_counts[WARPS][SLICES * SLICE_SUMS];
+gap_gather(const Value *values, const unsigned *gaps, const Word *firsts, const int *starts, const int *owners,
+           const int *lanes, const Value *x, const void *bias, Value *y, float *exchange, unsigned *arrivals, int rows,
+           int columns, int slices, int block_parts, int longer_blocks, int vectors, int pitch, int y_row, int y_vector,
+           int float_bias, int relu) {
+  __shared__ Shared shared;
   __shared__ int nonfinite_inputs[VECTORS];
-  const PackedMatrix matrix = {values, gaps, firsts};
+  const Product product = {values, gaps, firsts, starts, lanes, bias, y, exchange, arrivals, rows, columns, slices,
+                           block_parts, longer_blocks, vectors, y_row, y_vector, float_bias, relu, nonfinite_inputs};
   const CachePolicy policy = evict_first_policy();
-  const int warp = threadIdx.x / LANES, rounds = (slices + SLICES * gridDim.x - 1) / (SLICES * gridDim.x);
-  bool nonfinite = false;
-  for (int round = 0; round < rounds; round++) {
-    const BlockSlices block(starts, slices, chunks, round);
-    const int first = (long long)warp * block.total / WARPS, end = (long long)(warp + 1) * block.total / WARPS;
-    Part loaded;
-    if (first < end) loaded.load(block, block.find_slice(first), first, values, gaps, firsts, policy);
-    if (round == 0)
-      nonfinite = load_inputs(x, vectors, pitch, columns, columns + (CHUNK << GAP_BITS), nonfinite_inputs);
-    if (!nonfinite) {
-      sum_parts<PRODUCT>(block, matrix, loaded, first, end, columns, warp_sums[warp], policy);
-    } else {
-      sum_parts<CAREFUL_PRODUCT>(block, matrix, loaded, first, end, columns, warp_sums[warp], policy);
-      if (first < end) loaded.load(block, block.find_slice(first), first, values, gaps, firsts, policy);
-      sum_parts<NONFINITE_INPUT>(block, matrix, loaded, first, end, columns, warp_counts[warp], policy);
-    }
-    __syncthreads();
-    for (int base = 0; base < SLICES * SLICE_SUMS; base += WARPS * LANES) {
-      const int place = base + threadIdx.x, vector = place % VECTORS;
-      const int slice = __shfl_sync(FULL_MASK, block.slice, place / SLICE_SUMS);
-      if (place >= SLICES * SLICE_SUMS || slice >= slices || vector >= vectors) continue;
-      const int row = lanes[slice * SLICE_ROWS + place % SLICE_SUMS / VECTORS];
-      if (row < 0 || row >= rows) continue;
-      float sum = add_warps(warp_sums, place);
-      /* A pruned weight times inf or NaN is NaN in the dense product. */
-      if (nonfinite && add_warps(warp_counts, place) != nonfinite_inputs[vector]) sum = from_bits(0x7FC00000u);
-      y[(long long)row * y_row + (long long)vector * y_vector] = finish_sum(sum, bias, float_bias, row, relu);
-    }
-    __syncthreads();
+  const int warp = threadIdx.x / LANES;
+  const int block_first = product.first_part(blockIdx.x), own_parts = product.first_part(blockIdx.x + 1) - block_first;
+  const int first = block_first + warp * own_parts / WARPS, end = block_first + (warp + 1) * own_parts / WARPS;
+  Part loaded;
+  Slice slice = {};
+  int owner = 0;
+  if (first < end) {
+    loaded.load(product, first, policy);
+    owner = owners[first];
   }
+  const bool nonfinite = load_inputs(x, vectors, pitch, columns, columns + (CHUNK << GAP_BITS), nonfinite_inputs);
+  slice.enter(product, owner); /* not before, so that nothing waits for the owner */
+  if (!nonfinite) {
+    multiply_parts<PRODUCT>(product, loaded, slice, first, end, shared, policy);
+    return;
+  }
+  multiply_parts<CAREFUL_PRODUCT>(product, loaded, slice, first, end, shared, policy);
+  __syncthreads();
+  if (first < end) loaded.load(product, first, policy);
+  multiply_parts<NONFINITE_INPUT>(product, loaded, slice, first, end, shared, policy);
 }

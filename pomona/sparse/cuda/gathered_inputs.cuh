@@ -49,23 +49,52 @@ __device__ __forceinline__ bool is_nonfinite(Value value) {
   return number - number != 0;
 }
 
-/* Copy x to shared memory, with zeros from `columns` to `padded_columns`; all threads of the thread block call this.
- * Return whether an input is infinite or NaN; nonfinite_inputs are then their numbers, one for each vector. */
-__device__ __forceinline__ bool load_inputs(const Value *x, int vectors, int pitch, int columns, int padded_columns,
-                                            int *nonfinite_inputs) {
-  const int load = 16 / (int)sizeof(Value); /* inputs of a load of 16 bytes */
-  Value *const inputs = (Value *)memory;
-  const int whole_loads = VECTORS == 1 && (unsigned long long)x % 16 == 0 ? columns / load : 0;
-  bool nonfinite = false;
-#pragma unroll 4
-  for (int at = threadIdx.x; at < whole_loads; at += WARPS * LANES) {
+/* Copy one vector from aligned memory to shared memory; return the columns that were copied. */
+__device__ __forceinline__ int copy_vector(const Value *x, int columns, bool &nonfinite) {
+  const int load = 16 / (int)sizeof(Value), loads = columns / load; /* of 16 bytes */
+#pragma unroll 2
+  for (int at = threadIdx.x; at < loads; at += WARPS * LANES) {
     const uint4 loaded = ((const uint4 *)x)[at];
     memory[at] = loaded;
 #pragma unroll
     for (int i = 0; i < load; i++) nonfinite |= is_nonfinite(((const Value *)&loaded)[i]);
   }
-#pragma unroll 2
-  for (int column = whole_loads * load + threadIdx.x; column < padded_columns; column += WARPS * LANES) {
+  return loads * load;
+}
+
+/* Copy vectors of 16 bits, two columns of each at a time; return the columns that were copied. */
+__device__ __forceinline__ int copy_pairs(const Value *x, int vectors, int pitch, int columns, bool &nonfinite) {
+#pragma unroll 4
+  for (int pair = threadIdx.x; pair < columns / 2; pair += WARPS * LANES) {
+    Column loaded[2];
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      const unsigned both = i < vectors ? ((const unsigned *)(x + (long long)i * pitch))[pair] : 0;
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        const Value input = both >> 16 * side;
+        ((Value *)&loaded[side])[i] = input;
+        nonfinite |= is_nonfinite(input);
+      }
+    }
+    ((Column *)memory)[2 * pair] = loaded[0];
+    ((Column *)memory)[2 * pair + 1] = loaded[1];
+  }
+  return columns / 2 * 2;
+}
+
+/* Copy x to shared memory, with zeros from `columns` to `padded_columns`; all threads of the thread block call this.
+ * Return whether an input is infinite or NaN; nonfinite_inputs are then their numbers, one for each vector. */
+__device__ __forceinline__ bool load_inputs(const Value *x, int vectors, int pitch, int columns, int padded_columns,
+                                            int *nonfinite_inputs) {
+  bool nonfinite = false;
+  int copied = 0;
+  if (VECTORS == 1) {
+    if ((unsigned long long)x % 16 == 0) copied = copy_vector(x, columns, nonfinite);
+  } else if (sizeof(Value) == 2) {
+    if ((unsigned long long)x % 4 == 0 && pitch % 2 == 0) copied = copy_pairs(x, vectors, pitch, columns, nonfinite);
+  }
+  for (int column = copied + threadIdx.x; column < padded_columns; column += WARPS * LANES) {
     Column loaded;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -78,8 +107,9 @@ __device__ __forceinline__ bool load_inputs(const Value *x, int vectors, int pit
   nonfinite = __syncthreads_or(nonfinite);
   if (nonfinite && threadIdx.x < VECTORS) {
     int count = 0;
+#pragma unroll 1
     for (int column = 0; column < columns; column++)
-      count += is_nonfinite(inputs[(long long)column * VECTORS + threadIdx.x]);
+      count += is_nonfinite(((const Value *)memory)[(long long)column * VECTORS + threadIdx.x]);
     nonfinite_inputs[threadIdx.x] = count;
   }
   return nonfinite;

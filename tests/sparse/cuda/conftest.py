@@ -34,7 +34,8 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     modules = (warp_shuffle, slice_gather, gap_gather, tensor_core, hopper_wgmma, lstm, conv2d)
     for module in modules:
         module.prepare_launch.cache_clear()
-    monkeypatch.setattr(tensor_core_common, "arrival_counters", lambda count, device: COUNTERS[:count])
+    for module in (tensor_core_common, gap_gather):
+        monkeypatch.setattr(module, "arrival_counters", lambda count, device: COUNTERS[:count])
     monkeypatch.setattr(hopper_wgmma, "MIN_GROUPS", 1)
     yield properties
     assert not COUNTERS.any(), "the last thread block resets its counter"
