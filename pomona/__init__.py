@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .sparse.compress import compress, decompress
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
+    from .sparse.gaps import GapTensor
     from .sparse.shrink import shrink
     from .sparse.unstructured import UnstructuredTensor
     from .theory.certificate.predictions import certify_predictions
@@ -81,6 +82,7 @@ __all__ = [
     "Feather",
     "Filter",
     "Finetune",
+    "GapTensor",
     "Incremental",
     "IteRand",
     "Kernel",
@@ -133,6 +135,7 @@ _PUBLIC_NAMES = {
     "sparse.compress": "compress decompress",
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",
+    "sparse.gaps": "GapTensor",
     "sparse.shrink": "shrink",
     "sparse.unstructured": "UnstructuredTensor",
     "theory.certificate.predictions": "certify_predictions",

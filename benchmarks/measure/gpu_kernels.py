@@ -32,7 +32,6 @@ from pomona.lab.kernels.implementations import (
     first_line,
     is_rounding,
     make_implementations,
-    unstructured_implementation,
 )
 from pomona.sparse.timing import make_cache_flusher, median_seconds
 
@@ -62,9 +61,8 @@ class Timing:
 def make_sides(weight: Tensor, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
     """Return every side for one matrix, and name → reason of those that are not available."""
     sides, missing = make_implementations(weight, BLOCK, sparsity)
-    sides = [side for side in sides if not side.name.startswith(SKIPPED) and side.name != UNSTRUCTURED]
-    sides.append(unstructured_implementation(weight, sparsity))
-    return sides, {name: why for name, why in missing.items() if name not in (*SKIPPED, UNSTRUCTURED)}
+    sides = [side for side in sides if not side.name.startswith(SKIPPED)]
+    return sides, {name: why for name, why in missing.items() if name not in SKIPPED}
 
 
 def find_error(side: Implementation, x: Tensor) -> float:

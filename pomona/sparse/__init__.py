@@ -5,6 +5,7 @@ from __future__ import annotations
 from .compress import Compression, compress, decompress
 from .files import load, save
 from .format import BalancedTensor
+from .gaps import GapTensor
 from .shrink import Change, Shrunk, shrink
 from .unstructured import UnstructuredTensor
 
@@ -12,6 +13,7 @@ __all__ = [
     "BalancedTensor",
     "Change",
     "Compression",
+    "GapTensor",
     "Shrunk",
     "UnstructuredTensor",
     "compress",

@@ -16,12 +16,12 @@ from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
 from ..masking import matrix_shape
 from ..models.example_inputs import Example, ModelInputs
+from .any_mask import pack_any_mask
 from .compression_report import DENSE_FUSED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
 from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
 from .layers.base import is_channels_last
-from .ops.unstructured_product import BACKENDS as UNSTRUCTURED_BACKENDS
 from .packed_tensor import PackedTensor
 from .surgery import (
     choose_encoder_paths,
@@ -34,7 +34,6 @@ from .surgery import (
     replace_module,
 )
 from .timing import last_cache_bytes, make_cache_flusher, median_seconds
-from .unstructured import UnstructuredTensor
 
 POLICIES = ("faster", "all")
 MIN_SPARSITY = 0.3  # with fewer zeros, packing gains nothing
@@ -88,8 +87,8 @@ def compress(
         block: the width of the blocks; found in the weights by default.
         dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
         policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
-        formats: the storage formats to choose from, of "balanced" and "unstructured"; both by default. With a `block`,
-            only "balanced".
+        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps"; all by
+            default. With a `block`, only "balanced".
         patience: seconds for which the whole model is timed; each layer is timed for a third of that.
         keep: deprecated name of `policy`.
     """
@@ -258,11 +257,8 @@ def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[s
     candidates: dict[str, Mapping[str, PackedTensor]] = {BalancedTensor.format_name: balanced}
     settled = all(leaf in balanced and is_balanced(w, balanced[leaf]) for leaf, w in sparse.items())
     small = sum(weight.numel() for weight in sparse.values()) < SMALL_WEIGHT
-    supported = all(weight.device.type in UNSTRUCTURED_BACKENDS for weight in sparse.values())
-    if UnstructuredTensor.format_name in options.formats and supported and not (settled and small):
-        candidates[UnstructuredTensor.format_name] = {
-            leaf: UnstructuredTensor.from_dense(w).to(options.dtype or w.dtype) for leaf, w in sparse.items()
-        }
+    if not (settled and small):
+        candidates |= pack_any_mask(sparse, options.formats, options.dtype)
     return {name: packed for name, packed in candidates.items() if packed}
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 from ..errors import PomonaError
 from .format import BalancedTensor
+from .gaps import GapTensor
 from .packed_tensor import PackedTensor
 from .unstructured import UnstructuredTensor
 
-FORMATS: dict[str, type[PackedTensor]] = {packed.format_name: packed for packed in (BalancedTensor, UnstructuredTensor)}
+FORMATS: dict[str, type[PackedTensor]] = {
+    packed.format_name: packed for packed in (BalancedTensor, UnstructuredTensor, GapTensor)
+}
 
 
 def find_format(metadata: Mapping[str, Any]) -> type[PackedTensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...patterns import Balanced, Block, Unstructured
-from ...sparse import BalancedTensor, UnstructuredTensor
+from ...sparse import BalancedTensor, GapTensor, UnstructuredTensor
+from ...sparse.gaps import MAX_COLUMNS as MAX_GAP_COLUMNS
 
 DENSE, BALANCED, UNSTRUCTURED = "dense", "balanced", "unstructured"
 OURS = {BALANCED, UNSTRUCTURED}
@@ -51,10 +52,7 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
             implementations.insert(-1, make(name, weight, sparsity))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             missing[name] = first_line(error)
-    if weight.device.type == "cpu":
-        implementations.append(unstructured_implementation(weight, sparsity))
-    else:
-        missing[UNSTRUCTURED] = "needs a CPU"
+    implementations.append(unstructured_implementation(weight, sparsity))
     return implementations, missing
 
 
@@ -66,9 +64,10 @@ def prune_unequal_rows(weight: Tensor, sparsity: float, seed: int = 0) -> Tensor
 
 
 def unstructured_implementation(weight: Tensor, sparsity: float) -> Implementation:
-    """Return the unstructured format, with as many weights as the others."""
+    """Return the format for any mask that is the fastest on this device, with as many weights as the others."""
     pruned = prune_unequal_rows(weight, sparsity)
-    packed = UnstructuredTensor.from_dense(pruned)
+    takes_gaps = weight.is_cuda and weight.shape[1] <= MAX_GAP_COLUMNS
+    packed = (GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)
     return Implementation(UNSTRUCTURED, packed.linear, pruned, packed.nbytes)
 
 

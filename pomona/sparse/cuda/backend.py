@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import hopper_wgmma, slice_gather, tensor_core, warp_shuffle
+from . import gap_gather, hopper_wgmma, slice_gather, tensor_core, warp_shuffle
 
 MAX_SHUFFLE_VECTORS = 8  # vectors up to which shuffles are faster than the tensor cores
 SMALL_MATRIX = 1 << 24  # entries of a matrix up to which that limit is doubled: it leaves the tensor cores idle
@@ -60,13 +60,28 @@ def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Te
 
     `pomona.sparse.ops.unstructured_product` describes the arguments.
     """
+    parts = values, indices, starts, lanes
+    return multiply_gathered(slice_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
+
+
+def multiply_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, starts: Tensor, owners: Tensor,
+                  lanes: Tensor, bias: Tensor | None, rows: int, columns: int, relu: bool, transposed: bool,
+                  ) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.
+
+    `pomona.sparse.ops.gap_product` describes the arguments.
+    """
+    parts = values, gaps, firsts, starts, owners, lanes
+    return multiply_gathered(gap_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
+
+
+def multiply_gathered(multiply: Callable[..., bool], x: Tensor, parts: Sequence[Tensor], bias: Tensor | None,
+                      rows: int, columns: int, relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
+    """Return the product by a kernel that gathers its inputs; None where it does not take the arguments."""
     if x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return multiply_unstructured(
-                x, values, indices, starts, lanes, bias, rows, columns, relu, transposed
-            )  # fmt: skip
+            return multiply_gathered(multiply, x, parts, bias, rows, columns, relu, transposed)
     flat = x.reshape(columns, -1).T if transposed else x.reshape(x.shape[0], columns)
     n = flat.shape[0]
     y = x.new_empty((rows, n) if transposed else (n, rows))
-    arguments = flat, values, indices, starts, lanes, bias, y.T if transposed else y, columns, relu
-    return y if slice_gather.multiply(*arguments) else None
+    return y if multiply(flat, *parts, bias, y.T if transposed else y, columns, relu) else None

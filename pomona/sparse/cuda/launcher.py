@@ -26,6 +26,7 @@ PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE, PARAM_END = 1, 2, 0
 # The attribute CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6): start before the previous kernel has ended.
 EARLY_LAUNCH_ATTRIBUTE = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1))
 EARLY_LAUNCH_MAJOR, EARLY_LAUNCH_DRIVER = 9, 12030  # the oldest compute capability and driver that support it
+UNLIMITED_SHARED_BYTES = 48 << 10  # of a thread block, static and dynamic: more must be allowed for a kernel
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet
 LAUNCH_LOCK = Lock()  # launches share the buffer that holds their arguments
 
@@ -50,7 +51,8 @@ class CompiledKernel:
     def __init__(self, name: str, threads: int, shared_bytes: int = 0, **macros: int | str) -> None:
         source = kernel_source(name, **macros)
         self.compiled = torch.cuda._compile_kernel(source, name, REQUIRED_ARCHITECTURES.get(name))
-        self.compiled.set_shared_memory_config(shared_bytes)
+        # torch raises the limit for 48 KiB and more, but shared memory that a kernel declares itself counts as well.
+        self.compiled.set_shared_memory_config(max(shared_bytes, UNLIMITED_SHARED_BYTES) if shared_bytes else 0)
         self.device, self.block = torch.cuda.current_device(), (threads, 1, 1, shared_bytes)
         early = macros.get("EARLY_LAUNCH")
         self.attributes = (ctypes.addressof(EARLY_LAUNCH_ATTRIBUTE), 1) if early else (0, 0)

@@ -12,7 +12,7 @@
  *
  * Whatever starts, indices and lanes are, reads and writes stay inside the memory.
  */
-#include "value_types.cuh"
+#include "gathered_inputs.cuh"
 
 #define SLICE_ROWS 16
 #define THREAD_ROWS (16 / (int)sizeof(Value))
@@ -21,44 +21,20 @@
 #define TEAMS (WARPS / SLICE_WARPS) /* slices that a thread block works on at a time */
 #define SLICE_SUMS (SLICE_ROWS * VECTORS)
 
-#ifndef EMULATED
-extern __shared__ uint4 memory[];
-#endif
-
-/* The inputs of one column, which are read with one load. */
-#define COLUMN_BYTES (VECTORS * (VALUE_TYPE == 0 ? 4 : 2))
-#if COLUMN_BYTES == 2
-typedef unsigned short Column;
-#elif COLUMN_BYTES == 4
-typedef unsigned Column;
-#elif COLUMN_BYTES == 8
-typedef uint2 Column;
-#else
-typedef uint4 Column;
-#endif
-
-/* What is added up for a survivor and an input: their product; the product, where the survivor is no padding; or 1 where
- * the input is infinite or NaN and the survivor is no padding. */
-enum Term { PRODUCT, CAREFUL_PRODUCT, NONFINITE_INPUT };
-
 /* The survivors that a thread has of one step. */
 struct Survivors {
   unsigned values[4], columns[THREAD_ROWS / 2];
 
   __device__ __forceinline__ void load(const Value *from_values, const Word *from_indices, long long place,
                                        CachePolicy policy) {
-    store(load_streaming((const uint4 *)(from_values + place), policy), values);
+    unpack_words(load_streaming((const uint4 *)(from_values + place), policy), values);
 #if VALUE_TYPE == 0
 #pragma unroll
     for (int i = 0; i < THREAD_ROWS / 2; i++)
       columns[i] = load_streaming((const unsigned *)(from_indices + place) + i, policy);
 #else
-    store(load_streaming((const uint4 *)(from_indices + place), policy), columns);
+    unpack_words(load_streaming((const uint4 *)(from_indices + place), policy), columns);
 #endif
-  }
-
-  __device__ __forceinline__ static void store(uint4 loaded, unsigned *to) {
-    to[0] = loaded.x, to[1] = loaded.y, to[2] = loaded.z, to[3] = loaded.w;
   }
 
   __device__ __forceinline__ void clear() {
@@ -75,24 +51,13 @@ struct Survivors {
   __device__ __forceinline__ int column(int row) const { return columns[row / 2] >> 16 * (row % 2) & 0xFFFF; }
 };
 
-/* Return the entry of vector i in the inputs of a column. */
-__device__ __forceinline__ float input_at(const Value *column, int i) { return value_to_float(column[i]); }
-
 /* Add the terms of one step to the sums of a thread's rows. */
 template <Term TERM>
-__device__ __forceinline__ void add_terms(const Survivors &survivors, int last_column, float (*sums)[VECTORS]) {
+__device__ __forceinline__ void add_step(const Survivors &survivors, int last_column, float (*sums)[VECTORS]) {
 #pragma unroll
   for (int row = 0; row < THREAD_ROWS; row++) {
-    const unsigned bits = survivors.bits(row);
-    const int named = survivors.column(row), column = named < last_column ? named : last_column;
-    const Column inputs = ((const Column *)memory)[column];
-    const float weight = to_float(bits);
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      const float input = input_at((const Value *)&inputs, i);
-      if (TERM == PRODUCT) sums[row][i] += weight * input;
-      else if (bits) sums[row][i] += TERM == CAREFUL_PRODUCT ? weight * input : input - input != 0;
-    }
+    const int column = survivors.column(row);
+    add_terms<TERM>(survivors.bits(row), column < last_column ? column : last_column, sums[row]);
   }
 }
 
@@ -115,7 +80,7 @@ __device__ __forceinline__ void sum_part(const Value *values, const Word *indice
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (u == 0 || step + u * stride < end) add_terms<TERM>(survivors[u], last_column, sums);
+      if (u == 0 || step + u * stride < end) add_step<TERM>(survivors[u], last_column, sums);
   }
 #pragma unroll
   for (int i = 0; i < THREAD_ROWS * VECTORS; i++) {
@@ -142,26 +107,7 @@ slice_gather(const Value *values, const Word *indices, const long long *starts, 
   __shared__ float warp_sums[WARPS][SLICE_SUMS], warp_counts[WARPS][SLICE_SUMS];
   __shared__ int nonfinite_inputs[VECTORS];
   const int warp = threadIdx.x / LANES, team = warp / SLICE_WARPS;
-  Value *const inputs = (Value *)memory;
-  bool nonfinite = false;
-  for (int column = threadIdx.x; column < columns; column += WARPS * LANES)
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      const Value input = i < vectors ? x[(long long)i * pitch + column] : (Value)0;
-      inputs[(long long)column * VECTORS + i] = input;
-      const float number = value_to_float(input);
-      nonfinite |= number - number != 0;
-    }
-  nonfinite = __syncthreads_or(nonfinite);
-  if (nonfinite && threadIdx.x < VECTORS) {
-    int count = 0;
-    for (int column = 0; column < columns; column++) {
-      const float number = input_at(inputs + (long long)column * VECTORS, threadIdx.x);
-      count += number - number != 0;
-    }
-    nonfinite_inputs[threadIdx.x] = count;
-  }
-
+  const bool nonfinite = load_inputs(x, vectors, pitch, columns, columns, nonfinite_inputs);
   for (int first_slice = blockIdx.x * TEAMS; first_slice < slices; first_slice += gridDim.x * TEAMS) {
     const int slice = first_slice + team;
     long long first = 0, end = 0;

@@ -1,13 +1,15 @@
-"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d`, `balanced_lstm` and `unstructured`, on any device.
+"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d`, `balanced_lstm`, `unstructured` and `gaps`.
 
-Importing this package registers them with torch, and `balanced` and `unstructured` as the products of their formats.
+Importing this package registers them with torch, and `balanced`, `unstructured` and `gaps` as the products of their
+formats.
 """
 
 from __future__ import annotations
 
 from .conv2d import balanced_conv2d
+from .gap_product import gaps
 from .lstm import balanced_lstm
 from .product import balanced
 from .unstructured_product import unstructured
 
-__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "unstructured"]
+__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "gaps", "unstructured"]

@@ -26,6 +26,11 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool, t
     return (y.relu() if relu else y).to(x.dtype)
 
 
+def choose_dense_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype for the dense product: a GPU multiplies 16 bits as they are, and adds up in float32."""
+    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+
+
 # The dense matrices of packed values that had to be unpacked, with the versions of the tensors that they came from.
 _unpacked = WeakIdKeyDictionary()
 

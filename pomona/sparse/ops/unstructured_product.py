@@ -14,6 +14,7 @@ from ..cpu import backend as cpu
 from ..cuda import backend as cuda
 from ..unstructured import UnstructuredTensor, unpack_unstructured, validate_unstructured
 from .dense_product import (
+    choose_dense_dtype,
     explain_missing_kernel,
     make_gradients,
     multiply_dense,
@@ -41,7 +42,7 @@ def compute_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Ten
         if y is not None:
             return y
         warn_about_dense_product(explain_missing_kernel(x))
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = choose_dense_dtype(x)
     weight = unpack_unstructured_once(values, indices, starts, lanes, rows, columns, dtype)
     return multiply_dense(x, weight, bias, relu, transposed)
 

@@ -11,6 +11,7 @@ from emulation import COUNTERS, emulate_kernel
 
 from pomona.sparse.cuda import (
     conv2d,
+    gap_gather,
     hopper_wgmma,
     lstm,
     slice_gather,
@@ -28,12 +29,13 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for module in (lstm, hopper_wgmma):
         monkeypatch.setattr(module, "supports_early_launch", lambda device: True)
-    for module in (warp_shuffle, slice_gather, tensor_core, hopper_wgmma, lstm):
+    for module in (warp_shuffle, slice_gather, gap_gather, tensor_core, hopper_wgmma, lstm):
         monkeypatch.setattr(module, "compile_kernel", emulate_kernel)
-    modules = (warp_shuffle, slice_gather, tensor_core, hopper_wgmma, lstm, conv2d)
+    modules = (warp_shuffle, slice_gather, gap_gather, tensor_core, hopper_wgmma, lstm, conv2d)
     for module in modules:
         module.prepare_launch.cache_clear()
-    monkeypatch.setattr(tensor_core_common, "arrival_counters", lambda count, device: COUNTERS[:count])
+    for module in (tensor_core_common, gap_gather):
+        monkeypatch.setattr(module, "arrival_counters", lambda count, device: COUNTERS[:count])
     monkeypatch.setattr(hopper_wgmma, "MIN_GROUPS", 1)
     yield properties
     assert not COUNTERS.any(), "the last thread block resets its counter"
