@@ -78,9 +78,9 @@ def build_table(variance: int) -> NoiseTable:
     offset_bits = max(math.floor(math.log2(deviation / BLOCKS_PER_DEVIATION)), 0)
     width = 1 << offset_bits
     last = math.ceil(TAIL * deviation / width)
-    first = np.arange(-last, last, dtype=np.float64)
-    nearest = np.where(first >= 0, first, -(first + 1)) * width  # a lower bound on |x| in each block
-    farthest = np.where(first >= 0, first + 1, -first) * width
+    start = np.arange(-last, last, dtype=np.float64) * width
+    end = start + width - 1
+    nearest, farthest = np.where(start >= 0, start, -end), np.where(start >= 0, end, -start)
     highest, lowest = (np.exp(-(x**2) / (2 * float(variance))) for x in (nearest, farthest))
     scale = largest_scale(highest)
     counts = slot_counts(highest, scale)
