@@ -1,10 +1,13 @@
 """ChaCha20 (Bernstein, 2008; RFC 8439) as a stream of random words, on any device.
 
 The stream of a key is addressed by a nonce and a position, so any part of it can be drawn again. The key has 256 bits.
-The words are the same on every device and with or without the C kernel.
+The words are the same on every device and with or without the kernels in C and Triton.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,7 +28,10 @@ def chacha20_words(key: bytes, nonce: bytes, count: int, device: torch.device | 
     contents = bytearray(CONSTANTS + key + first.to_bytes(4, "little") + nonce)
     state = torch.frombuffer(contents, dtype=torch.int32).to(device)
     out = torch.empty((blocks, BLOCK_WORDS), dtype=torch.int32, device=device)
-    if not native.fill_chacha20(state, out):
+    kernels = triton_kernels() if out.is_cuda else None
+    if kernels is not None:
+        kernels.fill_chacha20(state, out)
+    elif not native.fill_chacha20(state, out):
         step = CHUNK_BLOCKS if out.device.type == "cpu" else max(blocks, 1)
         for at in range(0, blocks, step):
             fill_blocks(state, out[at : at + step], at)
@@ -59,3 +65,13 @@ def quarter_rounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, 
 def rotate(words: Tensor, count: int) -> Tensor:
     """Return 32-bit words rotated to the left; a shift of int32 to the right repeats the sign, so it is masked."""
     return (words << count) | ((words >> (32 - count)) & ((1 << count) - 1))
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """Return the module of the Triton kernel, or None where Triton is not installed."""
+    try:
+        from . import chacha_triton
+    except ImportError:
+        return None
+    return chacha_triton

@@ -67,9 +67,11 @@ class GradientGrid:
         for parts in zip(*(part.split(MAX_ROWS) for part in gradients), strict=True):
             floats = [part.float().contiguous() for part in parts]
             scales = self.scale_rows(sum_squares(floats))
-            for part, place in zip(floats, total.split([part.shape[1] for part in floats]), strict=True):
-                if not native.add_rounded_rows(part, scales, place):
-                    add_rounded_rows(part, scales, place)
+            is_lost = scales == 0
+            if is_lost.any():
+                for part in floats:
+                    part[is_lost] = 0  # NaN · 0 is NaN
+            add_rounded_rows(floats, scales, total)
 
     def scale_rows(self, squares: Tensor) -> Tensor:
         """Return s of each row from its squared norm: min(2²¹ / C, limit / ‖g‖), and 0 where that is not finite."""
@@ -84,27 +86,30 @@ class GradientGrid:
 def sum_squares(parts: list[Tensor]) -> Tensor:
     """Return the squared norm of each row over all parts in float64, from float32 sums of 1024 squares."""
     squares = torch.zeros(len(parts[0]), dtype=torch.float64, device=parts[0].device)
+    if all(native.add_squared_norms(part, squares) for part in parts):
+        return squares
+    norms = []
     for part in parts:
-        if not native.add_squared_norms(part, squares):
-            whole = part.shape[1] // NORM_BLOCK * NORM_BLOCK
-            blocks = part[:, :whole].unflatten(1, (-1, NORM_BLOCK)) if whole else None
-            rest = torch.linalg.vector_norm(part[:, whole:], dim=1).double().square_()
-            squares += (
-                rest if blocks is None else rest + torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
-            )
-    return squares
+        whole = part.shape[1] // NORM_BLOCK * NORM_BLOCK
+        if whole:
+            norms.append(torch.linalg.vector_norm(part[:, :whole].unflatten(1, (-1, NORM_BLOCK)), dim=2))
+        if whole < part.shape[1]:
+            norms.append(torch.linalg.vector_norm(part[:, whole:], dim=1, keepdim=True))
+    return torch.cat(norms, 1).double().square_().sum(1)
 
 
-def add_rounded_rows(part: Tensor, scales: Tensor, total: Tensor) -> None:
-    """Add Σ round(s g) over the rows to `total`, as the C kernel does; the part is overwritten.
+def add_rounded_rows(parts: list[Tensor], scales: Tensor, total: Tensor) -> None:
+    """Add Σ round(s g) over the rows to `total`; the parts may be overwritten.
 
-    The sum of the bits is that of the integers plus a constant, modulo 2³², and the integers' own sum fits 31 bits.
+    PyTorch adds the bits of the float32 s g + `MAGIC`. Their sum is that of the integers plus a constant, modulo
+    2³², and the integers' own sum fits 31 bits.
     """
-    is_zero = scales == 0
-    if is_zero.any():
-        part[is_zero] = 0  # NaN · 0 is NaN
-    bits = part.mul_(scales[:, None]).add_(MAGIC).view(torch.int32).sum(0, dtype=torch.int32).long()
-    total += (bits - len(part) * MAGIC_BITS + (1 << 31)).bitwise_and_((1 << 32) - 1).sub_(1 << 31)
+    places = total.split([part.shape[1] for part in parts])
+    if all(native.add_rounded_rows(part, scales, place) for part, place in zip(parts, places, strict=True)):
+        return
+    bits = [part.mul_(scales[:, None]).add_(MAGIC).view(torch.int32).sum(0, dtype=torch.int32) for part in parts]
+    shifted = torch.cat(bits).long().sub_(len(scales) * MAGIC_BITS - (1 << 31))
+    total += shifted.bitwise_and_((1 << 32) - 1).sub_(1 << 31)
 
 
 def flatten(gradients: Gradients) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import DEVICE, HAS_TRITON, INTERPRETED, needs_interpreter, run_in_interpreter
 
 from pomona.native import private as native
 from pomona.native.library import supported_instruction_sets
@@ -92,3 +93,23 @@ def test_stream_is_addressed_by_its_position(count, skipped):
     key, nonce = bytes(range(32)), bytes(12)
     whole = chacha20_words(key, nonce, 8 * skipped + count)
     assert torch.equal(chacha20_words(key, nonce, count, first=skipped), whole[8 * skipped :])
+
+
+@pytest.mark.skipif(not HAS_TRITON or not (DEVICE == "cuda" or INTERPRETED), reason="needs Triton and a GPU")
+@pytest.mark.parametrize("blocks", [1, 127, 300])
+def test_triton_kernel_computes_the_stream(blocks):
+    from pomona.privacy.chacha_triton import BLOCKS, chacha20_kernel
+
+    key, nonce = bytes(range(32)), bytes(range(12))
+    contents = bytearray(chacha.CONSTANTS + key + (7).to_bytes(4, "little") + nonce)
+    state = torch.frombuffer(contents, dtype=torch.int32).to(DEVICE)
+    out = torch.zeros(blocks + 1, 16, dtype=torch.int32, device=DEVICE)
+    chacha20_kernel[(-(-blocks // BLOCKS),)](state, out, blocks, BLOCKS=BLOCKS)
+    expected = chacha20_words(key, nonce, 8 * blocks, first=7)
+    assert torch.equal(out[:blocks].cpu().view(torch.int64).flatten(), expected)
+    assert not out[blocks].any()  # nothing is written behind the end
+
+
+@needs_interpreter
+def test_triton_kernel_in_the_interpreter():
+    run_in_interpreter(__file__, "test_triton_kernel_computes_the_stream")
