@@ -34,7 +34,7 @@ MARGIN = 2.0**-30  # relative; the error of the float64 probabilities is below 2
 FURTHER_BITS = 192
 MAX_VARIANCE = 1 << 68  # leaves 20 bits or more for the height
 DIGITS = Context(prec=100)
-REJECTED, ACCEPTED, CLOSE = 0, 1, 2  # verdicts on a proposal
+REJECTED, ACCEPTED, CLOSE = 0, 1, 2  # verdicts on a proposal; `give_verdicts` computes with these numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +149,14 @@ def propose_by_block(words: Tensor, table: NoiseTable) -> tuple[Tensor, Tensor]:
         block, height = split_words(words, table)
         offset = (words >> SLOT_BITS) & ((1 << table.offset_bits) - 1)
         torch.add(offset, block + table.first_block, alpha=1 << table.offset_bits, out=values)
-        accept_below, reject_from = (limit.to(words.device) for limit in table.limits)
-        verdicts.fill_(CLOSE)
-        verdicts[height < accept_below[block]] = ACCEPTED
-        verdicts[height >= reject_from[block]] = REJECTED
+        accept_below, reject_from = (limit.to(words.device)[block] for limit in table.limits)
+        verdicts = give_verdicts(height < accept_below, height >= reject_from)
     return values, verdicts
+
+
+def give_verdicts(is_accepted: Tensor, is_rejected: Tensor) -> Tensor:
+    """Return the verdicts that two masks give; what is in neither is close."""
+    return torch.full_like(is_accepted, CLOSE, dtype=torch.uint8).sub_(is_accepted.byte()).sub_(is_rejected.byte() * 2)
 
 
 def split_words(words: Tensor, table: NoiseTable) -> tuple[Tensor, Tensor]:
@@ -168,9 +171,7 @@ def compare_heights(words: Tensor, values: Tensor, table: NoiseTable, draw_integ
     counts = table.counts.to(words.device)[block]
     chance = torch.exp(values.double() ** 2 / (-2.0 * table.variance)) * (table.scale / counts)
     chance *= 2.0**table.height_bits
-    verdicts = torch.full_like(values, CLOSE, dtype=torch.uint8)
-    verdicts[(height + 1) <= chance * (1 - MARGIN)] = ACCEPTED
-    verdicts[height >= chance * (1 + MARGIN)] = REJECTED
+    verdicts = give_verdicts((height + 1) <= chance * (1 - MARGIN), height >= chance * (1 + MARGIN))
     for at in (verdicts == CLOSE).nonzero().squeeze(1).tolist():
         verdicts[at] = compare_exactly(int(height[at]), int(values[at]), int(counts[at]), table, draw_integer)
     return verdicts
