@@ -152,7 +152,8 @@ class PrivateStep:
             refuse_mixed_examples(self.model, inputs.flatten(0, 1) if self.views > 1 else inputs)
         mechanism, self.pending_rows = self.mechanism(), None
         self.steps_taken += 1  # a step that fails from here on is spent
-        total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
+        with self.source.seeded_torch():
+            total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         # The divisor is the expected size: the actual size is not public.
         gradient = self.grid.to_gradient(total, self.budget.batch_size)
         for parameter, part in zip(self.parameters.values(), gradient.split(self.sizes), strict=True):

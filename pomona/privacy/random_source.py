@@ -12,6 +12,8 @@ import hashlib
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -79,6 +81,20 @@ class Source:
         """Return int64 numbers x, each with a probability proportional to exp(−x² / (2 variance))."""
         draw = partial(self.words, Purpose.NOISE)
         return sample_discrete_gaussian(count, NoiseTable.of(variance), draw, self.integer)
+
+    @contextmanager
+    def seeded_torch(self) -> Iterator[None]:
+        """Seed torch's generators from this source within the block: a model's dropout draws from them.
+
+        Were its masks known, those of all other rows would tell whether a row is there, as they move up by one.
+        """
+        seed = self.integer(64) >> 1
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
+            yield
 
     def poisson(self, rows: int, rate: float) -> Tensor:
         """Begin a new step and return the indices of its Poisson sample.

@@ -208,6 +208,24 @@ def test_resumed_steps_equal_uninterrupted_ones():
     assert torch.equal(flat_parameters(model), flat_parameters(other))
 
 
+def test_dropout_draws_from_the_source():
+    """Its masks are replayed with the key, differ between keys, and leave torch's generator as it was."""
+    (x, y), ends = make_data(), []
+    for seed, torch_seed in ((1, 0), (1, 5), (2, 0)):
+        model = make_network()
+        model.insert(3, torch.nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        step = PrivateStep(model, optimizer, make_budget(), method="dpsgd", source=NoiselessSource(seed=seed))
+        step.source.poisson = lambda rows, rate: torch.arange(20)  # type: ignore[method-assign]
+        torch.manual_seed(torch_seed)
+        before = torch.get_rng_state()
+        step(x[step.draw()], y[:20])
+        assert torch.equal(torch.get_rng_state(), before)
+        ends.append(flat_parameters(model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
 def test_state_of_another_budget_or_method_is_refused():
     state = make_step()[1].state_dict()
     for other in (make_budget(sigma=0.5), dataclasses.replace(make_budget(), epsilon=3.0), make_budget(steps=9)):
