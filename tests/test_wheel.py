@@ -86,7 +86,8 @@ def test_commands_of_the_readme_find_their_recipes(installed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs x86-64 Linux")
 def test_the_kernels_run_on_any_processor_and_old_systems(wheel, installed, tmp_path):
-    for file, function in (("sparse/cpu/kernels.so", "rows"), ("native/step_kernels.so", "project_rows")):
+    kernels = {"sparse/cpu/kernels.so": "rows", "native/step_kernels.so": "project_rows"}
+    for file, function in (kernels | {"native/private_kernels.so": "chacha20"}).items():
         library = (installed / "pomona" / file).read_bytes()
         needed = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)}
         assert max(needed) <= int(re.search(r"manylinux_2_(\d+)", wheel.name)[1]) <= 28  # that of torch's wheels

@@ -19,6 +19,7 @@ from pomona.theory import gip
 
 PAGE = DOCS / "privacy.md"
 RECORDS = "privacy-*.json"
+ARITHMETIC_RECORDS = "private-arithmetic-*.json"
 format_table = partial(page_helpers.format_table, rule="| --- ")
 
 ARMS = {  # of benchmarks/measure/private_cifar.py
@@ -148,6 +149,18 @@ def format_audits() -> str:
     return format_table(["method", "q", "steps", "promised ε", "audited: at least"], rows)
 
 
+def format_arithmetic() -> str:
+    """Return the time of a step with exact arithmetic, compared with floating-point sums and noise."""
+    rows = []
+    for record, row in read_rows(ARITHMETIC_RECORDS, "arithmetic"):
+        machine = machine_name(record) if row["device"] == "cuda" else "CPU, 1 thread"
+        times = (f"{row[key]:.1f}" for key in ("exact_ms", "floats_ms"))
+        cost, change = f"{row['cost_percent']:+.1f} %", f"{row['other_rows']:.0e}"
+        rows.append([machine, row["model"], f"{row['size']:,}", f"{row['batch']:,}", *times, cost, change])
+    heads = ["machine", "model", "coordinates", "batch", "exact, ms", "floats, ms", "cost", "other rows move by"]
+    return format_table(heads, rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "price": format_index_costs,
     "shares": format_best_shares,
@@ -156,6 +169,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sampler": format_sampler,
     "steps": format_steps,
     "audit": format_audits,
+    "arithmetic": format_arithmetic,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from scipy.optimize import brentq
 
 from ..errors import require
-from .accounting import Pair
+from .accounting import Pair, validate_delta
 
 CURVE_POINTS = 12  # steps at which the spent ε is computed in advance
 RELATIVE_TOLERANCE = 1e-4  # between a solved σ and the smallest one that meets the target
@@ -103,6 +103,7 @@ def validate_target(epsilon: float, delta: float, rows: int, batch_size: int, st
         f"δ must lie between 0 and 1/N = {1 / rows:.2g} for {rows} rows, got {delta:g}: a δ of 1/N allows a mechanism "
         "that publishes a row unchanged.",
     )
+    validate_delta(delta)
     require(1 <= batch_size <= rows, f"batch_size must lie in 1 … {rows}, the number of rows, got {batch_size}.")
     require(0 <= share < 1, f"share is the part of ε for the index draws, in [0, 1), got {share:g}.")
 

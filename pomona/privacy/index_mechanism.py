@@ -4,6 +4,11 @@ Of d coordinates m are kept. Let I₀ be the m largest. A set I in which i entri
 e^{−2θi} / ψ(θ), and ψ is the same for every I₀. One draw is therefore ε-differentially private with
 ε = 2θ min(m, d − m), whatever an example does to the gradient. Over groups the costs add. The properties of the draws
 are computed in `pomona.theory.gip`.
+
+Rounding errors do not weaken the guarantee. Those of the gradient only change which set is I₀, and the guarantee holds
+for every I₀. The number of swapped entries is drawn by float64 probabilities, and where their errors could decide, by
+decimal arithmetic and further random bits. The swapped entries are chosen by integers, and drawn again if two of these
+are equal where it matters.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -20,9 +27,11 @@ from torch import Tensor
 from ..errors import require
 from ..patterns.selection import select_largest, select_largest_per_row
 from ..theory import gip
-from .random_source import Source
+from .discrete_gaussian import DIGITS, FURTHER_BITS
+from .random_source import Purpose, Source
 
 OUTSIDE_TOP = 1 << 62  # added to the 62-bit keys of the entries outside the top-k, so that they sort behind it
+CDF_ERROR = 1e-9  # a bound on the error of the float64 distribution of swap counts
 
 
 @dataclass(frozen=True)
@@ -116,10 +125,21 @@ def sample_rows(scores: Tensor, kept: int, theta: float, source: Source) -> Tens
 
 
 def draw_swap_counts(theta: float, size: int, kept: int, rows: int, source: Source) -> Tensor:
-    """Return how many entries each row swaps: i with probability P(i), drawn by inversion of the distribution."""
+    """Return how many entries each row swaps: i with probability P(i), drawn by inversion of the distribution.
+
+    A number so close to a level of the float64 distribution that its error could matter is compared exactly.
+    """
     start, levels = swap_count_cdf(theta, size, kept)
     edges = torch.from_numpy(levels).to(source.device)
-    return start + torch.searchsorted(edges, source.uniform(rows), right=True)
+    words = source.bits(rows, purpose=Purpose.SWAP_COUNTS)
+    uniform = words.double() * 2.0**-63
+    low, high = (torch.searchsorted(edges, uniform + shift, right=True) for shift in (-CDF_ERROR, CDF_ERROR))
+    is_outside = (uniform < CDF_ERROR) | (uniform > 1 - CDF_ERROR)  # of the window of probable counts, perhaps
+    counts = start + low
+    for row in ((low != high) | is_outside).nonzero().squeeze(1).tolist():
+        number = (int(words[row]) << FURTHER_BITS) + source.integer(FURTHER_BITS)
+        counts[row] = invert_exactly(theta, size, kept, Fraction(number, 1 << (63 + FURTHER_BITS)))
+    return counts
 
 
 @lru_cache(maxsize=8)
@@ -129,15 +149,44 @@ def swap_count_cdf(theta: float, size: int, kept: int) -> tuple[int, np.ndarray]
     return swaps.start, np.cumsum(swaps.p)[:-1]
 
 
+@lru_cache(maxsize=4)
+def exact_weights(theta: float, size: int, kept: int) -> tuple[list[Decimal], Decimal]:
+    """Return C(m, i) C(n − m, i) e^{−2θi} for each i in decimals of 100 digits, and their sum."""
+    decay, weights = DIGITS.exp(DIGITS.multiply(Decimal(-2), Decimal(theta))), [Decimal(1)]
+    for i in range(min(kept, size - kept)):
+        ratio = DIGITS.divide(Decimal((kept - i) * (size - kept - i)), Decimal((i + 1) ** 2))
+        weights.append(DIGITS.multiply(DIGITS.multiply(weights[-1], ratio), decay))
+    total = Decimal(0)
+    for weight in weights:
+        total = DIGITS.add(total, weight)
+    return weights, total
+
+
+def invert_exactly(theta: float, size: int, kept: int, uniform: Fraction) -> int:
+    """Return the i with P(fewer than i) ≤ uniform < P(i or fewer), in decimals of 100 digits."""
+    weights, total = exact_weights(theta, size, kept)
+    wanted = DIGITS.divide(DIGITS.multiply(Decimal(uniform.numerator), total), Decimal(uniform.denominator))
+    below = Decimal(0)
+    for count, weight in enumerate(weights):
+        below = DIGITS.add(below, weight)
+        if wanted < below:
+            return count
+    return len(weights) - 1
+
+
 def swap_entries(top: Tensor, kept: int, swapped: Tensor, source: Source) -> Tensor:
     """Replace `swapped` random entries of each row of a top-k mask by random entries outside of it.
 
     The entries are ordered by random keys, those of the top-k before the others. The positions from `swapped` to
-    `kept + swapped` in this order are the new mask. Keys of 62 bits do not tie in practice.
+    `kept + swapped` in this order are the new mask. If keys of 62 bits tie at its ends, so that it has another size,
+    all keys are drawn again: which entries tie says nothing about the gradient.
     """
-    keys = source.bits(*top.shape).bitwise_right_shift_(1).add_(~top, alpha=OUTSIDE_TOP)
-    first, last = order_statistics(keys, torch.stack([swapped, kept + swapped - 1], 1)).unbind(1)
-    return (keys >= first[:, None]) & (keys <= last[:, None])
+    while True:
+        keys = source.bits(*top.shape).bitwise_right_shift_(1).add_(~top, alpha=OUTSIDE_TOP)
+        first, last = order_statistics(keys, torch.stack([swapped, kept + swapped - 1], 1)).unbind(1)
+        mask = (keys >= first[:, None]) & (keys <= last[:, None])
+        if int(mask.sum()) == kept * len(top):
+            return mask
 
 
 def order_statistics(keys: Tensor, places: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..errors import require, unknown_name_error
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import Budget
-from .clipping import clip_and_sum, flatten
+from .clipping import GradientGrid, flatten
 from .index_mechanism import IndexMechanism
 from .model_validation import refuse_mixed_examples, validate
 from .per_example_gradients import Gradients, Loss, compute_per_example_gradients, compute_summed_gradients
@@ -77,7 +77,7 @@ class PrivateStep:
             views: augmented copies of a row. Inputs are then (rows, views, …), and the gradient of an example is the
                 mean over its views.
             public: inputs and targets of public data, for method "public".
-            source: the random source; by default it is seeded by the operating system.
+            source: the random source; by default its key is the operating system's.
         """
         validate_options(budget, method, keep, group, clip, micro, views, public)
         validate(model)
@@ -87,6 +87,7 @@ class PrivateStep:
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.size = sum(self.sizes)
+        self.grid = GradientGrid(clip, self.size)
         first = next(iter(self.parameters.values()))
         self.zeros = partial(torch.zeros, device=first.device, dtype=first.dtype)
         self.source = source or Source(first.device)
@@ -151,8 +152,10 @@ class PrivateStep:
             refuse_mixed_examples(self.model, inputs.flatten(0, 1) if self.views > 1 else inputs)
         mechanism, self.pending_rows = self.mechanism(), None
         self.steps_taken += 1  # a step that fails from here on is spent
-        total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
-        gradient = total.div_(self.budget.batch_size)  # the expected size: the actual size is not public
+        with self.source.seeded_torch():
+            total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
+        # The divisor is the expected size: the actual size is not public.
+        gradient = self.grid.to_gradient(total, self.budget.batch_size)
         for parameter, part in zip(self.parameters.values(), gradient.split(self.sizes), strict=True):
             parameter.grad = part.view(parameter.shape).to(parameter.dtype)
         self.optimizer.step()
@@ -162,23 +165,23 @@ class PrivateStep:
     def sum_clipped_gradients(
         self, inputs: Tensor, targets: Tensor, mechanism: IndexMechanism
     ) -> tuple[Tensor, Tensor]:
-        """Return the noisy sum of masked and clipped gradients as a flat tensor, and the losses."""
+        """Return the noisy sum of masked and clipped gradients as a flat tensor of grid units, and the losses."""
         chunks = list(zip(inputs.split(self.micro), targets.split(self.micro), strict=True)) if len(inputs) else []
         # The per-example gradients of a single chunk are used for both the index set and the sum.
         shared = self.per_example_gradients(*chunks[0]) if len(chunks) == 1 else None
         mask = self.choose_mask(chunks, mechanism, shared)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.zeros(self.size), []
+        total, losses = self.zeros(self.size, dtype=torch.int64), []
         for chunk in chunks:
             gradients, loss = shared or self.per_example_gradients(*chunk)
             flat = [gradient.flatten(1) for gradient in gradients.values()]
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
-            total += clip_and_sum(flat, self.clip)
+            self.grid.add_clipped(flat, total)
             losses.append(loss)
-        noise = self.source.normal(self.size).mul_(self.budget.sigma * self.clip)
+        noise = self.source.discrete_gaussian(self.size, self.grid.noise_variance(self.budget.sigma))
         total += noise if mask is None else noise.mul_(mask)
-        return total, torch.cat(losses) if losses else total.new_zeros(0)
+        return total, torch.cat(losses) if losses else self.zeros(0)
 
     def per_example_gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Gradients, Tensor]:
         """Return the gradients of each row by parameter name, and the losses."""
@@ -213,7 +216,7 @@ class PrivateStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
 
-        With seeded randomness it predicts the noise of all further steps, so it must be kept secret.
+        It holds the key of all random numbers: whoever has it can subtract the noise, so it must be kept secret.
         """
         return {
             "done": self.steps_taken,
@@ -267,7 +270,6 @@ def gip(
     steps: int,
     share: float = 0.01,
     seed: int | None = None,
-    secure: bool = False,
     **options: Any,
 ) -> PrivateStep:
     """Return private training steps with gradients index pruning, after solving their budget with dp-accounting.
@@ -279,13 +281,13 @@ def gip(
         delta: δ of the whole run, below 1 / rows.
         steps: of the whole run.
         share: of ε for the index sets, 1 % in Yang et al. (2023); ignored by other methods than "gip".
-        seed: for experiments only, because whoever knows it can subtract the noise.
-        secure: whether to use the operating system's cryptographic generator.
+        seed: not private, for experiments only, because whoever knows it can subtract the noise. Without one the key of
+            all random numbers is the operating system's.
         options: further options of `PrivateStep`.
     """
     share = share if options.get("method", "gip") == "gip" else 0.0
     budget = Budget.solve(epsilon=epsilon, delta=delta, rows=rows, batch_size=batch_size, steps=steps, share=share)
-    source = Source(next(model.parameters()).device, seed=seed, secure=secure)
+    source = Source(next(model.parameters()).device, seed=seed)
     return PrivateStep(model, optimizer, budget, source=source, **options)
 
 

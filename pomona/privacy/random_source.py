@@ -1,76 +1,120 @@
 """The random numbers of private training: the sampled rows, the index sets and the noise.
 
-Privacy is only as good as this randomness. Whoever knows the seed can subtract the noise, so a seed is for
-experiments. `secure` uses the operating system's cryptographic generator, which has no seed.
+Privacy is only as good as this randomness. All of it is ChaCha20 of one 256-bit key, which the operating system's
+cryptographic generator draws. Every number has an address: its purpose, the step, the call within the step and its
+position. A run that continues from a state therefore draws the same numbers again. Whoever has the key can subtract the
+noise, so it belongs into checkpoints only. A seed is for experiments and not private: it decides the key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import require
+from .chacha import KEY_BYTES, chacha20_words
+from .discrete_gaussian import NoiseTable, sample_discrete_gaussian
+
+SEED_PREFIX = b"pomona, not private: "
+CALL_BITS = 24  # of the nonce; the purpose has 8 and the step 64
+ROW_BITS = 62  # of the integer that decides whether a row is drawn
+
+
+class Purpose(IntEnum):
+    """What random words are used for; each purpose has a stream of its own."""
+
+    ROWS = 0
+    SWAP_COUNTS = 1
+    SWAP_KEYS = 2
+    NOISE = 3
+    REFINEMENT = 4  # further bits of a number whose first ones did not decide a comparison
+    AUGMENTATION = 5
 
 
 class Source:
-    """Random numbers on a device, from torch's generator or, with `secure`, from the operating system's.
+    """Random numbers on a device from a key of the operating system, or from a seed, which is not private.
 
-    Without a seed, torch's generator starts from a seed of the operating system that is not stored.
+    A new step begins with each Poisson sample. The numbers are the same on every device.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, seed: int | None = None, secure: bool = False) -> None:
-        require(not (secure and seed is not None), "secure randomness has no seed: leave out seed, or secure.")
-        self.device, self.secure = torch.device(device), secure
-        self.generator = None if secure else torch.Generator(self.device)
-        if self.generator is not None and seed is None:
-            self.generator.seed()
-        elif self.generator is not None and seed is not None:
-            self.generator.manual_seed(seed)
+    def __init__(self, device: torch.device | str = "cpu", *, seed: int | None = None) -> None:
+        self.device, self.secure = torch.device(device), seed is None
+        self.key = os.urandom(KEY_BYTES) if seed is None else hashlib.sha256(SEED_PREFIX + b"%d" % seed).digest()
+        self.step = 0
+        self.calls: Counter[Purpose] = Counter()  # in this step
 
-    def bits(self, *shape: int) -> Tensor:
+    def __repr__(self) -> str:
+        return f"Source({str(self.device)!r}, step={self.step}, secure={self.secure})"  # without the key
+
+    def words(self, purpose: Purpose, count: int, device: torch.device | str | None = None) -> Tensor:
+        """Return int64 words of 64 random bits; each call within a step returns others."""
+        call = self.calls[purpose]
+        require(call < 1 << CALL_BITS, f"a step draws at most {1 << CALL_BITS} times for one purpose: draw rows anew.")
+        self.calls[purpose] += 1
+        nonce = bytes([purpose]) + call.to_bytes(CALL_BITS // 8, "little") + self.step.to_bytes(8, "little")
+        return chacha20_words(self.key, nonce, count, self.device if device is None else device)
+
+    def bits(self, *shape: int, purpose: Purpose = Purpose.SWAP_KEYS) -> Tensor:
         """Return int64 numbers of 63 random bits each, none negative."""
-        if self.generator is not None:
-            return torch.empty(shape, dtype=torch.int64, device=self.device).random_(generator=self.generator)
-        words = np.frombuffer(bytearray(os.urandom(8 * math.prod(shape))), dtype=np.int64)
-        return torch.from_numpy(words & np.int64(2**63 - 1)).view(shape).to(self.device)
+        return self.words(purpose, math.prod(shape)).bitwise_and_((1 << 63) - 1).view(shape)
 
-    def uniform(self, *shape: int) -> Tensor:
-        """Return uniform float64 numbers in [0, 1), with all 53 bits of the significand random."""
-        return (self.bits(*shape) >> 10).double() * 2.0**-53
+    def uniform(self, *shape: int, purpose: Purpose = Purpose.AUGMENTATION) -> Tensor:
+        """Return uniform float64 numbers in [0, 1), multiples of 2⁻⁵³."""
+        return (self.bits(*shape, purpose=purpose) >> 10).double() * 2.0**-53
 
-    def normal(self, *shape: int) -> Tensor:
-        """Return float32 numbers of N(0, 1).
+    def integer(self, bits: int) -> int:
+        """Return a random integer of so many bits, a multiple of 64, to decide a comparison that fewer did not."""
+        words = self.words(Purpose.REFINEMENT, bits // 64, "cpu")
+        return int.from_bytes(words.numpy().tobytes(), "little")
 
-        Secure numbers are half the sum of four. The floating-point values that a single normal number can take would
-        reveal the sum that it was added to (Mironov, CCS 2012; Holohan and Braghin, ESORICS 2021).
+    def discrete_gaussian(self, count: int, variance: int) -> Tensor:
+        """Return int64 numbers x, each with a probability proportional to exp(−x² / (2 variance))."""
+        draw = partial(self.words, Purpose.NOISE)
+        return sample_discrete_gaussian(count, NoiseTable.of(variance), draw, self.integer)
+
+    @contextmanager
+    def seeded_torch(self) -> Iterator[None]:
+        """Seed torch's generators from this source within the block: a model's dropout draws from them.
+
+        Were its masks known, those of all other rows would tell whether a row is there, as they move up by one.
         """
-        if self.generator is not None:
-            return torch.randn(shape, generator=self.generator, device=self.device)
-        radius = torch.log1p(-self.uniform(2, *shape)).mul_(-2).sqrt_()
-        angle = self.uniform(2, *shape).mul_(2 * math.pi)
-        return (radius * (angle.cos() + angle.sin())).sum(0).div_(2).float()
+        seed = self.integer(64) >> 1
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
+            yield
 
     def poisson(self, rows: int, rate: float) -> Tensor:
-        """Return the indices of a Poisson sample, which holds each row independently with probability `rate`."""
-        return (self.uniform(rows) < rate).nonzero().squeeze(1)
+        """Begin a new step and return the indices of its Poisson sample.
+
+        It holds each row independently with probability `rate`, rounded down to a multiple of 2⁻⁶².
+        """
+        self.step += 1
+        self.calls.clear()
+        words = self.words(Purpose.ROWS, rows).bitwise_and_((1 << ROW_BITS) - 1)
+        return (words < int(rate * (1 << ROW_BITS))).nonzero().squeeze(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state, or nothing if secure.
-
-        The state predicts all further random numbers, so it must not be published.
-        """
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
+        """Return the key and the step, which must be kept secret: they give away all numbers, past and future."""
+        return {"key": self.key.hex(), "step": self.step, "secure": self.secure}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; raise PomonaError if it is of the other kind of generator."""
+        """Continue from a state, whose numbers are drawn again; raise PomonaError if it is of the other kind."""
         require(
-            bool(state) == (self.generator is not None),
-            "a secure run cannot continue a seeded one, nor a seeded run a secure one: set secure as it was.",
+            state.get("secure") == self.secure,
+            "a secure run cannot continue a seeded one, nor a seeded run a secure one: leave the seed as it was.",
         )
-        if self.generator is not None:
-            self.generator.set_state(state["generator"].cpu())
+        self.key, self.step = bytes.fromhex(state["key"]), int(state["step"])
+        self.calls.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pomona.native import library, toolchain
-from pomona.native.toolchain import PRODUCT_SOURCE, STEP_SOURCE
+from pomona.native.toolchain import PRIVATE_SOURCE, PRODUCT_SOURCE, STEP_SOURCE
 
 needs_compiler = pytest.mark.skipif(toolchain.find_compiler() is None, reason="needs a C compiler")
 
@@ -40,7 +40,7 @@ def run_script(**environment: str) -> list[str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("source", [PRODUCT_SOURCE, STEP_SOURCE], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [PRODUCT_SOURCE, STEP_SOURCE, PRIVATE_SOURCE], ids=lambda source: source.name)
 def test_the_library_is_built_into_the_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "FLAGS", ("-O0", *toolchain.FLAGS[1:]))  # faster to compile, and a different path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pomona.privacy import Budget, PrivateStep, Source
+from pomona.privacy.clipping import UNITS, GradientGrid
 
 ROWS = 40
 
@@ -32,10 +33,10 @@ def make_data(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class NoiselessSource(Source):
-    """A random source whose normal numbers are all zero."""
+    """A random source whose noise is all zero."""
 
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape)
+    def discrete_gaussian(self, count: int, variance: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64)
 
 
 def make_step(seed: int = 0, *, budget: Budget | None = None, noiseless: bool = False, lr: float = 1.0, **options):
@@ -60,3 +61,14 @@ def gradients_one_by_one(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> 
         grads = torch.autograd.grad(F.cross_entropy(model(row[None]), target[None]), list(model.parameters()))
         rows.append(torch.cat([g.flatten() for g in grads]))
     return torch.stack(rows)
+
+
+def mean_of_clipped(gradients: torch.Tensor, clip: float, batch: int = 20) -> torch.Tensor:
+    """Return Σ g min(1, C′ / ‖g‖) / B in float64, where C′ is the clipping norm less the margins of the grid."""
+    limit = GradientGrid(clip, gradients.shape[1]).norm_limit * clip / UNITS
+    return (gradients * (limit / gradients.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / batch
+
+
+def assert_close_on_grid(found: torch.Tensor, expected: torch.Tensor, clip: float) -> None:
+    """Assert that two mean gradients differ by less than a unit of the grid in every coordinate."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=clip / UNITS)

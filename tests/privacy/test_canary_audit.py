@@ -9,8 +9,9 @@ import torch
 from scipy.stats import beta
 
 from pomona.errors import PomonaError
-from pomona.privacy import Budget, PrivateStep, audit, private_step
+from pomona.privacy import Budget, PrivateStep, audit
 from pomona.privacy.canary_audit import correct_guess_probability, epsilon_lower_bound, largest_refuted_epsilon
+from pomona.privacy.clipping import UNITS, GradientGrid
 
 # σ is that of `Budget.solve` for two steps on all rows at ε = 8, which is tested below.
 BUDGET = Budget(8.0, 1e-6, 1024, 1024, 2, 0.0, 0.9234, 0.0, ((2, 8.0),))
@@ -19,6 +20,11 @@ BUDGET = Budget(8.0, 1e-6, 1024, 1024, 2, 0.0, 0.9234, 0.0, ((2, 8.0),))
 def remove_noise(step: PrivateStep) -> None:
     """Set σ of a step to zero."""
     step.budget = dataclasses.replace(step.budget, sigma=0.0)
+
+
+def unclipped_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of gradients in units of a grid for C = 1."""
+    return (torch.cat([part.sum(0) for part in parts]) * UNITS).round().long()
 
 
 def test_bound_of_a_correct_step_is_below_epsilon():
@@ -33,7 +39,7 @@ def test_missing_noise_is_detected():
 
 
 def test_missing_clipping_is_detected(monkeypatch):
-    monkeypatch.setattr(private_step, "clip_and_sum", lambda parts, clip: torch.cat([part.sum(0) for part in parts]))
+    monkeypatch.setattr(GradientGrid, "add_clipped", lambda self, parts, total: total.add_(unclipped_sum(parts)))
     assert audit(BUDGET) > 8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from pomona.errors import PomonaError
-from pomona.privacy import IndexMechanism, Source
-from pomona.privacy.index_mechanism import swap_count_cdf
+from pomona.privacy import IndexMechanism, Source, index_mechanism
+from pomona.privacy.index_mechanism import draw_swap_counts, invert_exactly, swap_count_cdf, swap_entries
 
 SMALL = [(d, m) for d in range(1, 9) for m in range(d + 1)]
 
@@ -92,7 +93,7 @@ def test_draws_without_groups_follow_the_distribution(theta, m):
 
 def test_secure_draws_follow_the_distribution():
     gradient = torch.tensor([1.0, 5.0, -3.0, 0.5])
-    masks = IndexMechanism(2, theta=0.5, group=4).sample(gradient.repeat(50_000), Source(secure=True)).view(-1, 4)
+    masks = IndexMechanism(2, theta=0.5, group=4).sample(gradient.repeat(50_000), Source()).view(-1, 4)
     assert chi_square_p_value(count_index_sets(masks), expected_probabilities(gradient, 0.5, 2)) > 1e-6
 
 
@@ -179,6 +180,43 @@ def test_bad_mechanisms_are_refused(options, message):
 def test_empty_gradient_is_refused():
     with pytest.raises(PomonaError, match="the gradient is empty"):
         IndexMechanism(0.5, theta=1.0).sample(torch.zeros(0))
+
+
+# ---- rounding errors
+
+
+def test_exact_inversion_is_that_of_the_definition():
+    # θ = log(2) / 2, so e^{−2θ} = ½: of 5 entries 2 are kept, and the weights are 1, 2·3/2 = 3 and 1·3/4.
+    theta, total = math.log(2) / 2, Fraction(19, 4)
+    for count, edge in ((0, Fraction(1)), (1, Fraction(4)), (2, total)):
+        assert invert_exactly(theta, 5, 2, (edge - Fraction(1, 10**12)) / total) == count
+    assert invert_exactly(theta, 5, 2, Fraction(0)) == 0
+    assert invert_exactly(theta, 5, 2, (1 + Fraction(1, 10**12)) / total) == 1
+
+
+@pytest.mark.parametrize(("theta", "size", "kept"), [(0.5, 256, 26), (0.001, 40, 30), (3.0, 2000, 200), (0.0, 90, 45)])
+def test_counts_that_are_all_drawn_exactly_are_the_same(monkeypatch, theta, size, kept):
+    before = draw_swap_counts(theta, size, kept, 300, Source(seed=1))
+    asked = []
+    integer = Source.integer
+    monkeypatch.setattr(Source, "integer", lambda self, bits: asked.append(bits) or integer(self, bits))
+    monkeypatch.setattr(index_mechanism, "CDF_ERROR", 1.0)
+    assert torch.equal(draw_swap_counts(theta, size, kept, 300, Source(seed=1)), before)
+    assert len(asked) == 300
+
+
+def test_keys_that_tie_at_the_ends_of_the_mask_are_drawn_again():
+    class Tied(Source):
+        """A source whose first keys are all equal."""
+
+        def bits(self, *shape, **options):
+            keys = super().bits(*shape, **options)
+            return keys if self.calls[index_mechanism.Purpose.SWAP_KEYS] > 1 else keys * 0
+
+    source, top = Tied(seed=1), torch.tensor([[True, True, False, False, False]])
+    mask = swap_entries(top, 2, torch.tensor([1]), source)
+    assert int(mask.sum()) == 2
+    assert source.calls[index_mechanism.Purpose.SWAP_KEYS] == 2
 
 
 @pytest.mark.gpu

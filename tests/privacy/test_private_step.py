@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from private_training import (
     ROWS,
     NoiselessSource,
+    assert_close_on_grid,
     flat_parameters,
     gradients_one_by_one,
     make_budget,
     make_data,
     make_network,
     make_step,
+    mean_of_clipped,
 )
 
 from pomona.errors import PomonaError
@@ -31,11 +33,9 @@ def test_step_clips_each_example_and_divides_by_the_expected_size():
     (x, y), before = make_data(), flat_parameters(model)
     rows = step.draw()
     gradients = gradients_one_by_one(model, x[rows], y[rows])
-    norms = gradients.norm(dim=1, keepdim=True)
-    assert bool((norms > 0.5).any())
-    expected = (gradients * (0.5 / norms).clamp(max=1)).sum(0) / 20
+    assert bool((gradients.norm(dim=1) > 0.5).any())
     loss = step(x[rows], y[rows])
-    assert torch.allclose(before - flat_parameters(model), expected)
+    assert_close_on_grid(before - flat_parameters(model), mean_of_clipped(gradients, 0.5), 0.5)
     with torch.no_grad():
         assert float(loss) == pytest.approx(float(F.cross_entropy(make_network()(x[rows]), y[rows])))
     assert len(rows) != 20  # a Poisson sample has no fixed size
@@ -50,7 +50,7 @@ def test_result_does_not_depend_on_micro_batches(method):
         for rows in step:
             step(x[rows], y[rows])
         ends.append(flat_parameters(model))
-    assert torch.allclose(*ends, atol=1e-9)
+    assert torch.allclose(*ends, atol=1e-5)  # a rounding error of float64 may move an integer by one
 
 
 def test_noise_has_its_deviation_and_is_added_to_kept_coordinates_only():
@@ -82,10 +82,9 @@ def test_gip_with_large_theta_keeps_the_top_k_of_the_mean_gradient():
             select_largest_per_row(total[whole:].abs()[None], round(0.2 * (len(total) - whole)))[0],
         ]
     )
-    masked = gradients * top  # the mask comes first, the norm is of what is left
-    expected = (masked * (1.0 / masked.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / 20
     step(x[rows], y[rows])
-    assert torch.allclose(before - flat_parameters(model), expected)
+    # The mask comes first, the norm is of what is left.
+    assert_close_on_grid(before - flat_parameters(model), mean_of_clipped(gradients * top, 1.0), 1.0)
 
 
 def test_public_data_chooses_the_indices():
@@ -105,12 +104,11 @@ def test_example_without_a_finite_gradient_counts_as_zero():
     model, step = make_step(noiseless=True)
     x, y = make_data()
     rows, before = step.draw(), flat_parameters(model)
-    gradients = gradients_one_by_one(model, x[rows], y[rows])[1:]
-    expected = (gradients * (1 / gradients.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / 20
+    expected = mean_of_clipped(gradients_one_by_one(model, x[rows], y[rows])[1:], 1.0)
     x[rows[0]] = math.nan
     step.steps_taken = 1  # skip the validation of the model, which is not meant for NaN inputs
     step(x[rows], y[rows])
-    assert torch.allclose(before - flat_parameters(model), expected)
+    assert_close_on_grid(before - flat_parameters(model), expected, 1.0)
 
 
 def test_step_on_an_empty_sample_adds_noise_only():
@@ -210,6 +208,24 @@ def test_resumed_steps_equal_uninterrupted_ones():
     assert torch.equal(flat_parameters(model), flat_parameters(other))
 
 
+def test_dropout_draws_from_the_source():
+    """Its masks are replayed with the key, differ between keys, and leave torch's generator as it was."""
+    (x, y), ends = make_data(), []
+    for seed, torch_seed in ((1, 0), (1, 5), (2, 0)):
+        model = make_network()
+        model.insert(3, torch.nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        step = PrivateStep(model, optimizer, make_budget(), method="dpsgd", source=NoiselessSource(seed=seed))
+        step.source.poisson = lambda rows, rate: torch.arange(20)  # type: ignore[method-assign]
+        torch.manual_seed(torch_seed)
+        before = torch.get_rng_state()
+        step(x[step.draw()], y[:20])
+        assert torch.equal(torch.get_rng_state(), before)
+        ends.append(flat_parameters(model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
 def test_state_of_another_budget_or_method_is_refused():
     state = make_step()[1].state_dict()
     for other in (make_budget(sigma=0.5), dataclasses.replace(make_budget(), epsilon=3.0), make_budget(steps=9)):
@@ -228,11 +244,12 @@ def test_gip_solves_its_budget():
     assert step.budget.epsilon == 4
     assert step.budget.index > 0
     assert step.mechanism(2).cost(step.size) == pytest.approx(step.budget.index)
-    dpsgd = gip(model, optimizer, **target, method="dpsgd", secure=True)
+    dpsgd = gip(model, optimizer, **target, method="dpsgd")
     assert dpsgd.budget.index == 0.0
     assert dpsgd.budget.sigma < step.budget.sigma
     assert dpsgd.source.secure
-    assert "generator" not in str(dpsgd.state_dict())
+    assert not step.source.secure
+    assert not step.facts()["secure"]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +260,7 @@ def test_gip_solves_its_budget():
         ({"keep": 0.001}, "leaves none of a group of 256"),
         ({"clip": 0.0}, "clip must be above 0"),
         ({"clip": math.inf}, "no privacy"),
+        ({"clip": 1e-9}, "clip must lie in 9.54e-07 … 1.05e\\+06 for exact sums"),
         ({"micro": 0}, "micro and views"),
         ({"method": "gip"}, "needs one"),
         ({"budget": make_budget(share=0.1, index=1.0)}, "makes none that cost"),
@@ -301,4 +319,4 @@ def test_step_on_a_gpu_equals_the_step_on_the_cpu():
         step.pending_rows = 20
         step(x[:20].to(device), y[:20].to(device))
         ends.append(flat_parameters(model).cpu())
-    assert torch.allclose(*ends, atol=1e-9)
+    assert torch.allclose(*ends, atol=1e-5)  # a rounding error of float64 may move an integer by one

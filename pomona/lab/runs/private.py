@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pomona.data import keyed_random
 from pomona.errors import PomonaError, require
 from pomona.privacy import PrivateStep, Source, problems
 from pomona.privacy import splits as predict_splits
@@ -138,7 +137,7 @@ class PrivateStrategy(TrainingStrategy):
             micro=options.micro,
             views=options.views,
             public=public_batch(run) if options.method == "public" else None,
-            source=Source(run.device, seed=None if options.secure else run.recipe.seed, secure=options.secure),
+            source=Source(run.device, seed=None if options.secure else run.recipe.seed),
         )
         return PoissonLoop(run, self)
 
@@ -192,18 +191,19 @@ class PoissonLoop(EagerLoop):
         for step in range(epoch * run.steps_per_epoch + start, (epoch + 1) * run.steps_per_epoch):
             for group in run.optimizer.param_groups:
                 group["lr"] = run.rate(step)
-            inputs, targets = self.gather(private_step.draw(), step)
+            inputs, targets = self.gather(private_step.draw())
             self.losses.append(private_step(inputs, targets))
             self.strategy.update_average(run)
             yield 1
 
-    def gather(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of rows, with as many augmented views of each as the recipe asks for."""
         batches, views = self.run.batches, self.strategy.private_recipe.private.views
         repeated, augmentation = rows.repeat_interleave(views) if views > 1 else rows, None
         if batches.augment is not None:
-            uniform = keyed_random.uniform((len(repeated), batches.augment.uniforms_per_image), batches.seed, step, 2)
-            params = batches.augment.draw_params(uniform, *batches.split.x.shape[2:])
+            # Of the secret source: were they known, the views of all other rows would tell whether a row is there.
+            uniform = self.strategy.step.source.uniform(len(repeated), batches.augment.uniforms_per_image)
+            params = batches.augment.draw_params(uniform.cpu().numpy(), *batches.split.x.shape[2:])
             augmentation = torch.from_numpy(params).to(rows.device)
         inputs, targets = batches.gather_batch(repeated, augmentation)
         return (inputs, targets) if views == 1 else (inputs.unflatten(0, (-1, views)), targets[::views])

@@ -245,11 +245,15 @@ def test_views_are_augmented_copies(tmp_path):
     assert all(count == labels for _, count, labels in seen)
 
 
-def test_secure_runs_save_no_generator_state(tmp_path):
+def test_the_key_of_a_secure_run_is_in_its_checkpoint_only(tmp_path):
     with pytest.raises(Interrupted):
         train_private(recipe(secure=True), tmp_path / "run", stop=StopAfter(2))
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]
-    assert state["private"]["source"] == {}
+    assert (state["private"]["source"]["step"], state["private"]["source"]["secure"]) == (2, True)
+    key = state["private"]["source"]["key"].encode()
+    assert len(key) == 64
+    holders = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and key in path.read_bytes()]
+    assert {path.parent.name for path in holders} == {"checkpoint"}
     train_private(recipe(secure=True), tmp_path / "run", resume=True)
 
 
