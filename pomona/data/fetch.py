@@ -142,7 +142,8 @@ def _fetch_whole(item: Download, path: Path, progress: Progress | None) -> None:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         before = path.stat().st_size if path.exists() else 0
         try:
-            return _append(item, path, before, progress)
+            _append(item, path, before, progress)
+            return
         except NETWORK_ERRORS as error:
             has_status = isinstance(error, urllib.error.HTTPError)
             arrived = path.stat().st_size if path.exists() else 0
@@ -166,7 +167,8 @@ def _append(item: Download, path: Path, start: int, progress: Progress | None) -
             raise
         error.close()
         path.unlink()  # it is not the beginning of this file
-        return _append(item, path, 0, progress)
+        _append(item, path, 0, progress)
+        return
     with reply:
         done = start if reply.status == http.HTTPStatus.PARTIAL_CONTENT else 0
         length = reply.headers.get("Content-Length", "")
