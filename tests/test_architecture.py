@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pomona"
 
 # What each room may import, besides itself. The longest name that fits a module is its room.
-BASE = {"errors", "registry", "masking", "native"}
+BASE = {"errors", "untrusted", "registry", "masking", "native"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "cpu_features": set(),
     "native": set(),
+    "untrusted": {"errors"},
     "registry": {"errors"},
     "masking": {"errors", "native"},
     "patterns": BASE,
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "compressors": BASE | {"patterns"},
     "core": BASE | CHOICES | {"table_view"},
     "models": {"errors", "registry", "table_view"},
-    "data": {"errors", "registry"},
+    "data": {"errors", "untrusted", "registry"},
     "methods": MIDDLE,
     "sparse": MIDDLE | {"version"},
     "posttraining": MIDDLE | {"methods"},
