@@ -1,4 +1,4 @@
-"""The boundary for files that a stranger may have made: limits before anything is built, and one error for all failures.
+"""The boundary for files that a stranger may have made: limits before anything is built, one error for all failures.
 
 A reader opens its files, decompresses and parses through this module, inside `reading`. Nothing here or behind it
 allocates what a header claims: sizes, depths and counts are compared with limits first.
@@ -34,7 +34,7 @@ GZIP = 16 + zlib.MAX_WBITS  # zlib's code for a gzip header and trailer
 
 # A dotted key with more parts than tables may be nested: the standard library's parser takes quadratic time for it.
 QUOTED = re.compile(r"""\"[^"\n]*+"|'[^'\n]*+'""")
-LONG_KEY = re.compile(r"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){%d}" % MAX_DEPTH)
+LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MAX_DEPTH}}}")
 # By how much a byte of JSON, outside of strings, changes the depth.
 NESTING = np.zeros(256, np.int32)
 NESTING[list(b"[{")], NESTING[list(b"]}")] = 1, -1
@@ -75,9 +75,8 @@ def describe(error: Exception) -> str:
 
 def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
     """Return the bytes of a regular file of at most `limit` bytes; a pipe or a device is not opened for reading."""
-    with os.fdopen(
-        os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
-    ) as file:
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         require_regular(path, status.st_mode)
         require_size(f"'{path}'", status.st_size, limit)
