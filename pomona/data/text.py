@@ -61,7 +61,7 @@ class Text(Source):
             kind="text",
             valid=parts[1],
             vocab=len(vocabulary),
-            labels=tuple(str(v) for v in vocabulary),
+            labels=tuple(vocabulary),
         )
 
     def read_units(self, folder: Path) -> tuple[np.ndarray, list[int]]:
@@ -92,7 +92,8 @@ class Text(Source):
 def number_units(units: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
     """Return the sorted vocabulary of a text, and the number of each of its characters or words in it."""
     if units.dtype != object:
-        return np.unique(units, return_inverse=True)
+        characters, tokens = np.unique(units, return_inverse=True)
+        return characters.tolist(), tokens
     vocabulary = sorted(set(units))
     numbers = {unit: number for number, unit in enumerate(vocabulary)}
     return vocabulary, np.fromiter(map(numbers.__getitem__, units), np.int64, len(units))

@@ -101,10 +101,8 @@ def validate_option(key: str, value: Any, hint: Any) -> None:
         counts = isinstance(value, tuple | list) and all(type(v) is int and v >= 1 for v in value)
         require(counts, f"{key} takes a list of widths, such as [300, 100], got {shorten(value)!r}.")
         require(len(value) <= MAX_LAYERS, f"{key} takes at most {MAX_LAYERS:,} widths, got {len(value):,}.")
-        require(
-            max(value, default=1) <= MAX_WIDTH,
-            f"{key} takes widths up to {MAX_WIDTH:,}, got {shorten(max(value, default=1))}.",
-        )
+        widest = max(value, default=1)
+        require(widest <= MAX_WIDTH, f"{key} takes widths up to {MAX_WIDTH:,}, got {shorten(widest)}.")
 
 
 def names(pattern: str = "*") -> list[str]:

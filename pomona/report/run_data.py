@@ -184,8 +184,8 @@ def is_valid_row(row: Row) -> bool:
     needed, optional = ROW_NUMBERS.get(str(row.get("kind")), ((), ()))
     numbers = [row.get(key) for key in needed] + [row[key] for key in optional if row.get(key) is not None]
     layers = row.get("layers", [])
-    numbers += [value for value in (layers if isinstance(layers, list) else [None])] if "layers" in row else []
-    return all(is_finite_number(value) for value in numbers) and row.get("epoch", 1) > 0
+    numbers += layers if isinstance(layers, list) else [None]
+    return all(map(is_finite_number, numbers)) and (row.get("kind") != "epoch" or row["epoch"] > 0)
 
 
 def read_mapping(file: Path) -> dict[str, Any]:

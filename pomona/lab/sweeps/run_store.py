@@ -213,12 +213,17 @@ def find_mismatch(found: Mapping[str, Any], recipe: Recipe) -> str | None:
         return f"does not have {', '.join(lost)}"
     wrong = [key for key in NUMBER_KEYS if not is_finite_number(found[key])]
     wrong += [] if type(found[measure]) in (int, float) else [measure]
-    stages = found["stages"]
-    named = isinstance(stages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("stage"), str) for one in stages
-    )
-    wrong += [] if named and all(isinstance(one.get("layers", {}), dict) for one in stages) else ["stages"]
+    stages = found["stages"] if isinstance(found["stages"], list) else [None]
+    wrong += [] if all(map(is_stage, stages)) else ["stages"]
     return f"has no valid {', '.join(wrong)}" if wrong else None
+
+
+def is_stage(value: Any) -> bool:
+    """Return whether a value of a JSON file describes a stage: its name, and the sparsities of its layers."""
+    if not isinstance(value, dict) or not isinstance(value.get("stage"), str):
+        return False
+    layers = value.get("layers", {})
+    return isinstance(layers, dict) and all(map(is_finite_number, layers.values()))
 
 
 def is_finite_number(value: Any) -> bool:
