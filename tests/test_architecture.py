@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pomona"
 
 # What each room may import, besides itself. The longest name that fits a module is its room.
-BASE = {"errors", "registry", "masking", "native"}
+BASE = {"errors", "untrusted", "registry", "masking", "native"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "cpu_features": set(),
     "native": set(),
-    "registry": {"errors"},
+    "untrusted": {"errors"},
+    "registry": {"errors", "untrusted"},
     "masking": {"errors", "native"},
     "patterns": BASE,
     "scores": BASE | {"patterns"},
@@ -39,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "allocation": BASE | {"patterns"},
     "compressors": BASE | {"patterns"},
     "core": BASE | CHOICES | {"table_view"},
-    "models": {"errors", "registry", "table_view"},
-    "data": {"errors", "registry"},
+    "models": {"errors", "untrusted", "registry", "table_view"},
+    "data": {"errors", "untrusted", "registry"},
     "methods": MIDDLE,
     "sparse": MIDDLE | {"version"},
     "posttraining": MIDDLE | {"methods"},

@@ -10,10 +10,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pomona.errors import PomonaError, require
+from pomona.untrusted import read_object, read_tensor_metadata
 
 from ..recipes.recipe import Recipe
 from .durable_files import write_errors
@@ -48,9 +49,9 @@ class FolderInUse(PomonaError):
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in a folder; None if the run is not complete or the file is damaged."""
-    with suppress(OSError, ValueError):
-        summary = json.loads((folder / SUMMARY_FILE).read_bytes())
-        if isinstance(summary, dict) and "fingerprint" in summary:
+    with suppress(PomonaError):
+        summary = read_object(folder / SUMMARY_FILE)
+        if isinstance(summary.get("fingerprint"), str):
             return summary
     return None
 
@@ -64,10 +65,10 @@ def read_finished_run(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     if summary is None or names_another_run(summary, recipe):
         return None
     try:
-        with safe_open(folder / MODEL_FILE, "pt"):
-            return summary
-    except (OSError, SafetensorError):
+        read_tensor_metadata(folder / MODEL_FILE)
+    except (OSError, PomonaError, SafetensorError):
         return None
+    return summary
 
 
 def names_another_run(summary: Mapping[str, Any], recipe: Recipe) -> bool:
