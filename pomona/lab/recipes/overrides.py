@@ -14,6 +14,7 @@ from pomona.registry import Registry, parse_spec
 
 from .learning_rates import LEARNING_RATES
 from .optimizers import OPTIMIZERS
+from .stored_text import require_whole
 
 # The registry of a section that names one spec.
 SECTION_REGISTRIES: dict[str, Registry[Any]] = {"method": METHODS, "optimizer": OPTIMIZERS, "rate": LEARNING_RATES}
@@ -85,7 +86,9 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
 def _read_toml(path: Path) -> dict[str, Any]:
     """Return the contents of a TOML file; raise PomonaError where it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        require_whole(data, path)
+        return tomllib.loads(data.decode())
     except OSError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
