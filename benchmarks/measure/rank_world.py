@@ -35,7 +35,8 @@ class RankWorld:
 
     def __init__(self, size: int) -> None:
         self.size, self.folder = size, tempfile.mkdtemp(prefix="ranks")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # imports the slow packages once, for all ranks
+        context.set_forkserver_preload(["torch.distributed.fsdp", "pomona.methods"])
         pairs = [context.Pipe() for _ in range(size)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [
@@ -44,8 +45,9 @@ class RankWorld:
         ]
         for process in self.processes:
             process.start()
+        self.run(distributed.get_rank, seconds=180)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 30) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
         """Run a function on every rank and return its results; raise RuntimeError with the first failure.
 
         A world in which a rank failed or did not answer in time is of no more use: the others may wait for it.

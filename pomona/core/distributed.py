@@ -87,8 +87,8 @@ def require_same_masks(slots: Sequence[Slot], group: ProcessGroup | None, step: 
         rank, layer = differs.nonzero()[0].tolist()
         raise PomonaError(
             f"after step {step} the mask of {slots[layer].name} on rank {rank} is not that of rank 0, so that "
-            "the ranks train different networks: resume from the last checkpoint, and look for what differs between them "
-            "(weights changed on one of them, gradients that are not reduced, other optimizer settings)."
+            "the ranks train different networks: resume from the last checkpoint, and look for what differs there "
+            "(weights that were changed, gradients that are not reduced, other settings of the optimizer)."
         )
 
 
