@@ -76,8 +76,7 @@ def scale_box(image: EncodedImage, box: Box, size: int) -> np.ndarray:
     top, left, height, width = box
     if pixels.shape[:2] != (image.height, image.width):
         down, across = pixels.shape[0] / image.height, pixels.shape[1] / image.width
-        top, left = int(top * down), int(left * across)
-        height, width = max(1, round(height * down)), max(1, round(width * across))
+        top, left, height, width = (round(v * s) for v, s in zip(box, (down, across, down, across), strict=True))
     part = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
     scaled = F.interpolate(part, (size, size), mode="bilinear", antialias=True)
     return scaled[0].permute(1, 2, 0).numpy()
