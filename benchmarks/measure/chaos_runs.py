@@ -106,7 +106,7 @@ def without_times(value: Any, dropped: frozenset[str] = TIMES) -> Any:
 
 
 def compare(subject: Subject, folder: Path, reference: Path, lines_lost: bool = False) -> list[str]:
-    """Return in what the end of a subject differs from the undisturbed one; with `lines_lost`, metrics may lack lines."""
+    """Return in what the end of a subject differs from the undisturbed one; with `lines_lost`, lines may be missing."""
     found, expected = subject.folders(folder), subject.folders(reference)
     if [path.name for path in found] != [path.name for path in expected] and subject.kind == "sweep":
         return [f"the folders are {[path.name for path in found]}"]

@@ -1,8 +1,6 @@
 """Sessions of runs in processes that can be killed, and the faults of disks and clocks within them.
 
-A session is a fork of this process, which has imported everything: it begins or continues a run. Faults of disks and
-clocks come from disk_faults.c, a library that must be in LD_PRELOAD when Python starts; `start_with_faults` builds it
-and starts Python again.
+A session is a fork of this process, which has imported everything: it begins or continues a run.
 """
 
 from __future__ import annotations
@@ -14,50 +12,25 @@ import os
 import resource
 import signal
 import struct
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from chaos_runs import Subject
+from fault_library import has_faults
 
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted
 from pomona.lab.sweeps.sweep import SweepInterrupted
-from pomona.native.toolchain import find_compiler
 
-SOURCE = Path(__file__).with_name("disk_faults.c")
-PRELOADED = "CHAOS_PRELOADED"
 LONGEST = 300.0  # seconds that a session may take before it counts as hung
 POLL = 0.005
 
 CREATE, WRITE, SYNC, RENAME, REMOVE, READ = 1, 2, 4, 8, 16, 32  # the kinds of calls of disk_faults.c
 CHANGES = CREATE | WRITE | SYNC | RENAME | REMOVE
 KILL_BEFORE, KILL_AFTER = -1, -2
-
-
-def start_with_faults(arguments: Sequence[str]) -> bool:
-    """Start this program again with the library of faults; return False where there is no compiler for it."""
-    if PRELOADED in os.environ:
-        return True
-    compiler = find_compiler()
-    if compiler is None or not sys.platform.startswith("linux"):
-        return False
-    library = Path(tempfile.mkdtemp(prefix="chaos-")) / "disk_faults.so"
-    built = subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], capture_output=True)
-    if built.returncode:
-        return False
-    os.execve(
-        sys.executable,
-        [sys.executable, *arguments],
-        {**os.environ, "LD_PRELOAD": str(library), PRELOADED: str(library), "OMP_NUM_THREADS": "1"},
-    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +101,7 @@ class Session:
 
     def arm(self, disk: DiskFault | None, clock: ClockJump | None) -> None:
         """Set the faults of this process, where the library of faults is loaded."""
-        if PRELOADED not in os.environ:
+        if not has_faults():
             return
         library = ctypes.CDLL(None)
         shared = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self.counters)))
@@ -207,7 +180,7 @@ def wait_for_workers(session: int, seconds: float = 60.0) -> bool:
 def warm_up() -> None:
     """Import and load what every run needs, without a backward pass: autograd's threads do not survive a fork."""
     import sklearn.datasets
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     from pomona import models
     from pomona.lab.runs import environment
