@@ -10,10 +10,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pomona.errors import PomonaError, require
+from pomona.untrusted import read_object, read_tensor_metadata
 from pomona.version import __version__
 
 from ..recipes.recipe import Recipe
@@ -50,9 +51,9 @@ class FolderInUse(PomonaError):
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in a folder; None if the run is not complete or the file is damaged."""
-    with suppress(OSError, ValueError):
-        summary = json.loads((folder / SUMMARY_FILE).read_bytes())
-        if isinstance(summary, dict) and "fingerprint" in summary:
+    with suppress(PomonaError):
+        summary = read_object(folder / SUMMARY_FILE)
+        if isinstance(summary.get("fingerprint"), str):
             return summary
     return None
 
@@ -84,11 +85,10 @@ def find_cut_file(folder: Path, summary: Mapping[str, Any]) -> str | None:
     """Return the name of a file of a finished run that has lost its end; None if none has. A missing file has not."""
     for name in (MODEL_FILE, MASKS_FILE):
         try:
-            with safe_open(folder / name, "pt"):
-                pass
+            read_tensor_metadata(folder / name)
         except FileNotFoundError:
             continue
-        except (OSError, SafetensorError):
+        except (OSError, PomonaError, SafetensorError):
             return name
     metrics = folder / METRICS_FILE
     return METRICS_FILE if metrics.exists() and not ends_at_step(metrics, summary.get("step")) else None

@@ -44,6 +44,7 @@ def train(
     """
     folder, strategy = Path(folder), as_strategy(recipe)
     with joined_processes(strategy.recipe.train.device) as (processes, device), isolated_random_state(device):
+        processes.require_same_recipe(strategy.recipe.to_dict())
         complete = validate_folder(strategy, folder, resume)
         processes.wait()  # all processes have looked before the first begins to write
         if complete is not None:
