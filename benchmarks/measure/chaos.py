@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fault_library import run_with_faults
 
@@ -42,20 +43,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[STARTED] = "1"
         return run_with_faults([sys.executable, __file__, *given])
     from chaos_cases import harm_runs
+    from parser_fuzz import fuzz
     from record_file import write_record
 
-    place = Path(tempfile.mkdtemp(prefix="chaos-runs-"))
-    names = [name for name in options.subjects.split(",") if name]
-    faults = harm_runs(options.faults, options.seed, options.lanes, names, place) if options.faults else {"lost": 0}
-    if faults["lost"]:
-        print(f"the folders of what was lost are in {place}")
-    else:
-        shutil.rmtree(place)
+    found: dict[str, Any] = {}
     if options.faults:
+        place = Path(tempfile.mkdtemp(prefix="chaos-runs-"))
+        names = [name for name in options.subjects.split(",") if name]
+        found["faults"] = faults = harm_runs(options.faults, options.seed, options.lanes, names, place)
         counts = ", ".join(f"{key}: {faults[key]}" for key in ("injected", "survived", "lost"))
         print(f"faults {counts}; {faults['seconds']:.0f} s", flush=True)
-    write_record(options.json, seed=options.seed, faults=faults)
-    return 1 if faults["lost"] else 0
+        if faults["lost"]:
+            print(f"the folders of what was lost are in {place}")
+        else:
+            shutil.rmtree(place)
+    if options.fuzz:
+        report = fuzz(options.fuzz, options.seed, options.lanes)
+        found["fuzz"] = report.to_dict()
+        print(report)
+    write_record(options.json, seed=options.seed, **found)
+    return int(any(part.get("lost") or part.get("failed") for part in found.values()))
 
 
 if __name__ == "__main__":

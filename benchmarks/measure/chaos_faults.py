@@ -41,7 +41,7 @@ class Case:
     folder: Path
     rng: random.Random
     seconds: float  # that an undisturbed session takes
-    calls: int  # that change its files, of an undisturbed session
+    calls: tuple[int, ...]  # of each kind, of an undisturbed session
     faults: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # each is a promise that was broken
     sentences: list[str] = field(default_factory=list)
@@ -62,9 +62,10 @@ class Case:
         """Run one session to its end."""
         return self.record(Session(self.subject, self.folder, **faults).wait())  # type: ignore[arg-type]
 
-    def strike(self, name: str, disk: DiskFault, ends: str) -> None:
-        """Run a session with a fault of the disk, which must end it in one way if it happens."""
-        outcome = self.run(disk=disk)
+    def strike(self, name: str, fault: int, kinds: int, ends: str, lasting: bool = False) -> None:
+        """Run a session with a fault at a random call of some kinds, which must end it in one way if it happens."""
+        calls = sum(count for bit, count in enumerate(self.calls) if kinds >> bit & 1)
+        outcome = self.run(disk=DiskFault(self.rng.randint(1, max(calls, 1)), fault, kinds, lasting))
         if outcome.struck:
             self.faults.append(name)
             if outcome.status not in (ends, "done"):
@@ -98,8 +99,7 @@ def random_kill(case: Case) -> None:
 
 def kill_at_call(case: Case) -> None:
     """Kill the process before or after a random change of a file; a write reaches the disk by half."""
-    fault = case.rng.choice((KILL_BEFORE, KILL_AFTER))
-    case.strike("killed at a change of a file", DiskFault(case.rng.randint(1, case.calls), fault), "killed")
+    case.strike("killed at a change of a file", case.rng.choice((KILL_BEFORE, KILL_AFTER)), CHANGES, "killed")
 
 
 def kill_worker(case: Case) -> None:
@@ -115,26 +115,22 @@ def kill_worker(case: Case) -> None:
 
 def full_disk(case: Case) -> None:
     """Let the disk be full from a random change of a file on."""
-    disk = DiskFault(case.rng.randint(1, case.calls), errno.ENOSPC, CREATE | WRITE, lasting=True)
-    case.strike("disk full", disk, "refused")
+    case.strike("disk full", errno.ENOSPC, CREATE | WRITE, "refused", lasting=True)
 
 
 def disk_error(case: Case) -> None:
     """Let a random change of a file fail."""
-    disk = DiskFault(case.rng.randint(1, case.calls), errno.EIO, CHANGES, lasting=case.rng.random() < 0.3)
-    case.strike("input/output error", disk, "refused")
+    case.strike("input/output error", errno.EIO, CHANGES, "refused", lasting=case.rng.random() < 0.3)
 
 
 def read_error(case: Case) -> None:
     """Let a random reading of a file fail, once or from then on."""
-    disk = DiskFault(case.rng.randint(1, 40), errno.EIO, READ, lasting=case.rng.random() < 0.5)
-    case.strike("a file that cannot be read", disk, "refused")
+    case.strike("a file that cannot be read", errno.EIO, READ, "refused", lasting=case.rng.random() < 0.5)
 
 
 def read_only_folder(case: Case) -> None:
     """Let the file system become read-only at a random change of a file."""
-    disk = DiskFault(case.rng.randint(1, case.calls), errno.EROFS, CREATE | WRITE | RENAME | REMOVE, lasting=True)
-    case.strike("folder read-only", disk, "refused")
+    case.strike("folder read-only", errno.EROFS, CREATE | WRITE | RENAME | REMOVE, "refused", lasting=True)
 
 
 def file_size_limit(case: Case) -> None:

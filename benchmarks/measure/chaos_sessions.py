@@ -59,7 +59,7 @@ class Outcome:
     text: str = ""
     notes: list[str] = field(default_factory=list)
     struck: bool = False  # whether its fault of a disk or clock has happened
-    calls: int = 0  # of the counted kinds
+    calls: tuple[int, ...] = ()  # of each kind that disk_faults.c counts, below its folder
 
 
 class Session:
@@ -137,12 +137,12 @@ class Session:
         status = os.waitpid(self.pid, 0)[1]
         with os.fdopen(self.pipe, "rb") as pipe:
             text = pipe.read()
-        struck, calls = struct.unpack("qq", self.counters[:16])
+        struck, _, *calls = struct.unpack("8q", self.counters[:64])
         if hung or not wait_for_workers(self.pid):
             return Outcome("hung", f"{'it' if hung else 'a worker of it'} still ran after {LONGEST:g} s")
         if os.WIFSIGNALED(status):
-            return Outcome("killed", str(os.WTERMSIG(status)), [], bool(struck), calls)
-        return Outcome(**json.loads(text), struck=bool(struck), calls=calls)
+            return Outcome("killed", str(os.WTERMSIG(status)), [], bool(struck), tuple(calls))
+        return Outcome(**json.loads(text), struck=bool(struck), calls=tuple(calls))
 
 
 def silence() -> None:

@@ -2,7 +2,7 @@
 
 Calls that change files below one folder are counted. At the n-th the process is killed, or the call fails: once, or
 from then on. The clock can jump at its n-th reading. `chaos_arm` and `chaos_jump` set the next fault of the process,
-and the two counters that they are given, in memory shared with the parent, say what has happened. */
+and the counters that they are given, in memory shared with the parent, say what has happened. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,7 +25,7 @@ enum { KILL_BEFORE = -1, KILL_AFTER = -2 };
 static char folder[PATH_MAX];
 static long fault_at, kinds, lasting; /* the fault's call, the counted kinds of calls, and whether later ones fail too */
 static int fault; /* an errno, or KILL_ */
-static volatile long *counters; /* faults that have happened, and calls */
+static volatile long *counters; /* whether the fault has happened, calls of its kinds, and calls of each kind */
 static long jump_at, readings;
 static double jump_seconds;
 
@@ -64,7 +64,9 @@ static int concerns_file(int file) { return concerns_path(file, "."); }
 
 /* Count a call; return 0 where it is to be made, 1 where it fails (errno is set), 2 where the process dies after it. */
 static int count(int kind) {
-    if (!counters || !(kinds & kind)) return 0;
+    if (!counters) return 0;
+    counters[2 + __builtin_ctz(kind)]++;
+    if (!(kinds & kind)) return 0;
     long call = ++counters[1];
     if (!fault || !fault_at || call < fault_at || (call > fault_at && !lasting)) return 0;
     counters[0] = 1;
