@@ -54,6 +54,8 @@ class Case:
             self.failures.append(f"{outcome.status}: {outcome.text}")
         if outcome.status == "refused":
             self.sentences.append(outcome.text)
+            if not outcome.text or "\n" in outcome.text:
+                self.failures.append(f"refused without a sentence: {outcome.text!r}")
         self.lines_lost |= any(LOST_LINES in note for note in outcome.notes)
         self.done = outcome.status == "done"
         return outcome
