@@ -65,10 +65,24 @@ class ServerKillingJob(Job):
         return super().run(*args, **options)
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_is_started_again(tmp_path):
     recipe = Recipe.load(SMALL_RECIPE)
     results = list(train_in_processes([ServerKillingJob(recipe, tmp_path / "run")], 1, note=lambda text: None))
     assert results[0][1]["fingerprint"] == recipe.fingerprint()
+
+
+def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_asked_again(tmp_path, monkeypatch):
+    start, errors = process_pool.CONTEXT.Process.start, [EOFError("unexpected EOF")]
+
+    def fail_once(process):
+        if errors:
+            raise errors.pop()
+        start(process)
+
+    monkeypatch.setattr(process_pool.CONTEXT.Process, "start", fail_once)
+    job = Job(Recipe.load(SMALL_RECIPE), tmp_path / "run")
+    assert "error" not in dict(train_in_processes([job], 1, note=lambda text: None))[0]
 
 
 def test_a_process_that_is_killed_without_a_job_is_replaced(tmp_path):
