@@ -15,7 +15,7 @@ from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, reading
 
 from .learning_rates import LEARNING_RATES
 from .optimizers import OPTIMIZERS
-from .stored_text import require_whole
+from .stored_text import CutRecipe, require_whole
 
 MAX_KEY_PARTS = 8  # of a dotted key such as "method.pattern.block"
 # The registry of a section that names one spec.
@@ -101,6 +101,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return parse_toml(data.decode())
     except OSError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
+    except CutRecipe:
+        raise
     except PomonaError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error}") from error
     except ValueError as error:

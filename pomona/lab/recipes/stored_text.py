@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pomona.errors import PomonaError
+from pomona.untrusted import MAX_TOML_BYTES, read_bytes
 
 # A stored recipe begins and ends with these lines. Files of earlier versions, and recipes of users, have neither.
 HEAD = b'# All settings of a run. A whole file ends with the line "# end".\n'
@@ -32,7 +33,7 @@ def require_whole(data: bytes, path: Path) -> None:
 def is_whole(path: Path) -> bool:
     """Return whether a stored recipe is there and has not lost its end."""
     try:
-        require_whole(path.read_bytes(), path)
-    except (OSError, CutRecipe):
+        require_whole(read_bytes(path, MAX_TOML_BYTES), path)
+    except (OSError, PomonaError):
         return False
     return True

@@ -40,14 +40,18 @@ class Worker:
         self.place = place  # among the workers of the pool; the one that replaces a dead worker takes its place
         self.pipe, other_end = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=serve_jobs, args=(other_end, stop, gpu), daemon=True)
-        self.process.start()
+        try:
+            self.process.start()
+        except (EOFError, OSError):  # the fork server was killed: the next start brings another
+            self.process.start()
         other_end.close()  # so that the pipe closes when the process ends
         self.index: int | None = None  # of the job under way
 
     def assign(self, index: int, job: Job) -> None:
         """Send a job to the process."""
         self.index = index
-        self.pipe.send(job)
+        with suppress(OSError):  # the process was killed while it had no job: `collect_results` finds its pipe closed
+            self.pipe.send(job)
 
     def terminate(self) -> None:
         """End the process, by force where it does not end in time."""

@@ -98,24 +98,44 @@ def test_a_summary_of_another_cell_is_not_believed(finished_run, complete_run):
     assert train(complete_run[1], finished_run, resume=True) == older
 
 
-def test_a_private_checkpoint_is_not_continued_without_privacy(tmp_path):
+def private_recipe(**options) -> PrivateRecipe:
+    """Return a private recipe of four steps with its budget."""
     budget = Budget(8.0, 1e-5, 1347, 400, 4, 0.0, 1.0, 0.0, ((4, 8.0),)).to_dict()
-    settings = {"data": "digits", "model": "mlp(hidden=[8])", "train": {"epochs": 1, "batch_size": 400}}
-    settings["train"] |= {"device": "cpu", "loop": "eager"}
-    private = {"method": "dpsgd", "epsilon": 8.0, "budget": budget}
-    recipe, folder = PrivateRecipe.load({**settings, "private": private}), tmp_path / "run"
+    training = {"epochs": 1, "batch_size": 400, "device": "cpu"}
+    section = {"method": "dpsgd", "epsilon": 8.0, "budget": budget, **options}
+    return PrivateRecipe.load({"data": "digits", "model": "mlp(hidden=[8])", "train": training, "private": section})
+
+
+def test_a_private_checkpoint_is_not_continued_without_privacy(tmp_path):
+    recipe, folder = private_recipe(), tmp_path / "run"
     train(PrivateStrategy(recipe), tmp_path / "whole")
     with pytest.raises(Interrupted):
         train(PrivateStrategy(recipe), folder, stop=StopAfter(2))
     cut(folder / "recipe.toml")
     with pytest.raises(PomonaError, match="is of a private run.*resume it with `pomona private RECIPE --resume`"):
         train(recipe.recipe, folder, resume=True)
-    other = PrivateRecipe.load({**settings, "private": private | {"clip": 2.0}})
     with pytest.raises(PomonaError, match=r"another budget or method \(clip: 2.0, not 1.0\)"):
-        train(PrivateStrategy(other), folder, resume=True)
+        train(PrivateStrategy(private_recipe(clip=2.0)), folder, resume=True)
     train(PrivateStrategy(recipe), folder, resume=True)
     assert have_same_weights(folder, tmp_path / "whole")
     assert PrivateRecipe.load(folder / "recipe.toml").private == recipe.private
+
+
+def test_a_private_run_writes_its_recipe_once_and_first(tmp_path, monkeypatch):
+    write, written = durable_files.write_file, []
+
+    def record(path, data):
+        written.append((path.name, data))
+        write(path, data)
+
+    monkeypatch.setattr(durable_files, "write_file", record)
+    with pytest.raises(Interrupted):
+        train(PrivateStrategy(private_recipe()), tmp_path / "run", stop=StopAfter(1))
+    with pytest.raises(Interrupted):
+        train(PrivateStrategy(private_recipe()), tmp_path / "run", resume=True, stop=StopAfter(1))
+    assert [name.startswith("recipe.toml") for name, _ in written] == [True] + [False] * (len(written) - 1)
+    (tmp_path / "copy.toml").write_bytes(written[0][1])
+    assert PrivateRecipe.load(tmp_path / "copy.toml").private.budget is not None
 
 
 def test_a_fork_does_not_keep_the_folder_of_a_killed_run(tmp_path):

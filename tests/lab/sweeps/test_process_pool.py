@@ -53,6 +53,52 @@ def test_a_run_whose_process_is_killed_is_resumed_once(tmp_path):
 
 
 @dataclass(frozen=True)
+class ServerKillingJob(Job):
+    """A job that kills the fork server and its process, once."""
+
+    def run(self, *args, **options):
+        mark = self.folder.with_suffix(".mark")
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(*args, **options)
+
+
+@pytest.mark.slow
+def test_a_killed_fork_server_is_started_again(tmp_path):
+    recipe = Recipe.load(SMALL_RECIPE)
+    results = list(train_in_processes([ServerKillingJob(recipe, tmp_path / "run")], 1, note=lambda text: None))
+    assert results[0][1]["fingerprint"] == recipe.fingerprint()
+
+
+def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_asked_again(tmp_path, monkeypatch):
+    start, errors = process_pool.CONTEXT.Process.start, [EOFError("unexpected EOF")]
+
+    def fail_once(process):
+        if errors:
+            raise errors.pop()
+        start(process)
+
+    monkeypatch.setattr(process_pool.CONTEXT.Process, "start", fail_once)
+    job = Job(Recipe.load(SMALL_RECIPE), tmp_path / "run")
+    assert "error" not in dict(train_in_processes([job], 1, note=lambda text: None))[0]
+
+
+def test_a_process_that_is_killed_without_a_job_is_replaced(tmp_path):
+    jobs = [Job(Recipe.load(SMALL_RECIPE, [f"seed={k}"]), tmp_path / f"run{k}") for k in range(2)]
+    results = train_in_processes(jobs, 1, note=lambda text: None)
+    first = next(results)
+    for process in process_pool.CONTEXT.active_children():
+        process.kill()
+        process.join()
+    assert {first[0], next(results)[0]} == {0, 1}
+    assert "error" not in first[1]
+    assert train(jobs[1].recipe, jobs[1].folder, resume=True)["seed"] == 1
+    assert list(results) == []
+
+
+@dataclass(frozen=True)
 class GpuJob(KillingJob):
     """A job that returns the GPU that its process sees."""
 
