@@ -135,7 +135,7 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
     """Return upper bounds of the sum of forms on some steps, for one example, by substitution back to the input."""
     pending = dict(forms)
     rows = len(next(iter(forms.values())).gap)
-    constant = bounds[0].gap.low.new_zeros(rows)
+    terms = [bounds[0].gap.low.new_zeros(rows)]
     for index in range(max(forms), 0, -1):
         form = pending.pop(index, None)
         if form is None:
@@ -144,16 +144,18 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
         rule = rule_of(step)
         result = rule.substitution(step, form, [bounds[i] for i in step.inputs], bounds[index].relaxation)
         if result is None:
-            constant = constant + largest_value(form, bounds[index])
+            terms.append(largest_value(form, bounds[index]))
             continue
-        constant = constant + result.constant
+        terms.append(result.constant)
         for i, part in zip(step.inputs, result.forms, strict=True):
             if i in pending:
                 part = part + pending[i]
-                constant = constant + rounding(part, bounds[i], 2)
+                terms.append(rounding(part, bounds[i], 2))
             pending[i] = part
     if 0 in pending:
-        constant = constant + largest_input(pending[0].pruned, inputs)
+        terms.append(largest_input(pending[0].pruned, inputs))
+    summands = torch.stack(terms)
+    constant = summands.sum(0) + len(terms) * EPS * summands.abs().sum(0)
     return torch.where(constant.isnan(), torch.inf, constant)  # what is not a number says nothing
 
 

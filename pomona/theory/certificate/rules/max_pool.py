@@ -40,7 +40,8 @@ def select(step: Step, inputs: list[PairBounds]) -> Selection:
     """
     (x,) = inputs
     result = maximum_bounds(step, inputs)
-    positions = torch.arange(x.gap.low[0, 0].numel(), dtype=torch.float64).view(1, 1, *x.gap.low.shape[2:])
+    positions = torch.arange(x.gap.low[0, 0].numel(), dtype=torch.float64, device=x.gap.low.device)
+    positions = positions.view(1, 1, *x.gap.low.shape[2:])
     channels = x.gap.low.shape[1]
     lows, highs = (
         [windows(step, s.low) for s in (x.dense, x.pruned)],
