@@ -75,12 +75,17 @@ for data in (Form, Substitution, Lines):
 
 def contract(rows: Tensor, vector: Tensor) -> Tensor:
     """Return Σ row · vector for each row; the vector may have to be broadcast."""
-    return rows.flatten(1) @ vector.expand(rows.shape[1:]).flatten()
+    return as_matrix(rows) @ vector.expand(rows.shape[1:]).flatten()
 
 
 def row_sums(x: Tensor) -> Tensor:
     """Return the sum of each row."""
-    return x.flatten(1).sum(1)
+    return as_matrix(x).sum(1)
+
+
+def as_matrix(rows: Tensor) -> Tensor:
+    """Return rows of coefficients as a matrix; those on a single number, which has no axes, as one of one column."""
+    return rows.reshape(len(rows), -1)
 
 
 def rounding(form: Form, bounds: PairBounds, terms: int) -> Tensor:

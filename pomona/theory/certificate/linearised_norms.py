@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import spectral
 from .forward import input_bounds, interval_bounds, step_bounds
 from .intervals import Interval, PairBounds
-from .linear_form import Form, contract
+from .linear_form import Form, as_matrix, contract
 from .paired_graph import PairedGraph
 from .paired_value import ROUNDING, euclidean_norm
 from .regions import InputSet, neighbourhoods
@@ -154,7 +154,7 @@ def spread_of(
                 (here.pruned * rest.half, spreads[rest.step].pruned),
             ):
                 length += norm_bound(matrix) * norm
-                entries = entries + torch.linalg.vector_norm(matrix.flatten(1), dim=1) * norm
+                entries = entries + torch.linalg.vector_norm(as_matrix(matrix), dim=1) * norm
             parts = {rest.step: Form(here.gap * rest.gap_slope, here.pruned * rest.slope)}
         else:
             arguments = [bounds[j] for j in step.inputs]
@@ -170,11 +170,11 @@ def spread_of(
     if 0 in pending:
         matrix = pending[0].pruned
         length += norm_bound(matrix) * spreads[0].pruned
-        entries = entries + torch.linalg.vector_norm(matrix.flatten(1), dim=1) * spreads[0].pruned
+        entries = entries + torch.linalg.vector_norm(as_matrix(matrix), dim=1) * spreads[0].pruned
     return shift, length + float(torch.linalg.vector_norm(slack)), entries + slack
 
 
 def norm_bound(matrix: Tensor) -> float:
     """Return an upper bound of a matrix's norm, rows × anything."""
-    flat = matrix.flatten(1)
+    flat = as_matrix(matrix)
     return spectral.bound(flat) if bool(flat.any()) else 0.0

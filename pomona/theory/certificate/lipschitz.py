@@ -129,6 +129,8 @@ def sum_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float], fl
     """
     if step.op in ("add", "sub", "rsub"):
         return addition_constants(step, values)
+    if step.op in ("maximum", "minimum") and all(torch.equal(w.dense, w.pruned) for w in step.weights):
+        return addition_constants(step, values)  # an extremum moves by no more than the sum
     if step.op not in NONNEGATIVE_SUMS or is_selected_by_value(step):
         return None
     zeros = [torch.zeros_like(value) for value in values]

@@ -143,7 +143,7 @@ def box_inputs(low: Tensor, high: Tensor) -> InputSet:
 
 def sample_norms(x: Tensor) -> Tensor:
     """Return the norm of each sample of a batch, shaped to multiply with the batch."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *[1] * (x.ndim - 1))
+    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).view(-1, *[1] * (x.ndim - 1))
 
 
 def normalize_samples(x: Tensor) -> Tensor:

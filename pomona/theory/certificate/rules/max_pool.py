@@ -20,16 +20,18 @@ from .registry import Rule, register
 
 MAXIMA = (
     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "amax",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "amax", "amin",
 )  # fmt: skip
 Selection = tuple[Tensor, Tensor, Interval, Tensor, Interval]
 
 
 def maximum_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
-    """Return the bounds of a maximum, which changes by at most the largest and at least the smallest gap."""
+    """Return the bounds of a maximum or a minimum, whose gap is between the smallest and the largest one."""
     (x,) = inputs
     dense, pruned = (side.map(lambda end: call(step, [end], [])) for side in (x.dense, x.pruned))
     gap = Interval(-call(step, [-x.gap.low], []), call(step, [x.gap.high], []))
+    if step.op == "amin":
+        gap = Interval(call(step, [x.gap.low], []), -call(step, [-x.gap.high], []))
     return PairBounds(dense, pruned, gap).tighten()
 
 
