@@ -37,6 +37,13 @@ TURNS = {"cpu": 7, "cuda": 11}
 SIGMA, MIN_NORM = 1.0, 1e-30
 
 
+class UncheckedBudget(Budget):
+    """A budget that is not verified: steps are timed here, and nothing is promised."""
+
+    def verify(self) -> None:
+        """Do nothing."""
+
+
 class FloatGrid:
     """The sums of a `FloatStep`, which are gradients already."""
 
@@ -92,7 +99,7 @@ def make_step(
     """Return a function that takes one step."""
     batch, micro = rows
     model, x, y = build_model_and_batch(name, options, batch, device)
-    budget = Budget(8.0, 1e-5, batch, batch, 10**6, 0.0, SIGMA, 0.0, ((10**6, 8.0),))
+    budget = UncheckedBudget(8.0, 1e-5, batch, batch, 10**6, 0.0, SIGMA, 0.0, ((10**6, 8.0),))
     step = step_class(model, torch.optim.SGD(model.parameters(), 0.1), budget, method="dpsgd", micro=micro)
 
     def work() -> None:
