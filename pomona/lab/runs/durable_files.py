@@ -11,9 +11,10 @@ from pathlib import Path
 from pomona.errors import PomonaError
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
+def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
+    """Write a file and flush it to the disk; only its owner can read a secret one."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666)
+    with os.fdopen(handle, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -196,6 +196,8 @@ class Run(TrainingRunView):
         lost = self.recorder.open_metrics(self.metrics_size)
         if lost:
             self.note(f"'{METRICS_FILE}' has lost {lost} bytes since the checkpoint: its last lines are missing.")
+        if self.strategy.has_secret_checkpoints and not continues:
+            self.save_checkpoint()
         self.start_tracking()
         self.recorder.report_start(self.epochs, self.steps_per_epoch, self.recipe.name, self.step)
 
@@ -211,7 +213,8 @@ class Run(TrainingRunView):
         self.read_losses()
         if self.processes.is_first:
             self.write_updates()
-            self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict())
+            secret = self.strategy.has_secret_checkpoints
+            self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict(), secret)
 
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
@@ -372,7 +375,10 @@ class Run(TrainingRunView):
             self.recorder.write_file(MODEL_FILE, safetensors.torch.save(weights, metadata))
             if self.masks is not None:
                 self.recorder.write_file(MASKS_FILE, encode_masks(self.masks))
-        return self.recorder.write_summary(summary)
+        written = self.recorder.write_summary(summary)
+        if self.processes.is_first:
+            self.strategy.finish(self)
+        return written
 
 
 @contextmanager

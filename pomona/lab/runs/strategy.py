@@ -28,6 +28,9 @@ class TrainingStrategy:
     """How a plain run is trained: as its recipe says, with every output recorded. A strategy belongs to one run."""
 
     allowed_outputs: AllowedOutputs | None = None  # None allows everything
+    # Whether checkpoints hold a key that every step needs: only their owner can read them, and one is written before
+    # the first step.
+    has_secret_checkpoints = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -92,6 +95,9 @@ class TrainingStrategy:
     def stage_fields(self) -> dict[str, Any]:
         """Return additional fields of a stage's result."""
         return {}
+
+    def finish(self, run: Run) -> None:
+        """Do what is left after the summary is written."""
 
     # ---- checkpoints
 
