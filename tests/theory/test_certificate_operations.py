@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from pruned_copies import without_small_weights
 from torch import Tensor, nn
 
 from pomona.errors import PomonaError
@@ -16,14 +16,6 @@ from pomona.theory.certificate.fused_steps import ROOT_MEAN_SQUARE_NORM
 from pomona.theory.certificate.paired_graph import pair_networks
 from pomona.theory.certificate.prediction_attack import attack_predictions
 from pomona.theory.certificate.regions import neighbourhoods
-
-
-def without_small_weights(model: nn.Module, share: float) -> nn.Module:
-    """Return a copy without the smallest weights of every matrix."""
-    pruned = copy.deepcopy(model)
-    for matrix in (p.data for p in pruned.parameters() if p.ndim == 2):
-        matrix[matrix.abs() < matrix.abs().quantile(share)] = 0
-    return pruned
 
 
 class Two(nn.Module):
