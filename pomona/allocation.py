@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import PomonaError, require, unknown_name_error
 from .masking import count_pruned
 from .patterns import Pattern
+from .patterns.sharded_selection import select_masks
 from .registry import parse_spec
 
 TOLERANCE = 1e-9  # absorbs floating-point error: 0.29 · 100 is 28.999… and counts as 29
@@ -41,11 +42,11 @@ def select(
     if name == "global":
         counts = floor_counts(shapes, sparsity, pattern, floor)
         limits = None if within is None else [within[layer] for layer in scores]
-        masks = pattern.select_ranked(tensors, sparsity, counts, magnitudes, limits)
+        masks = select_masks(pattern, tensors, sparsity, counts, magnitudes, limits)
     else:
         sparsities = layer_sparsities(name, shapes, sparsity, pattern)
         masks = [
-            pattern.select_ranked([score], one, [0], magnitudes, None if within is None else [within[layer]])[0]
+            select_masks(pattern, [score], one, [0], magnitudes, None if within is None else [within[layer]])[0]
             for (layer, score), one in zip(scores.items(), sparsities, strict=True)
         ]
     return dict(zip(scores, masks, strict=True))

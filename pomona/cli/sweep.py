@@ -89,7 +89,7 @@ def sweep(
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", min=1, help="Processes with one thread each; by default one per core, or one on a GPU."),
+        typer.Option("--jobs", min=1, help="Processes with one thread each; by default one per core, or per GPU."),
     ] = None,
     concurrent: Annotated[
         int | None,

@@ -16,7 +16,7 @@ from ..errors import require
 from ..masking import apply_mask
 from ..registry import format_plain_data, spec_to_dict
 from ..table_view import to_html
-from . import batch_norm, carried_state, history
+from . import batch_norm, carried_state, distributed, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
@@ -102,14 +102,20 @@ class Pruner(PrunedTraining):
         require(not self.finished, "this pruner is finished: make a new one.")
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
         total_steps, steps_per_epoch = find_length(total_steps, steps_per_epoch, loader, epochs)
-        validate_length(self.method, total_steps, steps_per_epoch)
         optimizers = unwrap_optimizers(optimizer, self.method)
+        group = distributed.training_group(model)
+        given = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "resume": resume}
+        steps = [waiting.state.get("step") for waiting in carried_state.list_waiting(optimizers)]
+        # This comes before all that one rank alone might refuse, which the others would wait for.
+        distributed.require_same_options(group, spec_to_dict(self.method) | given | {"step of its checkpoint": steps})
+        validate_length(self.method, total_steps, steps_per_epoch)
         slots, coupled = create_slots(model, self.method, optimizers, track)
         waiting = carried_state.take_waiting(optimizers, slots)
         self.model, self.optimizers = model, optimizers
         self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
+        self.attached_engine().group = group
         try:
             if waiting and resume:
                 carried_state.continue_from(self, waiting, total_steps)
@@ -220,19 +226,26 @@ class Pruner(PrunedTraining):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry for each mask update.
+        """One entry for each mask update; of more than 10,000, every second of the early ones is left out.
 
         `step`, `sparsity` (scheduled), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of Lin et al., 2020), `flips`
         (entries that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
         """
         # Figures stay on the device until somebody reads them, so that an update needs no host sync.
-        names = [slot.name for slot in self.slots]
-        self._history = [history.to_plain(entry, names) for entry in self._history]
-        return [dict(entry) for entry in self._history]
+        return self._history.read([slot.name for slot in self.slots])
 
-    def replace_history(self, entries: list[dict[str, Any]]) -> None:
-        """Replace the history by entries of a saved state."""
+    @property
+    def update_count(self) -> int:
+        """How many mask updates there were; of more than 10,000 the history has dropped some early ones."""
+        return self._history.count
+
+    def replace_history(self, entries: history.UpdateHistory) -> None:
+        """Replace the history by that of a saved state."""
         self._history = entries
+
+    def history_columns(self) -> dict[str, Any]:
+        """Return the history as a saved state has it."""
+        return self._history.to_columns([slot.name for slot in self.slots])
 
     def settled(self) -> list[float]:
         """Return the share of mask entries that never change after epoch 0, 1, 2, … (Figure 4 of Lin et al., 2020)."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+
+from pomona import untrusted
 
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source
@@ -21,6 +21,7 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+MAX_BYTES = 1 << 30  # of an array; the largest published ones have about half of that
 
 
 def published_files(url: str, *checksums: str) -> tuple[Download, ...]:
@@ -71,15 +72,14 @@ class Idx(Source):
         shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
         if len(data) != start + math.prod(shape):
             raise self.damaged_error(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
-        return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
+        with self.parsing(path, f"an array of shape {shape}"):
+            return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
 
     def read_gzip(self, path: Path) -> bytes:
         """Return the decompressed bytes of a gzip file."""
         data = self.read_bytes(path)
-        try:
-            return gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise self.damaged_error(path, str(error), "a complete gzip file") from error
+        with self.parsing(path, "a complete gzip file"):
+            return untrusted.inflate(data, MAX_BYTES, untrusted.GZIP)
 
 
 @SOURCES.register("mnist")

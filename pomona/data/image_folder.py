@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .sources import SOURCES, Source
 from .split import Split
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")  # others start programs or are rarely tested
 
 
 @SOURCES.register("imagefolder")
@@ -71,15 +73,13 @@ class ImageFolder(Source):
     def read_image(self, path: Path) -> np.ndarray:
         """Read one image as (channel, height, width) bytes, scaled and cropped to a square."""
         try:
-            from PIL import Image, ImageOps, UnidentifiedImageError
+            from PIL import Image, ImageOps
         except ImportError as error:
             raise PomonaError("image folders need Pillow: run `pip install pomona[images]`.") from error
-        try:
-            with Image.open(path) as image:
-                square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise self.damaged_error(path, str(error), "a readable image") from error
-        return np.asarray(square).transpose(2, 0, 1)
+        content = io.BytesIO(self.read_bytes(path))
+        with self.parsing(path, "a readable image"), Image.open(content, formats=FORMATS) as image:
+            square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
+            return np.asarray(square).transpose(2, 0, 1)
 
 
 def _list_images(folder: Path) -> list[Path]:

@@ -24,9 +24,10 @@ from pomona.privacy import METHODS, Budget
 from pomona.privacy.private_step import DEFAULT_SCHEDULE
 from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
+from pomona.untrusted import reading
 
 from .options import DENSE
-from .overrides import read_recipe
+from .overrides import name_source, read_recipe
 from .recipe import Recipe, hash_settings
 from .toml_writer import format_toml
 
@@ -127,6 +128,12 @@ class PrivateRecipe:
         Raises PomonaError without a section [private], or for an option that private training does not support.
         """
         given = read_recipe(source, overrides)
+        with reading(name_source(source)):
+            return cls._parse(given)
+
+    @classmethod
+    def _parse(cls, given: dict[str, Any]) -> PrivateRecipe:
+        """Return the private recipe of settings as written."""
         section = given.pop("private", None)
         require(
             isinstance(section, Mapping),

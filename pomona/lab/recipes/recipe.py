@@ -34,11 +34,12 @@ from typing import Any
 from pomona.errors import require
 from pomona.methods import METHODS
 from pomona.registry import flatten_settings, resolve_type_hints, spec_options, spec_to_dict
+from pomona.untrusted import reading
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
 from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
-from .overrides import read_recipe
+from .overrides import name_source, read_recipe
 from .sections import SECTION_PARSERS, parse_finetune, validate_keys
 from .toml_writer import format_toml
 
@@ -93,6 +94,12 @@ class Recipe:
         after itself. Raises PomonaError for an unknown key, an option of the wrong type or a value out of range.
         """
         given = read_recipe(source, overrides)
+        with reading(name_source(source)):
+            return cls._parse(given)
+
+    @classmethod
+    def _parse(cls, given: dict[str, Any]) -> Recipe:
+        """Return the recipe of settings as written."""
         given.pop("sweep", None)
         require(
             "part" not in given,
@@ -121,7 +128,7 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         method = given.get("method")
-        if isinstance(method, Mapping) and str(method.get("name")) in METHODS:
+        if isinstance(method, Mapping) and method.get("name") in METHODS.names():
             spec = METHODS[str(method["name"])]
             hints = resolve_type_hints(spec)
             optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]

@@ -20,6 +20,7 @@ from pomona.data import AUGMENTS, SOURCES
 from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.methods import METHODS
 from pomona.registry import spec_to_dict, to_plain_data, validate_type
+from pomona.untrusted import read_bytes, read_object
 
 from .learning_rates import LEARNING_RATES, LearningRate, StepDecay
 from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
@@ -130,8 +131,8 @@ def parse_teacher(given: Any) -> TeacherOptions:
 def read_fingerprint(key: str, run: str) -> str:
     """Return the fingerprint of the finished run in the folder that a setting names."""
     try:
-        return str(json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(read_object(Path(run) / "summary.json")["fingerprint"])
+    except (PomonaError, KeyError) as error:
         raise PomonaError(
             f"{key} names '{run}', which is not a finished run: it has no summary.json, or a damaged one."
         ) from error
@@ -140,7 +141,7 @@ def read_fingerprint(key: str, run: str) -> str:
 def hash_file(key: str, file: str) -> str:
     """Return the first 12 hexadecimal digits of the SHA-256 of the file that a setting names."""
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+        return hashlib.sha256(read_bytes(file)).hexdigest()[:12]
     except OSError as error:
         raise PomonaError(f"{key} names '{file}', which cannot be read: {error.strerror}.") from error
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pomona.core.distributed import require_same_options, world_group
 from pomona.errors import require
 
 
@@ -48,6 +50,13 @@ class DistributedContext:
         flags = torch.tensor(float(flag), device=device)
         distributed.all_reduce(flags)
         return bool(flags > 0)
+
+    def require_same_recipe(self, settings: Mapping[str, Any]) -> None:
+        """Raise PomonaError in every process where one has another value of a setting than the first."""
+        if self.world_size > 1:
+            sections = {key: value if isinstance(value, Mapping) else {"": value} for key, value in settings.items()}
+            flat = {f"{key}.{k}".strip("."): v for key, section in sections.items() for k, v in section.items()}
+            require_same_options(world_group(), flat)
 
     def wait(self) -> None:
         """Wait until all processes are here."""

@@ -23,6 +23,7 @@ from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
+from .gpus import assignable_gpus
 from .job import Job
 from .job_queue import JobQueue
 from .process_pool import train_in_processes
@@ -88,7 +89,7 @@ def sweep(
     comparison = summarize_runs(runs, [results[i] for i in range(len(runs))])
     comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.describe_environment()}
     if distributed_context().is_first:
-        durable_files.replace_file(out / "sweep.json", encode_json(comparison))
+        durable_files.replace_shared_file(out / "sweep.json", encode_json(comparison))
     return comparison
 
 
@@ -104,8 +105,8 @@ def train_runs(
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the index and the summary (or `error`) of each run as it completes.
 
-    `jobs` is the number of processes, each with one CPU thread; by default one per core, or a single one where a run
-    uses a GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
+    `jobs` is the number of processes, each with one CPU thread; by default one per core, or one per GPU where the runs
+    use any GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
     `runs` waits for it. `progress()` makes the progress display of a run where there is one process. `trackers` are
     those of `train`, in the folder of each run.
     """
@@ -119,12 +120,12 @@ def train_runs(
         world_size == 1 or (concurrent is None and jobs in (None, 1)),
         f"the {world_size} processes of torchrun train each run together: leave out jobs and concurrent.",
     )
-    names = parse_names(trackers)
+    names, recipes = parse_names(trackers), [run.recipe for run in runs]
     queued = [Job(run.recipe, run.folder, data_dir, names) for run in runs]
     if concurrent is not None and queued:
         yield from train_concurrently(queued, concurrent, note)
-    elif (count := min(jobs or default_process_count([run.recipe for run in runs]), len(queued))) > 1:
-        yield from train_in_processes(queued, count, note)
+    elif (count := min(jobs or default_process_count(recipes), len(queued))) > 1:
+        yield from train_in_processes(queued, count, note, assignable_gpus(recipes))
     else:
         waiting = JobQueue(queued)
         while (index := waiting.take()) is not None:
@@ -136,10 +137,15 @@ def train_runs(
 
 
 def default_process_count(recipes: Sequence[Recipe]) -> int:
-    """Return one process per core; a single process under torchrun, or where a recipe trains on a GPU."""
-    if distributed_context().world_size > 1 or any(
-        select_device(recipe.train.device).type != "cpu" for recipe in recipes
-    ):
+    """Return one process per core, or per GPU where the recipes train on any GPU.
+
+    Under torchrun, and where a recipe trains on a certain GPU or some train on a CPU and others do not, it is one.
+    """
+    if distributed_context().world_size > 1:
+        return 1
+    if gpus := assignable_gpus(recipes):
+        return len(gpus)
+    if any(select_device(recipe.train.device).type != "cpu" for recipe in recipes):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

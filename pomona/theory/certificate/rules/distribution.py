@@ -76,7 +76,18 @@ def distribution_bounds(x: PairBounds) -> PairBounds:
     """Return the bounds of softmax in both networks and of its gap, seen from each of them."""
     dense, pruned = probabilities(x.dense), probabilities(x.pruned)
     gap = change(pruned, growth(pruned, x.gap, 1)).intersect(-change(dense, growth(dense, x.gap, -1)))
-    return PairBounds(dense, pruned, gap).tighten()
+    return PairBounds(dense, pruned, known_gap(x, gap, dense - pruned)).tighten()
+
+
+def known_gap(x: PairBounds, gap: Interval, sides: Interval) -> Interval:
+    """Return a gap that follows from changes of the input, or that of the two sides where a change is not finite.
+
+    An entry that is minus infinity in one network alone changes by an infinite amount from a probability of zero.
+    """
+    hidden = (x.dense.high == -math.inf) & (x.pruned.high == -math.inf)
+    lost = (x.dense.high == -math.inf) | (x.pruned.high == -math.inf) | ~x.gap.magnitude.isfinite()
+    broken = (lost & ~hidden).any(-1, keepdim=True)
+    return Interval(torch.where(broken, sides.low, gap.low), torch.where(broken, sides.high, gap.high))
 
 
 def side_part(x: Interval) -> LinearPart:
