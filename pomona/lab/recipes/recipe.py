@@ -64,7 +64,12 @@ OBSERVING_SETTINGS = {"train.track": False}
 
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None), ("model.block", "basic")]
+NEUTRAL_DEFAULTS = [
+    ("train.average", 0),
+    ("train.nonfinite", "stop"),
+    ("method.feedback", None),
+    ("model.block", "basic"),
+]
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}

@@ -43,7 +43,6 @@ from pomona import models
 from pomona.core.mask_file import encode_masks
 from pomona.core.method import Masks
 from pomona.data import Batches
-from pomona.errors import PomonaError
 from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
 
@@ -56,6 +55,7 @@ from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
 from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, refuse_used_folder
 from .interruption import Interrupted
+from .numerical_safety import refuse_loss, refuse_weights
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
@@ -111,6 +111,7 @@ class Run(TrainingRunView):
         self.stage_results: list[dict[str, Any]] = []  # of the stages that are complete
         self.saved_rewind_weights: dict[str, Tensor] = {}  # of a stage that is complete, or from a checkpoint
         self.step = 0  # over all stages
+        self.saved_step: int | None = None  # of the last checkpoint
         self.loss_sum = 0.0  # of the steps of this epoch whose loss was read
         self.previous_seconds = 0.0  # of the sessions before this one
         self.session_start = self.timing_start = time.perf_counter()
@@ -209,9 +210,11 @@ class Run(TrainingRunView):
     def save_checkpoint(self) -> None:
         """Write a checkpoint, after all metrics up to this step are on the disk."""
         self.read_losses()
+        refuse_weights(self)
         if self.processes.is_first:
             self.write_updates()
             self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict())
+        self.saved_step = self.step
 
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
@@ -288,10 +291,9 @@ class Run(TrainingRunView):
         first = self.step - len(losses) + 1
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
-                raise PomonaError(
-                    f"the loss is {loss} at step {step} of {self.total_steps}: lower optimizer.lr "
-                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start again."
-                )
+                if self.options.nonfinite == "stop":
+                    refuse_loss(self, loss, step)
+                loss = self.loss_sum / max(1, (step - 1) % self.steps_per_epoch)  # the mean of the epoch so far
             self.loss_sum += loss
         return float(losses[-1])
 
