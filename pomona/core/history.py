@@ -8,6 +8,7 @@ towards the beginning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,12 @@ def observe_update(
     for group, old in zip(buffers, before, strict=True):
         group.track_flips(old, progress.step)
     return {"step": progress.step, "sparsity": sparsity, "parts": parts}
+
+
+def is_finite(entry: dict[str, Any]) -> bool:
+    """Return whether the weights of an entry have a finite norm; on a GPU, where nobody has read it yet, assume so."""
+    lists = [part["figures"] for part in entry["parts"] if isinstance(part["figures"][0], list)]
+    return all(math.isfinite(figures[-1][0]) for figures in lists)
 
 
 def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:

@@ -155,7 +155,10 @@ class PrunedTraining:
     def _observe(self, before: Sequence[Tensor], sparsity: float) -> None:
         """Append a history entry that compares the masks with those `before`; no weight is changed."""
         buffers = self.attached_engine().buffers
-        self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
+        entry = history.observe_update(buffers, before, self.progress, sparsity)
+        self._history.append(entry)
+        if not history.is_finite(entry):
+            guards.warn_nonfinite(self.slots, self.step, self.reported)
         self.last_change, self.reached = self.step, sparsity
         distributed.require_same_masks(self.slots, self.attached_engine().group, self.step)
 
