@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .slot import Slot
 
+NONFINITE = "NaN or inf"  # the warning about them, among the layers that others have named
+
 
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """Return the torch optimizer inside the wrappers of accelerate and Opacus, whose step moves the weights."""
@@ -254,6 +256,18 @@ def warn_edited(name: str) -> None:
         "After loading weights on purpose, call pruner.refresh().",
         stacklevel=2,
     )
+
+
+def warn_nonfinite(slots: Iterable[Slot], step: int, reported: set[str]) -> None:
+    """Warn once of weights that are NaN or infinite at a mask update, where any are: a norm may overflow without."""
+    bad = next((slot.name for slot in slots if not bool(torch.isfinite(slot.moved).all())), None)
+    if bad is not None and NONFINITE not in reported:
+        reported.add(NONFINITE)
+        warnings.warn(
+            f"{bad} holds NaN or inf at step {step}, which rank above all other weights and are kept: go back to a "
+            "checkpoint, and lower the learning rate, clip gradients, or leave out steps whose gradient is not finite.",
+            stacklevel=2,
+        )
 
 
 def warn_pruned_before(share: float, name: str) -> None:

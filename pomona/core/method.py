@@ -15,7 +15,6 @@ from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
-from ..scores import exclude_pruned
 from .targets import DENSE, Prunable, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -192,9 +191,23 @@ class Method:
 
         Where the method only prunes, pruned weights rank below all others.
         """
-        if self.only_prunes:
-            scores = exclude_pruned(scores, targets.masks)
-        return allocations.select(scores, sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
+        return self._select(targets, scores, sparsity, magnitudes=False)
+
+    def select_magnitudes(self, targets: Targets, sparsity: float) -> Masks:
+        """Return the masks of `select` for the scores |latent|, which on a CPU need no copy of the weights."""
+        return self._select(targets, targets.latent, sparsity, magnitudes=True)
+
+    def _select(self, targets: Targets, scores: Mapping[str, Tensor], sparsity: float, magnitudes: bool) -> Masks:
+        """Return masks that keep the highest scores or magnitudes."""
+        within = targets.masks if self.only_prunes else None
+        return allocations.select(
+            scores,
+            sparsity,
+            self.pattern,
+            self.allocation,  # type: ignore[arg-type]
+            magnitudes=magnitudes,
+            within=within,
+        )
 
     @property
     def only_prunes(self) -> bool:

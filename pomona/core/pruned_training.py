@@ -45,7 +45,7 @@ class PrunedTraining:
         self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
         self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
-        self._history: list[dict[str, Any]] = []
+        self._history = history.UpdateHistory()
 
     def attached_engine(self) -> Engine:
         """Return the engine, or raise PomonaError where the pruner is not attached."""
@@ -57,7 +57,7 @@ class PrunedTraining:
 
     def wants_gradient(self) -> bool:
         """Return whether the coming step is replaced by an update that sees its unmasked gradient."""
-        updated = bool(self._history) and self.last_change == self.step  # from the loss given to `attach`
+        updated = self._history.count > 0 and self.last_change == self.step  # from the loss given to `attach`
         return self.method.updates_before_step and not updated and self.method.is_update_due(self.progress)
 
     @torch.no_grad()
@@ -155,7 +155,10 @@ class PrunedTraining:
     def _observe(self, before: Sequence[Tensor], sparsity: float) -> None:
         """Append a history entry that compares the masks with those `before`; no weight is changed."""
         buffers = self.attached_engine().buffers
-        self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
+        entry = history.observe_update(buffers, before, self.progress, sparsity)
+        self._history.append(entry)
+        if not history.is_finite(entry):
+            guards.warn_nonfinite(self.slots, self.step, self.reported)
         self.last_change, self.reached = self.step, sparsity
         distributed.require_same_masks(self.slots, self.attached_engine().group, self.step)
 

@@ -226,19 +226,26 @@ class Pruner(PrunedTraining):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry for each mask update.
+        """One entry for each mask update; of more than 10,000, every second of the early ones is left out.
 
         `step`, `sparsity` (scheduled), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of Lin et al., 2020), `flips`
         (entries that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
         """
         # Figures stay on the device until somebody reads them, so that an update needs no host sync.
-        names = [slot.name for slot in self.slots]
-        self._history = [history.to_plain(entry, names) for entry in self._history]
-        return [dict(entry) for entry in self._history]
+        return self._history.read([slot.name for slot in self.slots])
 
-    def replace_history(self, entries: list[dict[str, Any]]) -> None:
-        """Replace the history by entries of a saved state."""
+    @property
+    def update_count(self) -> int:
+        """How many mask updates there were; of more than 10,000 the history has dropped some early ones."""
+        return self._history.count
+
+    def replace_history(self, entries: history.UpdateHistory) -> None:
+        """Replace the history by that of a saved state."""
         self._history = entries
+
+    def history_columns(self) -> dict[str, Any]:
+        """Return the history as a saved state has it."""
+        return self._history.to_columns([slot.name for slot in self.slots])
 
     def settled(self) -> list[float]:
         """Return the share of mask entries that never change after epoch 0, 1, 2, … (Figure 4 of Lin et al., 2020)."""

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
+from .history import UpdateHistory
 from .mask_bits import pack_bits, unpack_bits
 from .method import Masks
 from .score_method import ScoreMethod
@@ -29,7 +30,7 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
         "version": VERSION,
         "method": spec_to_dict(pruner.method),
         **{key: getattr(pruner, key) for key in COUNTERS},
-        "history": pruner.history,
+        "history": pruner.history_columns(),
         "shapes": {slot.name: list(slot.mask.shape) for slot in slots},
         "masks": {slot.name: pack_bits(slot.mask) for slot in slots},
         "latents": {slot.name: slot.latent for slot in every_slot if slot.latent is not None},
@@ -53,6 +54,7 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     """
     engine = pruner.attached_engine()
     masks = validate_state(pruner, state)
+    history = UpdateHistory.from_state(state["history"], len(pruner.slots))
     engine.abort_step()
     for slot in engine.slots:
         slot.restore_initial_value()
@@ -78,7 +80,7 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     for key in COUNTERS:
         setattr(pruner, key, state[key])
     pruner.zeros_at_attach = 0.0
-    pruner.replace_history([dict(entry) for entry in state["history"]])
+    pruner.replace_history(history)
     pruner.memory = copy.deepcopy(state["memory"])
     engine.enforce_masks()
     pruner.set_next_sparsity()

@@ -18,6 +18,7 @@ DENSE = "dense"  # the name of the method that prunes nothing
 
 PRECISIONS = ("float32", "bf16")
 LOOPS = ("auto", "eager", "captured", "compiled")
+NONFINITE = ("stop", "skip")
 ORIGIN_WEIGHTS = ("final", "new")
 
 
@@ -51,6 +52,7 @@ class TrainOptions:
     loop: str = "auto"  # "eager", "captured" as a CUDA graph, or also "compiled"; "auto" is the fastest possible
     label_smoothing: float = 0.0
     clip: float = 0.0  # the largest gradient norm; 0 does not clip
+    nonfinite: str = "stop"  # at a NaN or an infinity; "skip" leaves out steps whose gradient is not finite
     eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
     eval_batch_size: int = 1000
     reestimate: int = 32  # training batches for new batch-norm statistics; 0 never re-estimates
@@ -72,6 +74,8 @@ class TrainOptions:
         require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
         if self.precision not in PRECISIONS:
             raise unknown_name_error("precision", self.precision, PRECISIONS)
+        if self.nonfinite not in NONFINITE:
+            raise unknown_name_error("train.nonfinite", self.nonfinite, NONFINITE)
         if self.loop not in LOOPS:
             raise unknown_name_error("loop", self.loop, LOOPS)
         try:

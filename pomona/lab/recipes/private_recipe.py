@@ -152,6 +152,10 @@ class PrivateRecipe:
             not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
             "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
         )
+        require(
+            recipe.train.nonfinite == "stop",
+            "which steps a private training leaves out would tell about its examples: leave out train.nonfinite.",
+        )
         require(not recipe.train.average, "private training averages by private.average: leave out train.average.")
         eager = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, loop="eager"))
         return cls(eager, PrivateOptions.load(section))

@@ -66,6 +66,7 @@ OBSERVING_SETTINGS = {"train.track": False}
 # fingerprint at that value, so that earlier runs keep theirs.
 NEUTRAL_DEFAULTS = [
     ("train.average", 0),
+    ("train.nonfinite", "stop"),
     ("method.feedback", None),
     ("model.block", "basic"),
     ("data.stream", None),

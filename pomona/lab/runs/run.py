@@ -43,7 +43,6 @@ from pomona import models
 from pomona.core.mask_file import encode_masks
 from pomona.core.method import Masks
 from pomona.data import Batches
-from pomona.errors import PomonaError
 from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
 
@@ -56,6 +55,7 @@ from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
 from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, refuse_used_folder
 from .interruption import Interrupted
+from .numerical_safety import refuse_loss, refuse_weights
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
@@ -111,6 +111,7 @@ class Run(TrainingRunView):
         self.stage_results: list[dict[str, Any]] = []  # of the stages that are complete
         self.saved_rewind_weights: dict[str, Tensor] = {}  # of a stage that is complete, or from a checkpoint
         self.step = 0  # over all stages
+        self.saved_step: int | None = None  # of the last checkpoint
         self.loss_sum = 0.0  # of the steps of this epoch whose loss was read
         self.previous_seconds = 0.0  # of the sessions before this one
         self.session_start = self.timing_start = time.perf_counter()
@@ -211,21 +212,25 @@ class Run(TrainingRunView):
     def save_checkpoint(self) -> None:
         """Write a checkpoint, after all metrics up to this step are on the disk."""
         self.read_losses()
+        refuse_weights(self)
         if self.processes.is_first:
             self.write_updates()
             secret = self.strategy.has_secret_checkpoints
             self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict(), secret)
+        self.saved_step = self.step
 
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
-        history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
-        if self.pruner is not None and history and not self.updates_written:
+        if self.pruner is None or isinstance(self.pruner, MaskHolder) or not self.pruner.update_count:
+            return
+        if not self.updates_written:
             sizes = {slot.name: slot.mask.numel() for slot in self.pruner.slots}
             self.recorder.write_metrics({"kind": "targets", "stage": self.stage.name, "sizes": sizes})
-        for entry in history[self.updates_written :]:
+        new = self.pruner.update_count - self.updates_written  # the history may have dropped earlier ones
+        for entry in self.pruner.history[-new:] if new else ():
             step = self.stage_start + entry["step"]
             self.recorder.write_metrics({"kind": "update", "stage": self.stage.name, **entry, "step": step})
-        self.updates_written = len(history)
+        self.updates_written = self.pruner.update_count
 
     def close(self) -> None:
         """Close the files, the lock and the progress listener."""
@@ -289,10 +294,9 @@ class Run(TrainingRunView):
         first = self.step - len(losses) + 1
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
-                raise PomonaError(
-                    f"the loss is {loss} at step {step} of {self.total_steps}: lower optimizer.lr "
-                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start again."
-                )
+                if self.options.nonfinite == "stop":
+                    refuse_loss(self, loss, step)
+                loss = self.loss_sum / max(1, (step - 1) % self.steps_per_epoch)  # the mean of the epoch so far
             self.loss_sum += loss
         return float(losses[-1])
 
