@@ -51,6 +51,8 @@ def place_like(values: Tensor, like: Any) -> Any:
         return whole(values)
     if not is_sharded(values):
         values = replicate(values, like.device_mesh)
+    if values.placements == like.placements and values.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
+        return values
     return values.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
 
 
