@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import require
 from ..masking import fill_pruned
 from ..native import step
+from ..sharding import sum_parts
 from .method import TrainingProgress
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ def observe_update(
     Where mask entries are tracked, the step at which each last changed is noted.
     """
     parts = [
-        {"names": group.names, "sizes": group.sizes, "figures": to_numbers(measure(group, old))}
+        {
+            "names": group.names,
+            "sizes": [slot.parameter.numel() for slot in group.targets],
+            "figures": to_numbers(measure(group, old)),
+        }
         for group, old in zip(buffers, before, strict=True)
         if group.targets
     ]
@@ -103,6 +108,8 @@ def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:
     fused = buffers.measure_update()
     if fused is not None:
         return fused
+    if buffers.is_sharded:
+        return measure_shards(buffers, before)
     mask, norms = buffers.target_mask, [total[None] for total in weight_norms(buffers)]
     if mask.device.type == "cpu":
         parts = zip(mask.split(buffers.sizes), before.split(buffers.sizes), strict=True)
@@ -111,6 +118,19 @@ def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:
     kept_up_to = mask.cumsum(0)[buffers.last_entries]
     totals = (before ^ mask).sum()[None], before.sum()[None]
     return [kept_up_to.diff(prepend=kept_up_to.new_zeros(1)), *totals, *norms]
+
+
+def measure_shards(buffers: FlatBuffers, before: Tensor) -> list[Tensor]:
+    """Return the figures of `measure` over all ranks among which the weights are divided."""
+    rows = []
+    for slot, old in zip(buffers.targets, before.split(buffers.sizes), strict=True):
+        old = old.as_strided(slot.mask.shape, slot.mask.stride(), old.storage_offset())
+        counts = [slot.mask.count_nonzero(), (slot.mask ^ old).count_nonzero(), old.count_nonzero()]
+        dense = slot.dense.detach()
+        squares = [norm(value).double() ** 2 for value in (dense - slot.projected(), dense)]
+        rows.append(torch.stack([*(count.double() for count in counts), *squares]))
+    figures = sum_parts(torch.stack(rows), [slot.parameter for slot in buffers.targets])
+    return [figures[:, 0], *(total[None] for total in (*figures[:, 1:3].sum(0), *figures[:, 3:].sum(0).sqrt()))]
 
 
 def count_changes(mask: Tensor, before: Tensor) -> tuple[int, int, int]:

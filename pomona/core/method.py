@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
+from ..sharding import whole
 from .targets import DENSE, Prunable, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -75,6 +76,12 @@ class Targets:
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
     reset: Masks = field(default_factory=dict)  # an update marks weights here that restart at zero, without momentum
     output_layers: frozenset[str] = frozenset()  # those whose outputs are the network's: none of them may be removed
+
+    def whole_layer(self, name: str) -> Targets:
+        """Return these targets with one layer only, gathered from the ranks among which it is divided."""
+        fields = ("latent", "masks", "grads", "momentum")
+        layer = {field: {name: whole(found[name])} for field in fields if name in (found := getattr(self, field))}
+        return replace(self, **layer)
 
 
 @dataclass(frozen=True, kw_only=True)

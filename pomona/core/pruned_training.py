@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
+from ..sharding import reshard, whole_reads
 from . import carried_state, distributed, guards, history
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
@@ -75,7 +76,8 @@ class PrunedTraining:
             f"a captured step would fix {self.method.pattern} at a sparsity of {sparsity:.2%}, which must still rise "
             f"to {self.method.final_sparsity:.2%}: step eagerly, or use schedule='constant' or pattern='unstructured'.",
         )
-        masks = self.method.update(read_targets(self), sparsity)
+        with whole_reads(self.attached_engine().is_sharded):
+            masks = self.method.update(read_targets(self), sparsity)
         for buffers in self.attached_engine().buffers:
             buffers.install_masks(masks)
 
@@ -84,8 +86,10 @@ class PrunedTraining:
         return not self.method.updates_before_step and self.method.is_update_due(self.progress.next)
 
     def begin_step(self) -> None:
-        """Refuse a step that would let ranks drift apart."""
+        """Refuse a step that would let ranks drift apart, and make the model hold its sharded weights."""
         distributed.refuse_join(self.model)
+        if self.attached_engine().is_sharded and self.model is not None:
+            reshard(self.model)
 
     def begin_training(self) -> None:
         """Warn before the first step where a saved run seems to begin anew, and refuse ranks that differ."""
@@ -124,13 +128,15 @@ class PrunedTraining:
             self._update(sparsity, require_gradients(gradients, self.method.name))
             return
         targets = read_targets(self)
-        masks = self.method.initial_masks(targets, sparsity)
+        with whole_reads(self.attached_engine().is_sharded):
+            masks = self.method.initial_masks(targets, sparsity)
+            masks = None if masks is None else connect_masks(self, targets, masks)
         if masks is None:
             self.attached_engine().apply_masks()
             return
         for slot in self.attached_engine().slots:
             slot.save_initial_value()
-        self._install(connect_masks(self, targets, masks), sparsity)
+        self._install(masks, sparsity)
         if isinstance(self.method, ScoreMethod):
             self._redraw_weights(self.method)
 
