@@ -176,7 +176,7 @@ class CapturedLoop:
         A concurrent run takes all steps at once up to the next one after which the host has something to do.
         """
         run, launcher, count = self.run, GRAPH_LAUNCHER.get(), 1
-        if launcher is not None:
+        if launcher is not None and not run.options.ema:
             end = min(index + SYNC_INTERVAL, index + run.steps_to_checkpoint, run.steps_per_epoch)
             count = sum(self.batch_size_at(i) == size for i in range(index, end))
             count = count if run.pruner is None else run.pruner.steps_to_update(count)

@@ -258,6 +258,8 @@ class Run(TrainingRunView):
                 self.timed_steps += taken
                 last = self.step % self.steps_per_epoch == 0
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
+                if self.options.ema:
+                    self.average.add(1 - self.options.ema)
                 if last:
                     self.measure_speed()
                     self.update_average()

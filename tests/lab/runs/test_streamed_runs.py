@@ -88,7 +88,7 @@ def test_two_processes_share_each_batch_and_the_evaluation(folder: Path, tmp_pat
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     train(recipe, tmp_path / "alone", data_dir=folder)
     statement = f"train(Recipe.load('{tmp_path}/recipe.toml'), '{tmp_path}/pair', data_dir='{folder}')"
-    run_in_two_processes(statement)
+    run_in_two_processes(statement, timeout=300)
     for one, two in zip(*(read_metrics(tmp_path / run, "epoch") for run in ("alone", "pair")), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-4)
@@ -99,7 +99,7 @@ def test_two_processes_share_each_batch_and_the_evaluation(folder: Path, tmp_pat
 def test_two_processes_resume_bit_for_bit(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "recipe.toml").write_text(streamed_recipe(average=0.5, log_every=1).to_toml())
     call = f"Recipe.load('{tmp_path}/recipe.toml'), '{tmp_path}/{{run}}', data_dir='{folder}'"
-    run_in_two_processes(f"train({call.format(run='whole')})")
+    run_in_two_processes(f"train({call.format(run='whole')})", timeout=300)
     stopped = f"""
 from pomona.lab import Interrupted
 from run_helpers import StopAfter
@@ -111,8 +111,8 @@ else:
     raise SystemExit("the run was not stopped")
 """
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    run_in_two_processes(stopped)
-    run_in_two_processes(f"train({call.format(run='parts')}, resume=True)")
+    run_in_two_processes(stopped, timeout=300)
+    run_in_two_processes(f"train({call.format(run='parts')}, resume=True)", timeout=300)
     assert have_same_weights(tmp_path / "parts", tmp_path / "whole")
 
 
