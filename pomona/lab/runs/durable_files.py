@@ -5,10 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pomona.errors import PomonaError
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -28,6 +33,19 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise describe_write_error(error, path) from error
+
+
+def replace_shared_file(path: Path, data: bytes) -> None:
+    """Write a file that other processes may write at the same time; the last one to come is kept whole."""
+    with write_errors(path):
+        handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        replace_file(path, data)
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

@@ -54,7 +54,16 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, locked_folder, refuse_used_folder
+from .folder import (
+    MASKS_FILE,
+    METRICS_FILE,
+    MODEL_FILE,
+    TRACKING_FOLDER,
+    FolderInUse,
+    locked_folder,
+    read_finished_run,
+    refuse_used_folder,
+)
 from .interruption import Interrupted
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
@@ -187,6 +196,8 @@ class Run(TrainingRunView):
             self.recorder.resources.enter_context(locked_folder(self.folder))
             if not resume:
                 refuse_used_folder(self.folder)  # by a process that was faster
+            elif checkpoint.exists(self.folder) != continues or read_finished_run(self.folder, self.recipe) is not None:
+                raise FolderInUse(f"another process has trained in '{self.folder}' meanwhile: repeat the command.")
         if continues:
             restore_state(self, checkpoint.load(self.folder, self.note))
         else:

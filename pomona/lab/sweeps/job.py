@@ -11,7 +11,7 @@ from typing import Any
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.folder import RECIPE_FILE, FolderInUse, is_in_use
+from ..runs.folder import RECIPE_FILE, FolderInUse, FolderNotEmpty, is_in_use
 from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
 from ..runs.train import train
@@ -47,6 +47,9 @@ class Job:
                     return train(self.recipe, self.folder, resume=begun, **options)
                 except FolderInUse:
                     self.wait_for_folder(stop or (lambda: False))
+                except FolderNotEmpty:
+                    if not (self.folder / RECIPE_FILE).is_file():  # else another process has begun it just now
+                        raise
         except Interrupted:
             raise
         except Exception as error:  # ends this run only, not the sweep

@@ -90,7 +90,7 @@ def sweep(
     comparison = summarize_runs(runs, [results[i] for i in range(len(runs))])
     comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.describe_environment()}
     if distributed_context().is_first:
-        durable_files.replace_file(out / "sweep.json", encode_json(comparison))
+        durable_files.replace_shared_file(out / "sweep.json", encode_json(comparison))
     return comparison
 
 
