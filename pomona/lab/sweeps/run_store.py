@@ -268,5 +268,6 @@ def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path 
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
     with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_shared_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n"
+    durable_files.replace_shared_file(file, text.encode())
     return file
