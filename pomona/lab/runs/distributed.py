@@ -43,6 +43,18 @@ class DistributedContext:
             values /= self.world_size
         return values
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the elementwise sum of a tensor over all processes."""
+        if self.world_size > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Give the model the buffers of the first process, such as its batch-norm statistics."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                distributed.broadcast(buffer, 0)
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Return whether the flag is set in any process."""
         if self.world_size == 1:

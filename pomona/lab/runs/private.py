@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pomona.data import ImageStream
 from pomona.errors import PomonaError, require
 from pomona.privacy import PrivateStep, Source, problems
 from pomona.privacy import splits as predict_splits
@@ -105,6 +106,11 @@ class PrivateStrategy(TrainingStrategy):
         require(
             run.data.kind != "text",
             f"'{run.data.name}' is one long text, in which no row belongs to one person.",
+        )
+        require(
+            not isinstance(run.data.train, ImageStream),
+            f"'{run.data.name}' leaves its images on the disk, and private training draws rows at random: "
+            "set data.stream = false.",
         )
         remedy = "choose a model without it, such as private_cnn"
         if "norm" in run.model_options:

@@ -23,6 +23,7 @@ from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
+from .engine import Engine
 from .gpus import assignable_gpus
 from .job import Job
 from .job_queue import JobQueue
@@ -102,14 +103,20 @@ def train_runs(
     progress: Callable[[], ProgressListener] | None = None,
     note: NoteCallback = warnings.warn,
     trackers: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the index and the summary (or `error`) of each run as it completes.
 
     `jobs` is the number of processes, each with one CPU thread; by default one per core, or one per GPU where the runs
     use any GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
     `runs` waits for it. `progress()` makes the progress display of a run where there is one process. `trackers` are
-    those of `train`, in the folder of each run.
+    those of `train`, in the folder of each run. An `engine` trains the runs on other machines, as many at once as it
+    was made for.
     """
+    require(
+        engine is None or (jobs is None and concurrent is None),
+        "an engine has its own jobs and concurrent: give them to the engine.",
+    )
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(
         jobs is None or concurrent is None,
@@ -117,12 +124,14 @@ def train_runs(
     )
     world_size = distributed_context().world_size
     require(
-        world_size == 1 or (concurrent is None and jobs in (None, 1)),
-        f"the {world_size} processes of torchrun train each run together: leave out jobs and concurrent.",
+        world_size == 1 or (concurrent is None and jobs in (None, 1) and engine is None),
+        f"the {world_size} processes of torchrun train each run together: leave out jobs, concurrent and engine.",
     )
     names, recipes = parse_names(trackers), [run.recipe for run in runs]
     queued = [Job(run.recipe, run.folder, data_dir, names) for run in runs]
-    if concurrent is not None and queued:
+    if engine is not None:
+        yield from engine.train(queued, note)
+    elif concurrent is not None and queued:
         yield from train_concurrently(queued, concurrent, note)
     elif (count := min(jobs or default_process_count(recipes), len(queued))) > 1:
         yield from train_in_processes(queued, count, note, assignable_gpus(recipes))
