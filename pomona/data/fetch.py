@@ -13,12 +13,15 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from pomona.errors import PomonaError, unknown_name_error
+from pomona.errors import PomonaError, require, unknown_name_error
+from pomona.untrusted import describe
 
 from .sources import SOURCES, DataRoot, Download, data_folders
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, total bytes if known
 
+MAX_MEMBERS = 1_000_000  # of an archive; the largest published one has 100 000
+MAX_UNPACKED = 10 << 30  # bytes of its files
 TIMEOUT = 60  # seconds without an answer from the server
 COPY_BLOCK = 1 << 20  # bytes read at a time
 
@@ -97,14 +100,26 @@ def _content_length(reply: http.client.HTTPResponse) -> int | None:
     return int(length) if length else None
 
 
+def require_plausible_members(archive: Path, tar: tarfile.TarFile) -> None:
+    """Raise PomonaError for an archive with more files, or more bytes in them, than a published data set has."""
+    count = size = 0
+    for member in tar:
+        count, size = count + 1, size + member.size
+        fits = count <= MAX_MEMBERS and size <= MAX_UNPACKED
+        require(fits, f"{archive.name} holds more than {MAX_MEMBERS:,} files or {MAX_UNPACKED:,} bytes: it is refused.")
+
+
 def _unpack(archive: Path, folder: Path) -> None:
     """Replace `folder` by the folder of the same name in the archive; raise PomonaError if there is none."""
     scratch = folder.with_name("unpacked")
     try:
         with tarfile.open(archive) as tar:
+            require_plausible_members(archive, tar)
             tar.extractall(scratch, filter="data")  # refuses links and names outside the target folder
-    except (tarfile.TarError, EOFError) as error:
-        raise PomonaError(f"{archive.name} cannot be unpacked ({error}): try again.") from error
+    except PomonaError:
+        raise
+    except Exception as error:  # a hostile file can make anything fail, and must do no more than that
+        raise PomonaError(f"{archive.name} cannot be unpacked ({describe(error)}): try again.") from error
     if not (scratch / folder.name).is_dir():
         raise PomonaError(
             f"{archive.name} holds no folder '{folder.name}': the publisher changed the archive; put the files into a "
