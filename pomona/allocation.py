@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import PomonaError, require, unknown_name_error
 from .masking import count_pruned
 from .patterns import Pattern
+from .patterns.sharded_selection import select_masks
 from .registry import parse_spec
 
 TOLERANCE = 1e-9  # absorbs floating-point error: 0.29 · 100 is 28.999… and counts as 29
@@ -29,10 +30,10 @@ def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allo
     tensors, shapes = list(scores.values()), [s.shape for s in scores.values()]
     if name == "global":
         counts = floor_counts(shapes, sparsity, pattern, floor)
-        masks = pattern.select_masks_with_floors(tensors, sparsity, counts)
+        masks = select_masks(pattern, tensors, sparsity, counts)
     else:
         sparsities = layer_sparsities(name, shapes, sparsity, pattern)
-        masks = [pattern.select_masks([s], one)[0] for s, one in zip(tensors, sparsities, strict=True)]
+        masks = [select_masks(pattern, [s], one)[0] for s, one in zip(tensors, sparsities, strict=True)]
     return dict(zip(scores, masks, strict=True))
 
 

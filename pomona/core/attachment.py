@@ -116,6 +116,7 @@ def create_slots(
     The model is not changed. PomonaError is raised where nothing can be pruned or a target cannot be.
     """
     inner = unwrap(model)
+    guards.refuse_flat_shards(inner)
     targets = find_targets(model, method)
     slots = {target.name: Slot.create(target, method, track) for target in targets}
     coupled = create_coupled_slots(inner, method, slots) if method.pattern.removes_coupled else []

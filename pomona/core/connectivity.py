@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..allocation import LAYERWISE_ALLOCATIONS, parse_allocation
 from ..patterns import Pattern
+from ..patterns.sharded_selection import select_masks
 from .coupled import ZERO_FUNCTIONS, ZERO_PRESERVING
 from .method import Masks, Targets
 from .slot import Slot, outputs_first
@@ -107,7 +108,7 @@ def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks
         scores = latent.abs() + LEAST_SCORE
         first = scores.max() * mask.numel() ** 0.5  # ranks any unit with a candidate above all units without one
         scores = torch.where(candidates, scores + first, torch.where(mask, scores, 0))
-        connected[name] = pattern.select_masks([scores], 1 - int(mask.count_nonzero()) / mask.numel())[0]
+        connected[name] = select_masks(pattern, [scores], 1 - int(mask.count_nonzero()) / mask.numel())[0]
         return connected[name]
 
     follow_masks(model, {parameter: masks[name] for parameter, name in names.items()}, exchange)

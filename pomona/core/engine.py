@@ -44,7 +44,10 @@ class UpdatePolicy(Protocol):
         """Return whether `complete_step` will install new masks after the step under way."""
 
     def begin_training(self) -> None:
-        """Warn before the first step where a saved run seems to begin anew."""
+        """Warn before the first step where a saved run seems to begin anew, and refuse ranks that differ."""
+
+    def begin_step(self) -> None:
+        """Refuse a step that would let ranks drift apart."""
 
     def complete_step(self) -> None:
         """Count a step that was taken or replaced, and update the masks when due."""
@@ -61,6 +64,7 @@ class Engine:
         self.optimizers = optimizers
         self.policy = policy
         self.started = False  # whether a step was seen: what is attached is validated at the first
+        self.group: Any = None  # the processes that hold the same masks: from `attach`, or from the first step
         self.step_frame: FrameType | None = None  # of the optimizer.step under way
         self.active: list[Slot] = []  # the slots whose parameters hold their latents right now
         self.saved_gradients: dict[nn.Parameter, Tensor] = {}  # gradients that the optimizer must not see
@@ -122,6 +126,7 @@ class Engine:
         if self.step_frame is not None and guards.is_running(self.step_frame):
             return None  # a subclass called super().step()
         self.abort_step()
+        self.policy.begin_step()
         self._follow_model()
         self.step_frame = guards.find_step_frame(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -280,8 +285,9 @@ class Engine:
             self.set_next_sparsity(self.next_sparsity)
             self.known_parameters.clear()
         if not self.started:
+            self.group = self.group or distributed.world_group()
             self.policy.begin_training()
-            distributed.broadcast_slots(self.slots)
+            distributed.broadcast_slots(self.slots, self.group)
             self.started = True
             for slot in self.slots:
                 slot.initial_value = None

@@ -38,6 +38,11 @@ def unwrap_optimizer(optimizer: object) -> Optimizer:
 def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
     """Refuse optimizers that read or write the weights at other times than their step."""
     name = type(optimizer).__name__
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise PomonaError(
+            f"{name} keeps the momentum of each parameter on one rank, where the others' masks cannot reach it: use "
+            "torch.distributed.fsdp.fully_shard, which shards weights, masks and momentum alike, or a plain optimizer."
+        )
     if isinstance(optimizer, LBFGS):
         raise PomonaError(
             f"{name} calls its closure several times a step, on weights that are not sparse: use SGD or Adam."
@@ -47,6 +52,16 @@ def refuse_optimizer(optimizer: Optimizer, weights: str) -> None:
             f"{name} swaps the weights itself in train() and eval(), which a '{weights}' method does too: "
             "use a hard method (incremental, oneshot), or another optimizer."
         )
+
+
+def refuse_flat_shards(model: nn.Module) -> None:
+    """Refuse FSDP1, which trains flat buffers in which no layer has a weight of its own."""
+    for path, module in model.named_modules():
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            raise PomonaError(
+                f"{path or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), which flattens the weights of "
+                "layers into one: use torch.distributed.fsdp.fully_shard (FSDP2) or DistributedDataParallel."
+            )
 
 
 def refuse_several(optimizers: Sequence[Optimizer], name: str) -> None:

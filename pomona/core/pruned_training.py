@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
-from . import carried_state, guards, history
+from ..registry import spec_to_dict
+from . import carried_state, distributed, guards, history
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -82,8 +83,14 @@ class PrunedTraining:
         """Return whether `complete_step` will install new masks after the step under way."""
         return not self.method.updates_before_step and self.method.is_update_due(self.progress.next)
 
+    def begin_step(self) -> None:
+        """Refuse a step that would let ranks drift apart."""
+        distributed.refuse_join(self.model)
+
     def begin_training(self) -> None:
-        """Warn before the first step where a saved run seems to begin anew."""
+        """Warn before the first step where a saved run seems to begin anew, and refuse ranks that differ."""
+        lengths = {"total_steps": self.total, "steps_per_epoch": self.steps_per_epoch, "step": self.step}
+        distributed.require_same_options(self.attached_engine().group, spec_to_dict(self.method) | lengths)
         carried_state.warn_waiting(self.optimizers)
         if self.zeros_at_attach:
             guards.warn_pruned_before(self.zeros_at_attach, self.method.name)
@@ -150,6 +157,7 @@ class PrunedTraining:
         buffers = self.attached_engine().buffers
         self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
         self.last_change, self.reached = self.step, sparsity
+        distributed.require_same_masks(self.slots, self.attached_engine().group, self.step)
 
     # ---- masks that follow scores
 

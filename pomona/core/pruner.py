@@ -16,7 +16,7 @@ from ..errors import require
 from ..masking import apply_mask
 from ..registry import format_plain_data, spec_to_dict
 from ..table_view import to_html
-from . import batch_norm, carried_state, history
+from . import batch_norm, carried_state, distributed, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
@@ -102,14 +102,20 @@ class Pruner(PrunedTraining):
         require(not self.finished, "this pruner is finished: make a new one.")
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
         total_steps, steps_per_epoch = find_length(total_steps, steps_per_epoch, loader, epochs)
-        validate_length(self.method, total_steps, steps_per_epoch)
         optimizers = unwrap_optimizers(optimizer, self.method)
+        group = distributed.training_group(model)
+        given = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "resume": resume}
+        steps = [waiting.state.get("step") for waiting in carried_state.list_waiting(optimizers)]
+        # This comes before all that one rank alone might refuse, which the others would wait for.
+        distributed.require_same_options(group, spec_to_dict(self.method) | given | {"step of its checkpoint": steps})
+        validate_length(self.method, total_steps, steps_per_epoch)
         slots, coupled = create_slots(model, self.method, optimizers, track)
         waiting = carried_state.take_waiting(optimizers, slots)
         self.model, self.optimizers = model, optimizers
         self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
         self._hook()
+        self.attached_engine().group = group
         try:
             if waiting and resume:
                 carried_state.continue_from(self, waiting, total_steps)

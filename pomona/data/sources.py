@@ -37,6 +37,7 @@ class Download:
     url: str
     checksum: str  # "md5:…" or "sha256:…", as published
     file: str = ""  # its name on disk, if the URL does not end in it
+    max_bytes: int = 512 << 20  # a server that sends more is not believed; the largest published file has 170 MB
 
     @property
     def name(self) -> str:

@@ -58,7 +58,7 @@ def select_largest(scores: Sequence[Tensor], keep: int, floors: Sequence[int] | 
     if kernels := _kernels_for(*scores):
         mask = kernels.select_largest(flat, keep)
     else:
-        mask = _select_by_topk(_keys(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
+        mask = _select_by_topk(keys_of(torch.cat(flat)).unsqueeze(0), keep).squeeze(0)
     return _split_like(mask, scores)
 
 
@@ -100,7 +100,7 @@ def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
     rows, columns = scores.shape
     if isinstance(keep, Tensor):
         if scores.is_cuda:
-            return _select_by_sort(_keys(scores), keep)
+            return _select_by_sort(keys_of(scores), keep)
         keep = int(keep)
     _validate(keep, columns, "columns", scores)
     if keep in (0, columns) or rows == 0:
@@ -110,12 +110,12 @@ def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
         size = max(1, CHUNK // columns)
         select_rows = _select_by_rank if columns <= MAX_RANKED_COLUMNS else _select_by_partition
         for part, out in zip(scores.split(size), mask.split(size), strict=True):
-            select_rows(_keys(part).numpy(), keep, out.numpy())
+            select_rows(keys_of(part).numpy(), keep, out.numpy())
         return mask
     kernels = _kernels_for(scores)
     if kernels and columns <= kernels.MAX_ROW_LENGTH:
         return kernels.select_largest_per_row(scores, keep)
-    return _select_by_topk(_keys(scores), keep)
+    return _select_by_topk(keys_of(scores), keep)
 
 
 def _validate(keep: int, limit: int, what: str, *scores: Tensor) -> None:
@@ -147,7 +147,7 @@ def _kernels_for(*scores: Tensor) -> ModuleType | None:
     return _import_kernels() if fits and sum(score.numel() for score in scores) < MAX_KERNEL_ENTRIES else None
 
 
-def _keys(scores: Tensor) -> Tensor:
+def keys_of(scores: Tensor) -> Tensor:
     """Return integers in the order of the scores, computed from their bits without a comparison."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
     kind, infinity = _INTEGER_VIEWS[wide.dtype]

@@ -32,6 +32,10 @@ class UnitPattern(Pattern):
         view, inner = self.split_into_units(shape)
         return math.prod(view[dim] for dim in inner)
 
+    def unit_height(self, shape: torch.Size) -> int:
+        """Return how many rows of the tensor one unit spans."""
+        return 1
+
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
 
@@ -119,6 +123,9 @@ class Block(UnitPattern):
     def tile_in(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the height and width of a tile in a matrix of this size."""
         return self.shape[0] or rows, self.shape[1] or columns
+
+    def unit_height(self, shape: torch.Size) -> int:
+        return self.tile_in(*matrix_shape(shape))[0]
 
     def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)

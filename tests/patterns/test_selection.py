@@ -201,7 +201,7 @@ def test_rows_match_sorting(data: st.DataObject, dtype: torch.dtype, columns: in
     expected = [reference_mask(row, keep) for row in scores.tolist()]
     assert select_largest_per_row(scores, keep).tolist() == expected
     if rows and keep:
-        assert selection._select_by_topk(selection._keys(scores), keep).tolist() == expected
+        assert selection._select_by_topk(selection.keys_of(scores), keep).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", SCORE_KINDS)

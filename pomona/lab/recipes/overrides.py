@@ -15,6 +15,7 @@ from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, reading
 
 from .learning_rates import LEARNING_RATES
 from .optimizers import OPTIMIZERS
+from .stored_text import CutRecipe, require_whole
 
 MAX_KEY_PARTS = 8  # of a dotted key such as "method.pattern.block"
 # The registry of a section that names one spec.
@@ -95,9 +96,13 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
 def _read_toml(path: Path) -> dict[str, Any]:
     """Return the contents of a TOML file; raise PomonaError where it cannot be read or parsed."""
     try:
-        return parse_toml(read_bytes(path, MAX_TOML_BYTES).decode())
+        data = read_bytes(path, MAX_TOML_BYTES)
+        require_whole(data, path)
+        return parse_toml(data.decode())
     except OSError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
+    except CutRecipe:
+        raise
     except PomonaError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error}") from error
     except ValueError as error:

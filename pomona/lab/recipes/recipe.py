@@ -45,7 +45,7 @@ from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
 # the run is executed and observed.
-SETTINGS_WITHOUT_EFFECT = {"name", "origin.run", "teacher.run", "teacher.file"} | {
+SETTINGS_WITHOUT_EFFECT = {"name", "data.workers", "origin.run", "teacher.run", "teacher.file"} | {
     f"train.{key}"
     for key in (
         "device",
@@ -64,7 +64,12 @@ OBSERVING_SETTINGS = {"train.track": False}
 
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None), ("model.block", "basic")]
+NEUTRAL_DEFAULTS = [
+    ("train.average", 0),
+    ("method.feedback", None),
+    ("model.block", "basic"),
+    ("data.stream", None),
+]
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}

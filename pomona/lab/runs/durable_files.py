@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pomona.errors import PomonaError
@@ -21,12 +21,22 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; raise PomonaError if the disk refuses."""
-    part = path.with_name(path.name + ".part")
+    _replace(path, data, path.with_name(f"{path.name}.part"))
+
+
+def replace_shared_file(path: Path, data: bytes) -> None:
+    """Write a file like `replace_file` where several processes may write it at once: the last one's file stays."""
+    _replace(path, data, path.with_name(f"{path.name}.{os.getpid()}.part"))
+
+
+def _replace(path: Path, data: bytes, part: Path) -> None:
     try:
         write_file(part, data)
         part.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that cannot be written
+            part.unlink(missing_ok=True)
         raise describe_write_error(error, path) from error
 
 
@@ -57,4 +67,7 @@ def describe_write_error(error: OSError, path: Path) -> PomonaError:
             f"the disk is full: '{path}' could not be written. The last good checkpoint is untouched: "
             "free some space and continue with --resume."
         )
-    return PomonaError(f"'{path}' cannot be written: {error.strerror or error}.")
+    return PomonaError(
+        f"'{path}' cannot be written: {error.strerror or error}. The last good checkpoint is untouched: "
+        "make the folder writable and continue with --resume."
+    )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pomona.core.fused.captured_graphs import GRAPH_CAPTURE_LOCK, capture_stream, pause_garbage_collection
+from pomona.data import StreamedBatches
 from pomona.errors import require
 
 from ..kernels.convolution import fast_convolutions
@@ -84,6 +85,8 @@ def capture_obstacle(run: Run) -> str | None:
         return f"needs a GPU, and this run is on '{run.device}'"
     if run.processes.world_size > 1:
         return f"is for a single process, and {run.processes.world_size} train here together"
+    if isinstance(run.batches, StreamedBatches):
+        return "needs all images on the GPU, and these stay on the disk"
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in run.model.modules()):
         return "would replay one and the same dropout"
     if any(isinstance(m, nn.RNNBase) for network in run.networks for m in network.modules()):

@@ -54,7 +54,7 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, locked_folder, refuse_used_folder
+from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, refuse_used_folder
 from .interruption import Interrupted
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
@@ -180,17 +180,18 @@ class Run(TrainingRunView):
 
     def open(self, resume: bool) -> None:
         """Start the run's folder, or continue from the checkpoint in it."""
+        if resume:
+            self.recorder.lock_folder()  # before it is read: no other process may write a checkpoint meanwhile
         continues = resume and checkpoint.exists(self.folder)
         if not continues:
             self.begin_stage(0)  # refuses what does not work before there is a folder
-        if self.processes.is_first:
-            self.recorder.resources.enter_context(locked_folder(self.folder))
-            if not resume:
+        if not resume:
+            self.recorder.lock_folder()
+            if self.processes.is_first:
                 refuse_used_folder(self.folder)  # by a process that was faster
         if continues:
             restore_state(self, checkpoint.load(self.folder, self.note))
-        else:
-            self.recorder.write_recipe(self.strategy.recipe_toml())
+        self.recorder.write_recipe(self.strategy.recipe_toml(), replace=not continues)
         self.recorder.write_environment(describe_environment() | {"data": self.data.describe()})
         lost = self.recorder.open_metrics(self.metrics_size)
         if lost:
@@ -356,7 +357,7 @@ class Run(TrainingRunView):
                 last = {f"{key}_last": value for key, value in evaluate_run(self).items()}
                 install_average(self)
         result = self.end_epoch() | last | self.stage.result_fields(self) | self.strategy.stage_fields()
-        result |= best_epoch(self.recorder.read_epochs(self.stage.name))
+        result |= best_epoch(self.recorder.read_epochs(self.stage.name, self.stage.epochs))
         self.stage_results.append(self.recorder.select_stage_result(result))
 
     def finish(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pomona import models
+from pomona.errors import require
 
 from ..recipes.recipe import Recipe
 from . import loops
@@ -33,6 +34,10 @@ class TrainingStrategy:
 
     # ---- before training
 
+    def fingerprint(self) -> str:
+        """Return the hash of the settings that decide the result."""
+        return self.recipe.fingerprint()
+
     def recipe_toml(self) -> str:
         """Return the text of the run's recipe.toml."""
         return self.recipe.to_toml()
@@ -53,7 +58,7 @@ class TrainingStrategy:
         cost = models.summary(run.model, run.data.input_shape)
         pruned = {} if run.pruner is None else {name: mask.numel() for name, mask in run.pruner.masks().items()}
         return {
-            "fingerprint": self.recipe.fingerprint(),
+            "fingerprint": self.fingerprint(),
             "device": str(run.device),
             "data": run.data.describe(),
             "model": run.model_options,
@@ -95,7 +100,12 @@ class TrainingStrategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned from the state of a checkpoint."""
+        """Restore what `state_dict` returned from the state of a checkpoint; raise PomonaError if it is of another."""
+        require(
+            "private" not in state,
+            "the checkpoint is of a private run, which goes on within its budget only: resume it with "
+            "`pomona private RECIPE --resume`.",
+        )
 
 
 def as_strategy(recipe: Recipe | TrainingStrategy) -> TrainingStrategy:

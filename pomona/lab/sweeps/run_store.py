@@ -27,7 +27,7 @@ from ..recipes.options import DENSE, FinetuneOptions
 from ..recipes.recipe import Recipe
 from ..runs import durable_files, retrain
 from ..runs.distributed import distributed_context
-from ..runs.folder import RECIPE_FILE, read_summary
+from ..runs.folder import RECIPE_FILE, find_cut_file, read_summary
 from ..runs.run_view import RunView
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
@@ -178,7 +178,9 @@ def read_folder(folder: Path) -> StoredRun | None:
     except PomonaError:
         return None
     found = read_summary(folder)
-    return StoredRun(recipe, folder, None if found is None or find_mismatch(found, recipe) else found)
+    if found is None or find_mismatch(found, recipe) or find_cut_file(folder, found):
+        found = None
+    return StoredRun(recipe, folder, found)
 
 
 def read_record(file: Traversable) -> StoredRun | None:
@@ -248,5 +250,5 @@ def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path 
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
     with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
+    durable_files.replace_shared_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
     return file

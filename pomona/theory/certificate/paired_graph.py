@@ -256,14 +256,15 @@ def require_faithful(graph: PairedGraph, side: int, model: nn.Module, example: T
         draw = torch.randn(BATCH, *example.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         batches.append(draw.to(example.device))
     for batch in batches:
-        expected = torch.cat([graph.evaluate(side, x)[-1] for x in batch.split(1)])
+        if graph.steps[-1].shape[:1] != (1,) and len(batch) > 1:
+            continue  # the first axis of the output is not the batch
+        outputs = [graph.evaluate(side, x)[-1] for x in batch.split(1)]
+        expected = torch.cat(outputs) if len(batch) > 1 else outputs[0]
         try:
             found = next(leaf for leaf in tree_leaves(model(batch.clone())) if isinstance(leaf, Tensor)).double()
         except Exception:
             require(len(batch) > 1, f"{type(model).__name__} fails for an input of shape {tuple(batch.shape)}.")
             continue
-        if graph.steps[-1].shape[:1] != (1,) and len(batch) > 1:
-            continue  # the first axis of the output is not the batch
         scale = float(expected.nan_to_num().abs().amax()) if expected.numel() else 0.0
         same = found.shape == expected.shape
         same = same and torch.allclose(found, expected, rtol=0, atol=AGREEMENT * scale + 1e-30, equal_nan=True)

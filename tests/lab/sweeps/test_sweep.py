@@ -34,7 +34,7 @@ AXES = {"method": ["dense", "oneshot(sparsity=0.5)"], "seed": [0, 1]}
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Return the folder, the result and the callbacks of a sweep of four runs in this process."""
+    """Return the folder, the result and the callbacks of a sweep of four runs; a test that sweeps again copies it."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("sweep") / "out"
     calls: list[tuple] = []
@@ -65,8 +65,14 @@ def test_a_sweep_gives_the_mean_over_seeds(swept):
     assert [(t[0], t[1]) for t in calls] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_complete_runs_are_not_trained_again(swept):
-    out, result, _ = swept
+@pytest.fixture
+def swept_copy(swept, tmp_path) -> Path:
+    """Return a copy of the folder of that sweep, which a test may change."""
+    return Path(shutil.copytree(swept[0], tmp_path / "copy"))
+
+
+def test_complete_runs_are_not_trained_again(swept, swept_copy):
+    out, result = swept_copy, swept[1]
     with pytest.raises(PomonaError, match="4 of the 4 runs exist in '.*' already: continue with --only-missing"):
         sweep(SMALL_RECIPE, AXES, out)
     before = modification_times(out)
@@ -77,8 +83,8 @@ def test_complete_runs_are_not_trained_again(swept):
     assert modification_times(out) == before
 
 
-def test_missing_runs_are_added(swept):
-    out = swept[0]
+def test_missing_runs_are_added(swept_copy):
+    out = swept_copy
     before = modification_times(out)
     more = sweep(SMALL_RECIPE, AXES | {"seed": [0, 1, 2]}, out, only_missing=True, jobs=1)
     assert [c["runs"] for c in more["cells"]] == [3, 3]
@@ -86,7 +92,7 @@ def test_missing_runs_are_added(swept):
     assert all(after[path] == stamp for path, stamp in before.items() if path != out)
 
 
-def test_a_record_replaces_its_run(swept, tmp_path, monkeypatch):
+def test_a_record_replaces_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep(SMALL_RECIPE, {"seed": [0, 1]}, "first", records=RECORDS, jobs=1)
     assert len(list(RECORDS.glob("seed?-*.json"))) == 2
@@ -98,26 +104,25 @@ def test_a_record_replaces_its_run(swept, tmp_path, monkeypatch):
     assert (result["cells"][0]["runs"], result["cells"][0]["setting"]["seeds"]) == (3, [0, 1, 2])
 
 
-def test_records_are_written_of_runs_that_were_complete(swept, tmp_path):
-    sweep(SMALL_RECIPE, AXES, swept[0], only_missing=True, records=tmp_path)
-    assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-50-seed1"}
+def test_records_are_written_of_runs_that_were_complete(swept_copy, tmp_path):
+    sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True, records=tmp_path / "records")
+    written = {file.name.rpartition("-")[0] for file in (tmp_path / "records").iterdir()}
+    assert written >= {"dense-seed0", "oneshot-50-seed1"}
 
 
-def test_a_summary_of_other_settings_is_ignored(swept, tmp_path):
-    shutil.copytree(swept[0], tmp_path / "out")
-    (first, *_) = expand_runs(SMALL_RECIPE, AXES, tmp_path / "out")
+def test_a_summary_of_other_settings_is_ignored(swept_copy):
+    (first, *_) = expand_runs(SMALL_RECIPE, AXES, swept_copy)
     summary = first.load_summary()
     (first.folder / "summary.json").write_text(json.dumps(summary | {"fingerprint": "another"}))
     assert (first.load_summary(), first.state()) == (None, "begun")
 
 
 @pytest.mark.parametrize("text", ["", "{}"])
-def test_a_run_with_a_damaged_summary_is_trained_again(swept, tmp_path, text):
-    shutil.copytree(swept[0], tmp_path / "out")
-    (gone,) = (tmp_path / "out").glob("oneshot-50-seed1-*/summary.json")
+def test_a_run_with_a_damaged_summary_is_trained_again(swept, swept_copy, text):
+    (gone,) = swept_copy.glob("oneshot-50-seed1-*/summary.json")
     gone.write_text(text)
     calls: list[tuple] = []
-    again = sweep(SMALL_RECIPE, AXES, tmp_path / "out", only_missing=True, jobs=1, on_result=lambda *t: calls.append(t))
+    again = sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True, jobs=1, on_result=lambda *t: calls.append(t))
     assert [t[2].folder for t in calls] == [gone.parent]
     assert [c["mean"] for c in again["cells"]] == [c["mean"] for c in swept[1]["cells"]]
 
