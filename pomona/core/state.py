@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PomonaError, require
+from ..errors import PomonaError, require, shorten
 from ..registry import spec_to_dict
+from ..untrusted import reading
 from .mask_bits import pack_bits, unpack_bits
 from .method import Masks
 from .score_method import ScoreMethod
 from .slot import Slot
+from .state_checks import require_valid
 
 if TYPE_CHECKING:
     from .pruner import Pruner
@@ -52,7 +54,8 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     are changed then, and the model is not.
     """
     engine = pruner.attached_engine()
-    masks = validate_state(pruner, state)
+    with reading("the pruner's state"):
+        masks = validate_state(pruner, state)
     engine.abort_step()
     for slot in engine.slots:
         slot.restore_initial_value()
@@ -98,21 +101,26 @@ def restore_random_weights(slot: Slot, state: dict[str, Any]) -> None:
 
 def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
     """Return the masks in a state, or raise PomonaError where anything in it is not this pruner's."""
+    require(isinstance(state, Mapping), f"a pruner's state is a dictionary, got {shorten(state)}.")
     version = state.get("version")
     require(
         version == VERSION,
-        f"the pruner's state has version {version}, this is version {VERSION}: use the Pomona that wrote it.",
+        f"the pruner's state has version {shorten(version)}, this is version {VERSION}: use the Pomona that wrote it.",
     )
     for key in collect_state(pruner):
         require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
-    own = spec_to_dict(pruner.method)
-    for key in sorted(own.keys() | state["method"].keys(), key=lambda key: (key != "name", key)):
-        given, expected = state["method"].get(key), own.get(key)
-        require(given == expected, f"the state is of a method with {key} = {given}, this pruner has {expected}.")
+    own, stored = spec_to_dict(pruner.method), state["method"]
+    require(isinstance(stored, Mapping), f"the pruner's state is damaged: its method is {shorten(stored)}.")
+    for key in sorted(own.keys() | stored.keys(), key=lambda key: (key != "name", key)):
+        given, expected = stored.get(key), own.get(key)
+        require(
+            given == expected, f"the state is of a method with {key} = {shorten(given)}, this pruner has {expected}."
+        )
     require_same_shapes("load", {s.name: s.mask.shape for s in pruner.slots}, state["shapes"])
     for key, field in (("latents", "latent"), ("gauges", "calibration")):
         held = {s.name: t.shape for s in pruner.attached_engine().slots if (t := getattr(s, field)) is not None}
         require_same_shapes("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
+    require_valid(pruner, state)
     return {s.name: unpack_bits(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in pruner.slots}
 
 
