@@ -141,7 +141,7 @@ def make_setting_parsers() -> list[Parser]:
         RECIPE.encode(),
         *(path.read_bytes() for path in sorted(Path(pm.__file__).parents[1].glob("recipes/*.toml"))),
     ]
-    recipes = [data for data in recipes if len(data) < 3000 and b"[[part]]" not in data]
+    recipes = [data for data in recipes if len(data) < 3000 and b"[[part]]" not in data and b"[private]" not in data]
 
     def draw_setting(draw: random.Random) -> tuple[str, ...]:
         return tuple(
@@ -169,7 +169,7 @@ def make_setting_parsers() -> list[Parser]:
         file_parser("sweep", 2, [RECIPE.encode()], "sweep.toml", lambda path: expand_runs(path, {}, "runs")),
         file_parser("private recipe", 4, [PRIVATE_RECIPE.encode()], "private.toml", PrivateRecipe.load),
         file_parser("table", 3, [TABLE.encode()], "table.toml", load_table),
-        Parser("--set", 12, [("seed=1",)], draw_setting, lambda texts, _: Recipe.load(recipe_settings(), texts)),
+        Parser("setting", 12, [("seed=1",)], draw_setting, lambda texts, _: Recipe.load(recipe_settings(), texts)),
         Parser("spec", 6, ["dpf(0.9)"], draw_spec, resolve_spec),
     ]
 
