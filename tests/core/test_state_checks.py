@@ -14,6 +14,7 @@ from engine_helpers import Net, is_identical, make_sgd, train
 import pomona as pm
 
 Edit = Callable[[dict[str, Any]], None]
+ENTRY = {"step": 1, "sparsity": 0.5, "delta": 0.1, "flips": 3, "iou": 0.9, "layers": [0.5]}  # of a history
 
 
 def set_key(key: str, value: Any) -> Edit:
