@@ -138,5 +138,5 @@ def run_in_two_processes(statement: str) -> None:
         port = probe.getsockname()[1]
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-c", TWO_PROCESS_SCRIPT.format(statement=statement)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
