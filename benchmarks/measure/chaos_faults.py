@@ -30,7 +30,7 @@ from chaos_sessions import (
 
 IN_USE = "another process trains in"
 YEARS = 3e7  # seconds, about
-SMALL_DISKS = 60_000, 1_500_000  # bytes
+SMALL_DISKS = 20_000, 200_000  # bytes
 
 
 @dataclass
