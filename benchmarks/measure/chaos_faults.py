@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -74,7 +75,7 @@ class Case:
                 self.failures.append(f"after {name} the session was {outcome.status}: {outcome.text}")
 
     def go_on_to_the_end(self) -> None:
-        """Continue the run without faults; where it says that nothing can be used, begin it again elsewhere."""
+        """Continue the run without faults; where it says that nothing can be used, begin it again in an empty folder."""
         for _ in range(4):
             outcome = self.run()
             if self.done or self.failures:
@@ -83,8 +84,14 @@ class Case:
                 break
             for folder in self.subject.folders(self.folder):
                 if f"'{folder}'" in outcome.text:
-                    folder.rename(self.folder.with_name(f"{folder.name}.unusable"))
+                    clear_folder(folder)
         self.failures.append(f"it did not go on: {outcome.status}, {outcome.text}")
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove what is in a folder, which may be a disk of its own."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 Fault = Callable[[Case], None]
