@@ -102,7 +102,7 @@ def private_recipe(**options) -> PrivateRecipe:
     """Return a private recipe of four steps with its budget."""
     budget = Budget(8.0, 1e-5, 1347, 400, 4, 0.0, 1.0, 0.0, ((4, 8.0),)).to_dict()
     training = {"epochs": 1, "batch_size": 400, "device": "cpu"}
-    section = {"method": "dpsgd", "epsilon": 8.0, "budget": budget, **options}
+    section = {"method": "dpsgd", "epsilon": 8.0, "budget": budget, "secure": False, **options}
     return PrivateRecipe.load({"data": "digits", "model": "mlp(hidden=[8])", "train": training, "private": section})
 
 
@@ -124,9 +124,9 @@ def test_a_private_checkpoint_is_not_continued_without_privacy(tmp_path):
 def test_a_private_run_writes_its_recipe_once_and_first(tmp_path, monkeypatch):
     write, written = durable_files.write_file, []
 
-    def record(path, data):
+    def record(path, data, **options):
         written.append((path.name, data))
-        write(path, data)
+        write(path, data, **options)
 
     monkeypatch.setattr(durable_files, "write_file", record)
     with pytest.raises(Interrupted):
