@@ -73,7 +73,7 @@ def check_noise() -> None:
     for micro in (256, 6):
         noises = []
         for source in (Source(), NoiselessSource(seed=3)):
-            model, step = make_step(budget=budget, clip=2.0, micro=micro, lr=0.0)
+            _, step = make_step(budget=budget, clip=2.0, micro=micro, lr=0.0)
             step.source = step.journal.source = source
             step.source.key = Source(seed=3).key
             totals = []
