@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .native import step
+from .sharding import local_part
 
 MIN_NATIVE_VALUES = 4096  # values from which the C kernels' single pass outweighs their call
 
@@ -17,6 +18,7 @@ def apply_mask(values: Tensor, mask: Tensor, out: Tensor) -> None:
 
     A product would turn a pruned −w into −0.0 and a pruned inf into NaN; `torch.where` does neither.
     """
+    values, mask, out = local_part(values), local_part(mask), local_part(out)
     if values.numel() < MIN_NATIVE_VALUES or not step.mask_values(values, mask, out):
         torch.where(mask, values, _zero(values.dtype, values.device), out=out)
 

@@ -25,12 +25,14 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from .errors import PomonaError, unknown_name_error
+from .errors import PomonaError, shorten, unknown_name_error
+from .untrusted import describe
 
 SpecT = TypeVar("SpecT")
 RegisteredT = TypeVar("RegisteredT")
 
 TOML_NAMES = {"true": True, "false": False, "inf": float("inf")}  # values that Python spells otherwise
+MAX_TEXT_LENGTH = 10_000  # characters of a spec in one line
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})  # the types that `validate_type` checks
 
 
@@ -61,7 +63,7 @@ class Registry(Generic[SpecT]):
         return register_class
 
     def __getitem__(self, name: str) -> type[SpecT]:
-        if name not in self._specs:
+        if not isinstance(name, str) or name not in self._specs:
             raise unknown_name_error(self.kind, name, self._specs)
         return self._specs[name]
 
@@ -139,7 +141,13 @@ def build_spec(spec: type[SpecT], kind: str, options: Mapping[str, Any]) -> Spec
     missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
     if missing:
         raise PomonaError(f"{kind} '{spec.name}' needs {' and '.join(missing)}.")  # type: ignore[attr-defined]
-    return spec(**options)
+    try:
+        return spec(**options)
+    except PomonaError:
+        raise
+    except Exception as error:  # an option of a type that is not plain is only checked by what uses it
+        given = shorten(dict(options))
+        raise PomonaError(f"{kind} '{spec.name}' does not take {given}: {describe(error)}.") from error  # type: ignore[attr-defined]
 
 
 def spec_options(spec: Any) -> Mapping[str, inspect.Parameter]:
@@ -210,7 +218,7 @@ def validate_type(key: str, value: Any, hint: Any) -> None:
     )
     if not fits:
         wanted = " or ".join("nothing" if a is type(None) else a.__name__ for a in allowed)
-        raise PomonaError(f"{key} takes {wanted}, got {value!r}.")
+        raise PomonaError(f"{key} takes {wanted}, got {shorten(repr(value))}.")
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
@@ -227,6 +235,8 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Split "name(value, option=value, …)" into the name, the arguments without a name, and the options."""
     text = text.strip()
+    if len(text) > MAX_TEXT_LENGTH:
+        raise form_error(text)
     if "(" not in text:
         return text, [], {}
     try:
@@ -235,13 +245,13 @@ def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
             raise ValueError
         arguments = [evaluate_literal(value) for value in call.args]
         return call.func.id, arguments, {str(k.arg): evaluate_literal(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise form_error(text) from error
 
 
 def form_error(text: str) -> PomonaError:
     """Return the error for text that is no spec in one line."""
-    return PomonaError(f"'{text.strip()}' is not of the form name(option=value, …).")
+    return PomonaError(f"'{shorten(text.strip())}' is not of the form name(option=value, …).")
 
 
 def evaluate_literal(node: ast.expr) -> Any:

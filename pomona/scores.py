@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .masking import fill_pruned
+from .sharding import place_like
 
 Scores = dict[str, Tensor]
 
@@ -24,7 +25,7 @@ def magnitude(weights: Mapping[str, Tensor]) -> Scores:
 def random_scores(weights: Mapping[str, Tensor], seed: int) -> Scores:
     """Return uniform random scores, the same on every device: they are drawn on the CPU from `seed`."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.rand(w.shape, generator=generator).to(w.device) for name, w in weights.items()}
+    return {name: place_like(torch.rand(w.shape, generator=generator).to(w.device), w) for name, w in weights.items()}
 
 
 def exclude_pruned(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Scores:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pomona"
 
 # What each room may import, besides itself. The longest name that fits a module is its room.
-BASE = {"errors", "registry", "masking", "native"}
+BASE = {"errors", "untrusted", "registry", "masking", "native", "sharding"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
@@ -31,16 +31,18 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "cpu_features": set(),
     "native": set(),
-    "registry": {"errors"},
-    "masking": {"errors", "native"},
+    "sharding": set(),
+    "untrusted": {"errors"},
+    "registry": {"errors", "untrusted"},
+    "masking": {"errors", "native", "sharding"},
     "patterns": BASE,
     "scores": BASE | {"patterns"},
     "schedules": BASE | {"patterns"},
     "allocation": BASE | {"patterns"},
     "compressors": BASE | {"patterns"},
     "core": BASE | CHOICES | {"table_view"},
-    "models": {"errors", "registry", "table_view"},
-    "data": {"errors", "registry"},
+    "models": {"errors", "untrusted", "registry", "table_view"},
+    "data": {"errors", "untrusted", "registry"},
     "methods": MIDDLE,
     "sparse": MIDDLE | {"version"},
     "posttraining": MIDDLE | {"methods"},

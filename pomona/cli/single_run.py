@@ -33,7 +33,9 @@ def find_recipe(given: str, out: Path | None, resume: bool) -> tuple[Path, Path 
 
 def continues_run(folder: Path, resume: bool, auto_resume: bool) -> bool:
     """Return whether a command continues the run in a folder, by its options --resume and --auto-resume."""
-    return resume or (auto_resume and (folder / "recipe.toml").is_file())
+    from pomona.lab.runs.train import is_begun
+
+    return resume or (auto_resume and is_begun(folder))
 
 
 def recipe_overrides(settings: Sequence[str] | None, name: str | None) -> list[str]:

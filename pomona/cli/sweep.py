@@ -21,6 +21,7 @@ from .application import app
 from .options import RUNS, DataDir, DryRun, Json, Plot, Record, RecordAlias, Report, Settings, TableFilter, Track
 from .output import print_json, print_note, print_status, print_table
 from .run_outputs import require_report, write_charts, write_report_file, write_run_outputs
+from .sweep_engine import Address, EngineChoice, EngineName, SlurmOptions, Wait, make_engine
 
 if TYPE_CHECKING:
     from pomona.lab.sweeps.axes import SweepRun
@@ -89,12 +90,21 @@ def sweep(
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", min=1, help="Processes with one thread each; by default one per core, or one on a GPU."),
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="Processes with one thread each, by default one per core, or per GPU; with --engine the most runs at "
+            "once.",
+        ),
     ] = None,
     concurrent: Annotated[
         int | None,
-        typer.Option("--concurrent", metavar="N", min=1, help="Train N runs concurrently on one GPU."),
+        typer.Option("--concurrent", metavar="N", min=1, help="Train N runs concurrently on one GPU, on Ray on each."),
     ] = None,
+    engine: EngineChoice = EngineName.local,
+    address: Address = None,
+    slurm: SlurmOptions = None,
+    wait: Wait = None,
     packed: Annotated[int | None, typer.Option("--packed", min=1, hidden=True)] = None,  # former name of --concurrent
     record: Record = False,
     keep: RecordAlias = False,
@@ -109,22 +119,26 @@ def sweep(
 
     A recipe is trained for every combination of values on its axes, a table of a paper with all runs that it needs.
     The axes are the recipe's [sweep] section and --over. Each run has its own folder FOLDER/NAME-FINGERPRINT; the
-    comparison is also written to FOLDER/sweep.json. After Ctrl-C, --only-missing continues.
+    comparison is also written to FOLDER/sweep.json. After Ctrl-C, --only-missing continues. With --engine the runs are
+    trained on other machines that share this folder.
     """
     from pomona.integrations.trackers import parse_names
     from pomona.lab.recipes import bundled
     from pomona.lab.runs.distributed import distributed_context
     from pomona.lab.runs.progress import make_reporter
     from pomona.lab.sweeps.axes import parse_axis
+    from pomona.lab.sweeps.engine import SweepSubmitted
     from pomona.lab.sweeps.sweep import SweepInterrupted
 
     require_report(report)
     pictures = (plot, report) if distributed_context().is_first else (None, None)
     path = bundled.find_recipe(recipe)
-    show_progress = not as_json and sys.stderr.isatty() and jobs == 1
+    concurrent = packed if concurrent is None else concurrent
+    elsewhere = make_engine(engine, jobs, concurrent, address, slurm, wait)
+    show_progress = not as_json and sys.stderr.isatty() and jobs == 1 and elsewhere is None
+    here = {"jobs": jobs, "concurrent": concurrent} if elsewhere is None else {"engine": elsewhere}
     training: dict[str, Any] = {
-        "jobs": jobs,
-        "concurrent": packed if concurrent is None else concurrent,
+        **here,
         "data_dir": data_dir,
         "progress": (lambda: make_reporter(Console(stderr=True))) if show_progress else None,
         "note": print_note,
@@ -147,6 +161,10 @@ def sweep(
         except SweepInterrupted as stopped:
             print_status(str(stopped))
             raise typer.Exit(130) from stopped
+        except SweepSubmitted as submitted:
+            facts = {"submitted": submitted.count, "jobs": submitted.identifiers}
+            print_json(facts) if as_json else print_status(str(submitted))
+            return
         for run in failed:
             print_status(f"failed: {run['name']}: {run['error']}")
     if failed:

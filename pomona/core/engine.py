@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import PomonaError
+from ..sharding import local_part, place_like
 from . import carried_state, distributed, gradients, guards
 from .fused.flat_buffers import FlatBuffers, group_slots
 from .method import Masks
@@ -44,7 +45,10 @@ class UpdatePolicy(Protocol):
         """Return whether `complete_step` will install new masks after the step under way."""
 
     def begin_training(self) -> None:
-        """Warn before the first step where a saved run seems to begin anew."""
+        """Warn before the first step where a saved run seems to begin anew, and refuse ranks that differ."""
+
+    def begin_step(self) -> None:
+        """Refuse a step that would let ranks drift apart."""
 
     def complete_step(self) -> None:
         """Count a step that was taken or replaced, and update the masks when due."""
@@ -56,14 +60,17 @@ class Engine:
     def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], policy: UpdatePolicy) -> None:
         self.slots = slots
         self.buffers = group_slots(slots)
+        self.is_sharded = any(slot.is_sharded for slot in slots)  # whether ranks hold parts of the weights
         self.untrained_biases = gradients.find_untrained_biases(slots)
         self.next_sparsity: float | None = None  # after the coming step, where masks follow scores
         self.optimizers = optimizers
         self.policy = policy
         self.started = False  # whether a step was seen: what is attached is validated at the first
+        self.group: Any = None  # the processes that hold the same masks: from `attach`, or from the first step
         self.step_frame: FrameType | None = None  # of the optimizer.step under way
         self.active: list[Slot] = []  # the slots whose parameters hold their latents right now
         self.saved_gradients: dict[nn.Parameter, Tensor] = {}  # gradients that the optimizer must not see
+        self.ignores_step = False  # whether the step under way is none: see `guards.initializes_state`
         self.awaits_closure = False  # whether the optimizer has yet to call its closure
         self.known_parameters: dict[Optimizer, tuple[int, set[int]]] = {}  # see `parameter_ids`
         taken = [other.key for other in guards.attached_engines(optimizers[-1])]
@@ -93,7 +100,9 @@ class Engine:
         def on_save(_: Optimizer, state: dict[str, Any]) -> None:
             carried_state.add_state(state, self.key, save())
 
-        def on_load(_: Optimizer, state: dict[str, Any]) -> None:
+        def on_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            if not carried_state.fits_groups(optimizer, state):
+                return  # the optimizer is about to refuse it, and then nothing may have changed
             carried = carried_state.pop_state(state, self.key)
             if carried is not None:
                 load(carried)
@@ -119,7 +128,12 @@ class Engine:
         """Load the latents before the step (an optimizer step pre-hook)."""
         if self.step_frame is not None and guards.is_running(self.step_frame):
             return None  # a subclass called super().step()
+        self.ignores_step = guards.initializes_state(optimizer)
+        if self.ignores_step:
+            gradients.drop_gradients(self.untrained_biases)  # which have no state in a checkpoint either
+            return None
         self.abort_step()
+        self.policy.begin_step()
         self._follow_model()
         self.step_frame = guards.find_step_frame(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -136,6 +150,8 @@ class Engine:
         """Store the latents, update masks when due and project (an optimizer step post-hook)."""
         if self.step_frame is not None and guards.find_step_frame(optimizer) is not self.step_frame:
             return  # the inner step of a subclass
+        if self.ignores_step:
+            return
         self.step_frame = None
         if self.awaits_closure:
             self.abort_step()
@@ -278,8 +294,9 @@ class Engine:
             self.set_next_sparsity(self.next_sparsity)
             self.known_parameters.clear()
         if not self.started:
+            self.group = self.group or distributed.world_group()
             self.policy.begin_training()
-            distributed.broadcast_slots(self.slots)
+            distributed.broadcast_slots(self.slots, self.group)
             self.started = True
             for slot in self.slots:
                 slot.initial_value = None
@@ -323,7 +340,7 @@ class Engine:
         """
         for slot in self.slots:
             if reset and slot.name in reset:
-                entries = reset[slot.name].movedim(0, slot.target.output_dim)
+                entries = local_part(place_like(reset[slot.name].movedim(0, slot.target.output_dim), slot.parameter))
                 slot.moved.detach().masked_fill_(entries, 0)
                 guards.clear_optimizer_state(self.optimizers, slot.parameter, ~entries)
         for slot in self.slots:

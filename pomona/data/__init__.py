@@ -15,6 +15,7 @@ from .augment import AUGMENTS, ResizedCrop, Standard
 from .batches import Batches
 from .dataset import IMAGENET, Dataset
 from .fetch import download
+from .image_stream import ImageStream, StreamedBatches
 from .sources import SOURCES, CatalogEntry, Source, catalog, describe_source, load, locate
 from .split import Split, cut_windows
 
@@ -25,10 +26,12 @@ __all__ = [
     "Batches",
     "CatalogEntry",
     "Dataset",
+    "ImageStream",
     "ResizedCrop",
     "Source",
     "Split",
     "Standard",
+    "StreamedBatches",
     "catalog",
     "cut_windows",
     "describe_source",

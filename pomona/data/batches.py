@@ -71,7 +71,7 @@ class Batches:
 
     def _normalization(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Batch:
         """Return the scale and shift that turn raw values 0 … 255 into (x/255 − mean)/std."""
-        device, shape = self.split.x.device, self.split.x.shape
+        device, shape = self.split.y.device, self.split.x.shape
         for given in (mean, std):
             require(
                 given is None or (self._is_image and len(given) in (1, shape[1])),

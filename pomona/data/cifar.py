@@ -71,7 +71,8 @@ class Cifar(Source):
         valid = isinstance(labels, list) and len(labels) == rows and all(type(v) is int for v in labels)
         if not valid:
             raise self.damaged_error(path, f"no list of {rows} integers under '{self.labels_key}'", "one")
-        return self.validate_labels(path, images, np.array(labels))
+        with self.parsing(path, f"labels from 0 to {self.classes - 1}"):
+            return self.validate_labels(path, images, np.array(labels))
 
     def validate_labels(self, path: Path, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the images in their shape and the labels; raise PomonaError for a label out of range."""
@@ -85,15 +86,16 @@ class Cifar(Source):
         text, meta, key = self.class_name_files
         if binary:
             return tuple(self.read_bytes(folder / text).decode("utf-8", "replace").split())
-        return tuple(str(n) for n in self.read_pickle(folder / meta).get(key, ()))
+        names = self.read_pickle(folder / meta).get(key, [])
+        if not isinstance(names, list):
+            raise self.damaged_error(folder / meta, f"no list under '{key}'", "the names of the classes")
+        return tuple(n.decode("utf-8", "replace") if isinstance(n, bytes) else str(n) for n in names)
 
     def read_pickle(self, path: Path) -> dict[str, Any]:
         """Read a pickled dictionary without executing the pickle."""
         content = self.read_bytes(path)
-        try:
+        with self.parsing(path, "a dictionary of numbers, names and one uint8 array"):
             return unpickle(content)
-        except ValueError as error:
-            raise self.damaged_error(path, str(error), "a dictionary of numbers, names and one uint8 array") from error
 
 
 @SOURCES.register("cifar10")

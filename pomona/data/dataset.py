@@ -1,4 +1,4 @@
-"""A data set in memory with its shape, classes and normalization."""
+"""A data set with its shape, classes and normalization."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pomona.errors import PomonaError, require, unknown_name_error
 
 from . import keyed_random
 from .batches import Batches
+from .image_stream import ImageStream, StreamedBatches
 from .split import Split, cut_windows
 
 Kind = Literal["image", "tokens", "table", "text"]
@@ -26,6 +27,7 @@ class Dataset:
 
     kind     x of a split                                       y
     image    uint8 (rows, channels, height, width)              class
+             (without values where images stay on the disk)
     tokens   int64 (rows, length), padded with 0                class
     table    float32 (rows, features)                           class
     text     int64 (tokens,), one stream                        the next token
@@ -67,6 +69,8 @@ class Dataset:
                 options = {"shuffle": False, "drop_last": True} | options
         augment = self.augment if part == "train" else None
         defaults = {"mean": self.mean, "std": self.std, "augment": augment}
+        if isinstance(split, ImageStream):
+            return StreamedBatches(split, batch_size, **(defaults | options))
         return Batches(split, batch_size, **(defaults | options))
 
     def to(self, device: torch.device | str) -> Dataset:

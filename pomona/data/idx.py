@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+
+from pomona import untrusted
 
 from .dataset import Dataset
 from .sources import SOURCES, Download, Source
@@ -21,6 +22,7 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+MAX_BYTES = 1 << 30  # of an array; the largest published ones have about half of that
 
 
 def published_files(url: str, *checksums: str) -> tuple[Download, ...]:
@@ -64,22 +66,23 @@ class Idx(Source):
     def read_array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
         """Read an IDX file: a magic number, a big-endian 32-bit length for each axis, then the bytes."""
         path = folder / name
-        data = self.read_bytes(path) if path.exists() else self.read_gzip(folder / f"{name}.gz")
+        data = self.read_bytes(path) if path.exists() else self.read_gzip(folder / f"{name}.gz", axes)
         magic, start = 0x800 + axes, 4 + 4 * axes
         if len(data) < start or int.from_bytes(data[:4], "big") != magic:
             raise self.damaged_error(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
         shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
         if len(data) != start + math.prod(shape):
             raise self.damaged_error(path, f"{len(data)} bytes", f"{start + math.prod(shape)} for {shape}")
-        return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
+        with self.parsing(path, f"an array of shape {shape}"):
+            return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
 
-    def read_gzip(self, path: Path) -> bytes:
-        """Return the decompressed bytes of a gzip file."""
+    def read_gzip(self, path: Path, axes: int) -> bytes:
+        """Return the decompressed bytes of a gzip file, no more of them than its first bytes announce."""
         data = self.read_bytes(path)
-        try:
-            return gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise self.damaged_error(path, str(error), "a complete gzip file") from error
+        with self.parsing(path, "a complete gzip file"):
+            head = zlib.decompressobj(untrusted.GZIP).decompress(data, 4 + 4 * axes)
+            announced = len(head) + math.prod(int(n) for n in np.frombuffer(head[4:], ">u4"))
+            return untrusted.inflate(data, min(announced, MAX_BYTES), untrusted.GZIP)
 
 
 @SOURCES.register("mnist")

@@ -13,15 +13,18 @@ from pomona.errors import require
 FLOAT64_BITS = 53  # of the significand
 
 
-def random_words(count: int, *key: int) -> np.ndarray:
-    """Return `count` random 64-bit words that depend on the key alone."""
+def random_words(count: int, *key: int, start: int = 0) -> np.ndarray:
+    """Return `count` random 64-bit words that depend on the key alone: words `start`, `start` + 1, … of its stream."""
     require(min(key) >= 0, f"a seed must be 0 or more, got {min(key)}.")
-    return np.asarray(np.random.PCG64(list(key)).random_raw(count), dtype=np.uint64)
+    stream = np.random.PCG64(list(key))
+    if start:
+        stream.advance(start)
+    return np.asarray(stream.random_raw(count), dtype=np.uint64)
 
 
-def uniform(shape: tuple[int, int], *key: int) -> np.ndarray:
-    """Return random numbers in [0, 1) with the full 53 bits of a float64."""
-    words = random_words(shape[0] * shape[1], *key)
+def uniform(shape: tuple[int, int], *key: int, start: int = 0) -> np.ndarray:
+    """Return random numbers in [0, 1) with the full 53 bits of a float64, from row `start` of the key's stream on."""
+    words = random_words(shape[0] * shape[1], *key, start=start * shape[1])
     return ((words >> np.uint64(64 - FLOAT64_BITS)) * 2.0**-FLOAT64_BITS).reshape(shape)
 
 

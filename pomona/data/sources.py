@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from pomona import untrusted
 from pomona.errors import PomonaError
 from pomona.registry import Registry, describe_options, parse_spec, spec_to_dict
 
@@ -35,6 +37,7 @@ class Download:
     url: str
     checksum: str  # "md5:…" or "sha256:…", as published
     file: str = ""  # its name on disk, if the URL does not end in it
+    max_bytes: int = 512 << 20  # a server that sends more is not believed; the largest published file has 170 MB
 
     @property
     def name(self) -> str:
@@ -82,11 +85,21 @@ class Source:
     def read_bytes(self, path: Path) -> bytes:
         """Return the bytes of a file; raise PomonaError if it cannot be read."""
         try:
-            return path.read_bytes()
+            return untrusted.read_bytes(path)
         except OSError as error:
             raise PomonaError(
                 f"{path} cannot be read ({error.strerror}): '{self.name}' needs it; {self.repair_advice(path)}."
             ) from error
+
+    @contextmanager
+    def parsing(self, path: Path, expected: str) -> Iterator[None]:
+        """Turn every failure within the block into the error for a damaged file."""
+        try:
+            yield
+        except PomonaError:
+            raise
+        except Exception as error:  # a hostile file can make anything fail, and must do no more than that
+            raise self.damaged_error(path, untrusted.describe(error), expected) from error
 
     def damaged_error(self, path: Path, found: str, expected: str) -> PomonaError:
         """Return the error for a file with unexpected content."""
@@ -198,4 +211,6 @@ def load(
     base, inline = parse_spec(name)
     source = SOURCES.resolve({**inline, **options, "name": base})
     folder = locate(base, root) if source.folders else Path()
-    return source.read(folder).hold_out(validation, seed).to(device)
+    with untrusted.reading(f"the data set '{base}' in '{folder}'"):
+        found = source.read(folder)
+    return found.hold_out(validation, seed).to(device)

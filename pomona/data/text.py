@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -43,7 +44,7 @@ class Text(Source):
 
     def read(self, folder: Path) -> Dataset:
         units, ends = self.read_units(folder)
-        vocabulary, tokens = np.unique(units, return_inverse=True)
+        vocabulary, tokens = number_units(units)
         parts = [Split.from_arrays(part[:-1].astype(np.int64), part[1:]) for part in np.split(tokens, ends)]
         for part, name in zip(parts, ("train", "valid", "test"), strict=True):
             require(
@@ -60,7 +61,7 @@ class Text(Source):
             kind="text",
             valid=parts[1],
             vocab=len(vocabulary),
-            labels=tuple(str(v) for v in vocabulary),
+            labels=tuple(vocabulary),
         )
 
     def read_units(self, folder: Path) -> tuple[np.ndarray, list[int]]:
@@ -78,15 +79,24 @@ class Text(Source):
 
     def read_file(self, path: Path) -> np.ndarray:
         """Read one file as an array of characters or words."""
-        try:
+        with self.parsing(path, "UTF-8 text"):
             text = self.read_bytes(path).decode()
-        except UnicodeDecodeError as error:
-            raise self.damaged_error(path, str(error), "UTF-8 text") from error
         if not text:
             raise PomonaError(f"{path} is empty: put text into it.")
         if self.unit == "word":
-            return np.array(text.replace("\n", " <eos> ").split())
+            # As objects: an array of texts takes as many bytes for every word as for the longest one.
+            return np.array(text.replace("\n", " <eos> ").split(), dtype=object)
         return np.array([text]).view("U1")
+
+
+def number_units(units: np.ndarray) -> tuple[Sequence[str], np.ndarray]:
+    """Return the sorted vocabulary of a text, and the number of each of its characters or words in it."""
+    if units.dtype != object:
+        characters, tokens = np.unique(units, return_inverse=True)
+        return characters.tolist(), tokens
+    vocabulary = sorted(set(units))
+    numbers = {unit: number for number, unit in enumerate(vocabulary)}
+    return vocabulary, np.fromiter(map(numbers.__getitem__, units), np.int64, len(units))
 
 
 @SOURCES.register("shakespeare")

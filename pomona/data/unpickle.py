@@ -19,6 +19,7 @@ LITERALS = {
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES"),
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
 }
+MAX_INSTRUCTIONS = 3_000_000  # the largest published file has less than half a million
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 # The globals that a file may name, and the word that represents each of them here.
 ALLOWED_GLOBALS = {
@@ -46,7 +47,9 @@ class Uint8Dtype:
 def unpickle(data: bytes) -> dict[str, Any]:
     """Return the dictionary in a pickle of plain values and uint8 arrays; raise ValueError for anything else."""
     machine = PickleMachine()
-    for opcode, argument, _ in pickletools.genops(data):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if count == MAX_INSTRUCTIONS:
+            raise ValueError(f"a pickle of more than {MAX_INSTRUCTIONS:,} instructions")
         try:
             machine.execute(opcode.name, argument)
         except (IndexError, KeyError, TypeError, AttributeError) as error:

@@ -13,6 +13,7 @@ from ..core.method import Masks, Method, Targets
 from ..errors import PomonaError, require
 from ..masking import fill_pruned
 from ..patterns import Pattern, Unstructured
+from ..patterns.sharded_selection import select_masks
 from ..schedules import Constant, Schedule
 from ..scores import random_scores
 
@@ -59,13 +60,13 @@ def drop_lowest(pattern: Pattern, score: Tensor, mask: Tensor, count: int) -> Te
     """
     selector = pattern if pattern.ranks_units else Unstructured()
     pruned = mask.numel() - int(mask.count_nonzero()) + count
-    return selector.select_masks([fill_pruned(score, mask, -torch.inf)], pruned / mask.numel())[0] & mask
+    return select_masks(selector, [fill_pruned(score, mask, -torch.inf)], pruned / mask.numel())[0] & mask
 
 
 def grow_highest(pattern: Pattern, score: Tensor, mask: Tensor, active: int) -> Tensor:
     """Return the mask with the highest-scored entries added until `active` are kept; −inf never grows."""
     # With a padded last block, a full row counts more entries than the layer has weights.
-    return pattern.select_masks([fill_pruned(score, ~mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
+    return select_masks(pattern, [fill_pruned(score, ~mask, torch.inf)], max(1 - active / mask.numel(), 0.0))[0]
 
 
 def floor_share(share: float, count: int) -> int:

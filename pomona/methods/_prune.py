@@ -75,8 +75,9 @@ def prune(
         max_batches: the number of batches that are read of `data`; None reads all.
     """
     method = OneShot(sparsity, pattern=pattern, allocation=allocation, include=include, exclude=exclude)  # type: ignore[arg-type]
-    parameters = list(unwrap(model).parameters())
-    require(bool(parameters), f"{type(unwrap(model)).__name__} has no parameters: there is nothing to prune.")
-    pruner = Pruner(method).attach(model, torch.optim.SGD(parameters))
+    inner = unwrap(model)  # of DistributedDataParallel: a rank may prune alone
+    parameters = list(inner.parameters())
+    require(bool(parameters), f"{type(inner).__name__} has no parameters: there is nothing to prune.")
+    pruner = Pruner(method).attach(inner, torch.optim.SGD(parameters))
     pruner.finish(data, max_batches=0 if data is None else max_batches)
     return PruningReport(method, pruner.masks(), pruner.sparsity())

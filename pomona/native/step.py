@@ -30,6 +30,9 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "scale_by_mask": ([POINTER] * 2 + [INTEGER], None),
     "collect_between": ([POINTER, INTEGER, ctypes.c_float, ctypes.c_float, POINTER, POINTER], INTEGER),
     "mark_above": ([POINTER, INTEGER, ctypes.c_float, POINTER], INTEGER),
+    "count_digits": ([POINTER] + [INTEGER] * 5 + [POINTER, INTEGER], None),
+    "mark_keys": ([POINTER] + [INTEGER] * 3 + [POINTER, INTEGER], INTEGER),
+    "mark_ties": ([POINTER] + [INTEGER] * 4 + [POINTER], None),
 }
 FLOAT_BYTES = 4
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value that can be masked
@@ -177,6 +180,53 @@ def mark_above(values: Array, threshold: float, mask: Array) -> int | None:
     """Mark the values that are not at most a threshold in a mask and return their number; None if impossible."""
     kernel = load_kernel("mark_above") if is_run(values) and mask.flags.c_contiguous else None
     return None if kernel is None else kernel(values.ctypes.data, values.size, threshold, mask.ctypes.data)
+
+
+def count_digits(
+    values: Tensor,
+    magnitudes: bool,
+    shift: int,
+    base: int,
+    counts: Tensor,
+    instruction_set: str | None = None,
+) -> bool:
+    """Add to the int64 `counts` how many keys have each digit (key >> shift) − base; return False if impossible.
+
+    Keys are those of `patterns.counting_selection`, of |value| where `magnitudes` are ranked.
+    """
+    kernel = load_kernel("count_digits", instruction_set) if is_float(values) else None
+    if kernel is None:
+        return False
+    n = values.numel()
+    kernel(values.data_ptr(), n, kept_bits(magnitudes), shift, base, len(counts), counts.data_ptr(), thread_count(n))
+    return True
+
+
+def mark_keys(
+    values: Tensor, magnitudes: bool, threshold: int, mask: Tensor, instruction_set: str | None = None
+) -> int | None:
+    """Mark the keys above a threshold in a mask and return how many equal it; None if impossible."""
+    kernel = load_kernel("mark_keys", instruction_set) if is_float(values) and mask.is_contiguous() else None
+    if kernel is None:
+        return None
+    n = values.numel()
+    return kernel(values.data_ptr(), n, kept_bits(magnitudes), threshold, mask.data_ptr(), thread_count(n))
+
+
+def mark_ties(
+    values: Tensor, magnitudes: bool, threshold: int, quota: int, mask: Tensor, instruction_set: str | None = None
+) -> bool:
+    """Mark the first `quota` keys that equal a threshold; return False if impossible."""
+    kernel = load_kernel("mark_ties", instruction_set) if is_float(values) and mask.is_contiguous() else None
+    if kernel is None:
+        return False
+    kernel(values.data_ptr(), values.numel(), kept_bits(magnitudes), threshold, quota, mask.data_ptr())
+    return True
+
+
+def kept_bits(magnitudes: bool) -> int:
+    """Return the bits of a score that are ranked: all, or all but the sign."""
+    return 0x7FFF_FFFF if magnitudes else 0xFFFF_FFFF
 
 
 def is_run(values: Array) -> bool:

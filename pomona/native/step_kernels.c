@@ -427,3 +427,106 @@ int64_t PUBLIC(mark_above)(const float *values, int64_t n, float threshold, uint
   for (; i < n; i++) marked += mask[i] = !(values[i] <= threshold);
   return marked;
 }
+
+/* ---- selection by counts of keys (`patterns.counting_selection`): integers in the order of the scores */
+
+typedef VECTOR_OF(uint32_t) Words;
+#define LARGEST_KEY 0x7f000001 /* of NaN; an infinity has the key before it */
+#define MOST_DIGITS 2048
+
+/* Return the keys of scores from their bits: −0.0 and 0.0 share a key, and so do all NaN. */
+INLINE Bits keys_of(Words bits) {
+  const Words sign = (Words)((Bits)bits >> 31);
+  const Bits keys = (Bits)((bits ^ (sign & 0x7fffffff)) - sign - 0x00800000), over = keys > LARGEST_KEY;
+  return (over & LARGEST_KEY) | (~over & keys);
+}
+
+/* Return the keys of the scores at `values`; `kept_bits` clears the sign where magnitudes are ranked. */
+INLINE Bits load_keys(const uint32_t *values, uint32_t kept_bits) {
+  return keys_of(*(const Words *)values & kept_bits);
+}
+
+/* The same for the last scores of an array; the lanes from `count` on repeat the first. */
+INLINE Bits load_last_keys(const uint32_t *values, int64_t count, uint32_t kept_bits) {
+  Words words = {0};
+  for (int lane = 0; lane < LANES; lane++) words[lane] = values[lane < count ? lane : 0];
+  return keys_of(words & kept_bits);
+}
+
+/* Add to `counts` how many keys have each value of the digit (key >> shift) − base, which is less than `digits`. */
+void PUBLIC(count_digits)(const uint32_t *values, int64_t n, int64_t kept_bits, int64_t shift, int64_t base,
+                          int64_t digits, int64_t *counts, int64_t threads) {
+  const Words limit = (Words){0} + (uint32_t)digits;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    /* Four, so that equal digits in a row do not wait for each other. They hold the counts of 2^34 values. */
+    uint32_t own[4][MOST_DIGITS];
+    memset(own, 0, sizeof own);
+#pragma omp for schedule(static)
+    for (int64_t begin = 0; begin < n; begin += CHUNK) {
+      const int64_t end = smaller(n, begin + CHUNK);
+      for (int64_t i = begin; i < end; i += LANES) {
+        const int64_t count = smaller(LANES, end - i);
+        const Bits keys = count == LANES ? load_keys(values + i, (uint32_t)kept_bits)
+                                         : load_last_keys(values + i, count, (uint32_t)kept_bits);
+        const Words digit = (Words)(keys >> (int)shift) - (uint32_t)base;
+        const Bits counted = digit < limit;
+        if (any_bit(&counted))
+          for (int lane = 0; lane < count; lane++)
+            if (digit[lane] < (uint32_t)digits) own[lane & 3][digit[lane]]++;
+      }
+    }
+    for (int64_t digit = 0; digit < digits; digit++) {
+      const int64_t found = (int64_t)own[0][digit] + own[1][digit] + own[2][digit] + own[3][digit];
+      if (found) {
+#pragma omp atomic
+        counts[digit] += found;
+      }
+    }
+  }
+}
+
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+/* Mark the keys above a threshold; return how many equal it. */
+int64_t PUBLIC(mark_keys)(const uint32_t *values, int64_t n, int64_t kept_bits, int64_t threshold, uint8_t *mask,
+                          int64_t threads) {
+  int64_t ties = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(+ : ties)
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    const int64_t end = smaller(n, begin + CHUNK);
+    Bits equal = {0};
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) {
+      const Bits keys = load_keys(values + i, (uint32_t)kept_bits);
+      *(Bytes *)(mask + i) = __builtin_convertvector(keys > (int32_t)threshold, Bytes) & 1;
+      equal -= keys == (int32_t)threshold;
+    }
+    for (int lane = 0; lane < LANES; lane++) ties += equal[lane];
+    if (i < end) {
+      const Bits keys = load_last_keys(values + i, end - i, (uint32_t)kept_bits);
+      for (int lane = 0; i + lane < end; lane++) {
+        mask[i + lane] = keys[lane] > threshold;
+        ties += keys[lane] == threshold;
+      }
+    }
+  }
+  return ties;
+}
+
+/* Mark the first `quota` keys that equal a threshold. */
+void PUBLIC(mark_ties)(const uint32_t *values, int64_t n, int64_t kept_bits, int64_t threshold, int64_t quota,
+                       uint8_t *mask) {
+  for (int64_t i = 0; i < n && quota > 0; i += LANES) {
+    const int64_t count = smaller(LANES, n - i);
+    const Bits keys = count == LANES ? load_keys(values + i, (uint32_t)kept_bits)
+                                     : load_last_keys(values + i, count, (uint32_t)kept_bits);
+    const Bits equal = keys == (int32_t)threshold;
+    if (any_bit(&equal))
+      for (int lane = 0; lane < count && quota > 0; lane++)
+        if (equal[lane]) {
+          mask[i + lane] = 1;
+          quota--;
+        }
+  }
+}

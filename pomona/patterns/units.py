@@ -32,6 +32,10 @@ class UnitPattern(Pattern):
         view, inner = self.split_into_units(shape)
         return math.prod(view[dim] for dim in inner)
 
+    def unit_height(self, shape: torch.Size) -> int:
+        """Return how many rows of the tensor one unit spans."""
+        return 1
+
     def select_masks(self, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
         return self.select_masks_with_floors(scores, sparsity, [0] * len(scores))
 
@@ -90,8 +94,19 @@ class Unstructured(Pattern):
     def select_masks_with_floors(
         self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
     ) -> list[Tensor]:
+        return self.select_ranked(scores, sparsity, floors)
+
+    def select_ranked(
+        self,
+        scores: Sequence[Tensor],
+        sparsity: float,
+        floors: Sequence[int],
+        magnitudes: bool = False,
+        within: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
-        return select_largest(scores, count - count_pruned(sparsity, count), floors)
+        keep = count - count_pruned(sparsity, count)
+        return select_largest(scores, keep, floors, magnitudes=magnitudes, within=within)
 
 
 @PATTERNS.register("block")
@@ -119,6 +134,9 @@ class Block(UnitPattern):
     def tile_in(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the height and width of a tile in a matrix of this size."""
         return self.shape[0] or rows, self.shape[1] or columns
+
+    def unit_height(self, shape: torch.Size) -> int:
+        return self.tile_in(*matrix_shape(shape))[0]
 
     def validate_shape(self, name: str, shape: torch.Size) -> None:
         rows, columns = matrix_shape(shape)

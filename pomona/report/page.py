@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -16,6 +17,7 @@ from typing import Any
 
 from ..errors import PomonaError
 from ..lab.runs.durable_files import replace_file, write_errors
+from ..untrusted import reading
 from ..version import __version__
 from .charts import learning_chart, result_charts
 from .collection import ReportData
@@ -62,7 +64,8 @@ def render_page(report: ReportData, live: bool = False) -> str:
     Raises:
         PomonaError: where plotly, whose script draws the charts, is not installed.
     """
-    sections = make_sections(report)
+    with reading(f"a run of '{report.title}'"):
+        sections = make_sections(report)
     links = (f'<a href="#{one.name}">{html.escape(one.title)}</a>' for one in sections if one.title)
     return Template(read_asset("page.html")).substitute(
         title=html.escape(report.title),
@@ -123,12 +126,21 @@ def live_data(report: ReportData) -> dict[str, Any]:
     """Return what a live page replaces when there is news: its figures and the HTML of its tables."""
     sections = make_sections(report)
     contents = {section.name: section.content for section in sections if section.content}
-    return {"figures": figure_data(sections), "contents": contents}
+    return {"figures": without_nan(figure_data(sections)), "contents": contents}
 
 
 def encode_script_json(value: Any) -> str:
     """Return JSON that may stand in a script element: no tag or comment can begin in it."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return json.dumps(without_nan(value), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def without_nan(value: Any) -> Any:
+    """Return nested values with None, a gap in a curve, for each number that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_asset(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +15,19 @@ from ..lab.recipes.options import DENSE
 from ..lab.recipes.private_recipe import PrivateRecipe
 from ..lab.recipes.recipe import Recipe
 from ..lab.runs.folder import METRICS_FILE, RECIPE_FILE, read_summary
-from ..lab.sweeps.run_store import StoredRun, read_folder
+from ..lab.sweeps.run_store import StoredRun, is_finite_number, read_folder
+from ..untrusted import parse_json, read_bytes, read_object, reading
 
 LATENCY_FILE = "latency.json"  # of `pomona report --latency`
 CERTIFICATE_FILE = "certificate.json"  # of `pomona bound certify RUN --json`
 MASK_BIT = 1 / 8  # bytes for each parameter that say whether it is stored
 VALUE_BYTES = 4  # of a stored parameter
+
+# Of each kind of line in a metrics file, the numbers that it has, and those that it may have.
+ROW_NUMBERS = {
+    "epoch": (("step", "epoch"), ("loss", "accuracy", "perplexity", "valid_accuracy", "sparsity", "seconds", "rate")),
+    "update": (("step", "flips", "iou", "delta"), ("sparsity",)),
+}
 
 Row = dict[str, Any]
 
@@ -114,6 +120,11 @@ class RunData:
 
 def read_run(folder: Path) -> RunData | None:
     """Return the run in a folder; None where its recipe cannot be read."""
+    with reading(f"the run in '{folder}'"):
+        return _read_run(folder)
+
+
+def _read_run(folder: Path) -> RunData | None:
     stored = read_folder(folder)
     if stored is not None:
         return describe_run(stored)
@@ -158,18 +169,29 @@ def count_epochs(recipe: Recipe, summary: Mapping[str, Any] | None) -> int:
 def read_rows(file: Path) -> list[Row]:
     """Return the lines of a metrics file; a last line that is still being written is left out."""
     rows = []
-    with suppress(OSError):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    with suppress(OSError, PomonaError):
+        for line in read_bytes(file).splitlines():
+            with suppress(ValueError, RecursionError):
+                rows.append(parse_json(line))
+    return [row for row in rows if isinstance(row, dict) and is_valid_row(row)]
+
+
+def is_valid_row(row: Row) -> bool:
+    """Return whether a line of a metrics file has numbers, none of them NaN, where a report needs them."""
+    if row.get("kind") == "targets":
+        sizes = row.get("sizes")
+        return isinstance(sizes, dict) and all(type(size) is int and size >= 0 for size in sizes.values())
+    needed, optional = ROW_NUMBERS.get(str(row.get("kind")), ((), ()))
+    numbers = [row.get(key) for key in needed] + [row[key] for key in optional if row.get(key) is not None]
+    layers = row.get("layers", [])
+    numbers += layers if isinstance(layers, list) else [None]
+    return all(map(is_finite_number, numbers)) and (row.get("kind") != "epoch" or row["epoch"] > 0)
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file; an empty one where there is none."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_bytes())
-        return found if isinstance(found, dict) else {}
+    with suppress(PomonaError):
+        return read_object(file)
     return {}
 
 

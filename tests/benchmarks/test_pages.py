@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "balanced",
     "convergence",
+    "durability",
     "errata",
     "export",
     "harm",
@@ -28,6 +29,7 @@ PAGES = (
 
 WRITERS = (
     "balanced_page",
+    "durability_page",
     "errata_page",
     "export_page",
     "harm_page",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import fake_slurm
 import pytest
 from cli_helpers import SMALL_TABLE, read_files
 
@@ -76,7 +78,40 @@ def test_former_names_of_options_still_work_and_are_hidden(assert_refused, run_c
         (["sweep", "small.toml", "--tune", "lr", "--record"], "--record does not apply to tuning"),
         (["sweep", "small.toml", "--tune", "lr", "--over", "train.clip=1.0"], "leave out --over train.clip"),
         (["sweep", "small.toml", "--tune", "lrr"], "did you mean 'lr'?"),
+        (["sweep", "small.toml", "--address", "auto"], "--address is for --engine ray, not for local: leave it out."),
+        (["sweep", "small.toml", "--engine", "ray", "--no-wait"], "--no-wait is for --engine slurm, not for ray"),
+        (["sweep", "small.toml", "--engine", "slurm", "--slurm", "gpu"], "'gpu' is not of the form KEY=VALUE"),
+        (
+            ["sweep", "small.toml", "--engine", "slurm", "--concurrent", "2"],
+            "leave out --concurrent, or use --engine ray",
+        ),
     ],
 )
 def test_invalid_arguments_of_sweep_are_refused(assert_refused, arguments, expected):
     assert_refused(arguments, expected)
+
+
+def test_a_sweep_without_the_package_of_its_engine_is_refused(assert_refused, monkeypatch):
+    for engine, package in (("ray", "ray"), ("slurm", "submitit")):
+        monkeypatch.setitem(sys.modules, package, None)  # its import fails
+        assert_refused(["sweep", "small.toml", "--engine", engine], f"pip install 'pomona[{engine}]'")
+
+
+def test_runs_are_submitted_to_slurm_and_not_waited_for(run_command, work_folder, monkeypatch):
+    pytest.importorskip("submitit")
+    jobs = fake_slurm.install(work_folder / "slurm", monkeypatch)
+    options = ["--engine", "slurm", "--no-wait", "--slurm", "partition=gpu", "--slurm", "cpus-per-task=4"]
+    grid = ["sweep", "small.toml", "--over", "seed=0,1", "--out", "grid", *options]
+    code, out, err = run_command(*grid)
+    assert (code, out) == (0, "")
+    assert err == (
+        "2 runs are submitted (1): the same command with --only-missing shows what is complete, and with --wait waits "
+        "for the rest.\n"
+    )
+    text = (jobs / "1.sh").read_text()
+    assert "#SBATCH --partition=gpu\n" in text
+    assert "#SBATCH --cpus-per-task=4\n" in text
+    code, out, err = run_command(*grid, "--json")
+    assert (code, json.loads(out)) == (0, {"submitted": 2, "jobs": ["1"]})
+    assert "2 runs are queued already" in err
+    (jobs / "closed").touch()

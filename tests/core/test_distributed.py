@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(180)
         process.kill()  # it waits forever where the other rank has failed
     assert [process.exitcode for process in ranks] == [0, 0]
     return folder

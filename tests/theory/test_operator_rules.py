@@ -51,6 +51,11 @@ CASES = {
         [(1, 1, 3, 4), (1, 2, 4, 5)],
     ),
     "outer": ("bmm", ATEN.bmm.default, lambda g: [value(0), value(1)], (1, 3, 5), [(1, 3, 1), (1, 1, 5)]),
+    "maximum": ("maximum", ATEN.maximum.default, lambda g: [value(0), value(1)], (1, 3, 4), [(1, 3, 4), (1, 3, 4)]),
+    "minimum": ("minimum", ATEN.minimum.default, lambda g: [value(0), value(1)], (1, 3, 4), [(1, 3, 4), (1, 1, 4)]),
+    "maximum_constant": ("maximum", ATEN.maximum.default, lambda g: [value(0), weight(g, 4)], (1, 3, 4), [(1, 3, 4)]),
+    "minimum_constant": ("minimum", ATEN.minimum.default, lambda g: [weight(g, 4), value(0)], (1, 3, 4), [(1, 3, 4)]),
+    "amin": ("amin", ATEN.amin.default, lambda g: [value(0), [-1]], (1, 3), [(1, 3, 4)]),
     "softmax": ("softmax", ATEN.softmax.int, lambda g: [value(0), -1], (1, 3, 6), [(1, 3, 6)]),
     "softmax_first": ("softmax", ATEN.softmax.int, lambda g: [value(0), 1], (1, 4, 3), [(1, 4, 3)]),
     "softmax_one": ("softmax", ATEN.softmax.int, lambda g: [value(0), -1], (1, 3, 1), [(1, 3, 1)]),
@@ -92,6 +97,31 @@ def test_no_sample_is_outside_of_a_bound(name, radius, gap, seed):
     step = make_step(op, function, arguments(generator), shape)
     samples = [sample_pairs(generator, size, radius=radius, gap=gap) for size in shapes]
     check_rule(step, samples if len(step.inputs) == len(samples) else samples * 2, generator)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "rsub"])
+@pytest.mark.parametrize("alpha", [2.5, -3, 0])
+@pytest.mark.parametrize("first", [False, True], ids=["values", "weight first"])
+def test_sums_with_a_factor(op, alpha, first):
+    generator = torch.Generator().manual_seed(0)
+    arguments = [weight(generator, 4), value(0)] if first else [value(0), value(1)]
+    step = make_step(op, getattr(ATEN, op).Tensor, arguments, (1, 3, 4), alpha=alpha)
+    samples = [sample_pairs(generator, (1, 3, 4), radius=0.3, gap=0.1) for _ in step.inputs]
+    bounds = check_rule(step, samples, generator)
+    ends = [hull_of_samples(*pair).dense for pair in samples]
+    sizes = [abs(alpha) if (op == "rsub") == (k == 0) else 1 for k in range(2)]
+    width = sum(c * (end.high - end.low) for c, end in zip(sizes[first:], ends, strict=True))
+    torch.testing.assert_close(bounds.dense.high - bounds.dense.low, width)
+
+
+def test_an_extremum_of_separate_ranges_is_one_of_its_arguments():
+    generator = torch.Generator().manual_seed(0)
+    small, large = (sample_pairs(generator, (1, 4), centre=0.1, radius=0.1, gap=0.1) for _ in range(2))
+    large = large[0] + 10, large[1] + 10
+    for op, taken in (("maximum", large), ("minimum", small)):
+        step = make_step(op, getattr(ATEN, op).default, [value(0), value(1)], (1, 4))
+        bounds = check_rule(step, [small, large], generator)
+        torch.testing.assert_close(bounds.gap.high, hull_of_samples(*taken).gap.high)
 
 
 @settings(max_examples=10, deadline=None)

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pomona.errors import PomonaError, require
+from pomona.errors import PomonaError, require, shorten
 from pomona.methods import METHODS
 from pomona.registry import Registry, parse_spec
+from pomona.untrusted import MAX_TOML_BYTES, describe, parse_toml, read_bytes, reading
 
 from .learning_rates import LEARNING_RATES
 from .optimizers import OPTIMIZERS
+from .stored_text import require_whole
 
+MAX_KEY_PARTS = 8  # of a dotted key such as "method.pattern.block"
 # The registry of a section that names one spec.
 SECTION_REGISTRIES: dict[str, Registry[Any]] = {"method": METHODS, "optimizer": OPTIMIZERS, "rate": LEARNING_RATES}
 
@@ -29,19 +32,26 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     else:
         settings = {"name": Path(source).stem} | _read_toml(Path(source))
     for override in overrides:
-        _apply_override(settings, override)
+        with reading(f"the setting '{shorten(override)}'"):
+            _apply_override(settings, override)
     return settings
+
+
+def name_source(source: str | Path | Mapping[str, Any]) -> str:
+    """Return what messages call a recipe: its file, where it comes from one."""
+    return "the recipe" if isinstance(source, Mapping) else f"the recipe '{source}'"
 
 
 def set_setting(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key, such as "method.sparsity", in a recipe as written."""
     *path, last = key.split(".")
+    require(len(path) < MAX_KEY_PARTS, f"'{shorten(key)}' has {len(path) + 1} parts, at most {MAX_KEY_PARTS} are read.")
     section = settings
     for depth, part in enumerate(path):
         inner = normalize_choice(section.get(part, {}), registry=SECTION_REGISTRIES.get(part))
         if not isinstance(inner, Mapping):
             where = ".".join(path[: depth + 1])
-            raise PomonaError(f"'{key}' cannot be set: {where} is {inner!r}, which has no options.")
+            raise PomonaError(f"'{key}' cannot be set: {where} is {shorten(repr(inner))}, which has no options.")
         section[part] = dict(inner)
         section = section[part]
     section[last] = value
@@ -50,7 +60,7 @@ def set_setting(settings: dict[str, Any], key: str, value: Any) -> None:
 def parse_value(text: str) -> Any:
     """Return the TOML value that a text spells, or the text itself if it is not a TOML value."""
     try:
-        values = tomllib.loads(f"value = {text}")
+        values = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     return values["value"] if len(values) == 1 else text
@@ -77,7 +87,8 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
     """Set one "dotted.key=value" in a recipe as written."""
     key, equals, text = override.partition("=")
     require(
-        bool(equals) and all(key.strip().split(".")), f"'{override}' is not of the form key=value (train.epochs=10)."
+        bool(equals) and all(key.strip().split(".")),
+        f"'{shorten(override)}' is not of the form key=value (train.epochs=10).",
     )
     set_setting(settings, key.strip(), parse_value(text.strip()))
 
@@ -85,8 +96,12 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
 def _read_toml(path: Path) -> dict[str, Any]:
     """Return the contents of a TOML file; raise PomonaError where it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_bytes(path, MAX_TOML_BYTES)
+        require_whole(data, path)
+        return parse_toml(data.decode())
     except OSError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PomonaError(f"the recipe '{path}' is not valid TOML: {error}.") from error
+    except PomonaError:
+        raise
+    except ValueError as error:
+        raise PomonaError(f"the recipe '{path}' is not valid TOML: {describe(error)}.") from error

@@ -24,9 +24,10 @@ from pomona.privacy import METHODS, Budget
 from pomona.privacy.private_step import DEFAULT_SCHEDULE
 from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
+from pomona.untrusted import reading
 
 from .options import DENSE
-from .overrides import read_recipe
+from .overrides import name_source, read_recipe
 from .recipe import Recipe, hash_settings
 from .toml_writer import format_toml
 
@@ -127,6 +128,12 @@ class PrivateRecipe:
         Raises PomonaError without a section [private], or for an option that private training does not support.
         """
         given = read_recipe(source, overrides)
+        with reading(name_source(source)):
+            return cls._parse(given)
+
+    @classmethod
+    def _parse(cls, given: dict[str, Any]) -> PrivateRecipe:
+        """Return the private recipe of settings as written."""
         section = given.pop("private", None)
         require(
             isinstance(section, Mapping),
@@ -144,6 +151,10 @@ class PrivateRecipe:
         require(
             not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
             "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
+        )
+        require(
+            recipe.train.nonfinite == "stop",
+            "which steps a private training leaves out would tell about its examples: leave out train.nonfinite.",
         )
         require(not recipe.train.average, "private training averages by private.average: leave out train.average.")
         eager = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, loop="eager"))

@@ -34,17 +34,18 @@ from typing import Any
 from pomona.errors import require
 from pomona.methods import METHODS
 from pomona.registry import flatten_settings, resolve_type_hints, spec_options, spec_to_dict
+from pomona.untrusted import reading
 
 from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
 from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
-from .overrides import read_recipe
+from .overrides import name_source, read_recipe
 from .sections import SECTION_PARSERS, parse_finetune, validate_keys
 from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
 # the run is executed and observed.
-SETTINGS_WITHOUT_EFFECT = {"name", "origin.run", "teacher.run", "teacher.file"} | {
+SETTINGS_WITHOUT_EFFECT = {"name", "data.workers", "origin.run", "teacher.run", "teacher.file"} | {
     f"train.{key}"
     for key in (
         "device",
@@ -63,7 +64,14 @@ OBSERVING_SETTINGS = {"train.track": False}
 
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [("train.average", 0), ("method.feedback", None), ("model.block", "basic")]
+NEUTRAL_DEFAULTS = [
+    ("train.average", 0),
+    ("train.nonfinite", "stop"),
+    ("train.ema", 0),
+    ("method.feedback", None),
+    ("model.block", "basic"),
+    ("data.stream", None),
+]
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
@@ -93,6 +101,12 @@ class Recipe:
         after itself. Raises PomonaError for an unknown key, an option of the wrong type or a value out of range.
         """
         given = read_recipe(source, overrides)
+        with reading(name_source(source)):
+            return cls._parse(given)
+
+    @classmethod
+    def _parse(cls, given: dict[str, Any]) -> Recipe:
+        """Return the recipe of settings as written."""
         given.pop("sweep", None)
         require(
             "part" not in given,
@@ -105,9 +119,10 @@ class Recipe:
         finetune = given.pop("finetune", {})
         recipe = cls(**{key: SECTION_PARSERS[key](value) for key, value in given.items()})
         method = recipe.method["name"]
+        averaging = "average" if recipe.train.average else "ema" if recipe.train.ema else ""
         require(
-            not recipe.train.average or method == DENSE or METHODS[method].weights != "score",
-            f"train.average averages trained weights, and {method} selects among random ones: leave it out.",
+            not averaging or method == DENSE or METHODS[method].weights != "score",
+            f"train.{averaging} averages trained weights, and {method} selects among random ones: leave it out.",
         )
         second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)
@@ -121,7 +136,7 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         method = given.get("method")
-        if isinstance(method, Mapping) and str(method.get("name")) in METHODS:
+        if isinstance(method, Mapping) and method.get("name") in METHODS.names():
             spec = METHODS[str(method["name"])]
             hints = resolve_type_hints(spec)
             optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]

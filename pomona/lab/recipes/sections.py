@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from pomona import models
 from pomona.compressors import COMPRESSORS
 from pomona.data import AUGMENTS, SOURCES
 from pomona.errors import PomonaError, require, unknown_name_error
 from pomona.methods import METHODS
 from pomona.registry import spec_to_dict, to_plain_data, validate_type
+from pomona.untrusted import read_bytes, read_object
 
 from .learning_rates import LEARNING_RATES, LearningRate, StepDecay
 from .optimizers import OPTIMIZERS, SGD, OptimizerSpec
@@ -82,18 +80,7 @@ def validate_model(name: str, options: str) -> None:
     The model is built on the meta device, which takes no memory. The result is cached because a result table has
     hundreds of recipes.
     """
-    with torch.device("meta"), _SkipInitialization():
-        models.info(name).constructor(**json.loads(options))
-
-
-class _SkipInitialization(TorchFunctionMode):
-    """Skip weight initialization: meta tensors have no values, and torch would load its compiler to find that out."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        in_init = getattr(func, "__module__", None) == "torch.nn.init"  # within these functions the mode is off
-        initializes = in_init or func in (torch.Tensor.normal_, torch.Tensor.uniform_)
-        return next(iter([*args, *kwargs.values()])) if initializes else func(*args, **kwargs)
+    models.build_on_meta(name, **json.loads(options))
 
 
 def parse_method(given: Any) -> dict[str, Any]:
@@ -130,8 +117,8 @@ def parse_teacher(given: Any) -> TeacherOptions:
 def read_fingerprint(key: str, run: str) -> str:
     """Return the fingerprint of the finished run in the folder that a setting names."""
     try:
-        return str(json.loads((Path(run) / "summary.json").read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(read_object(Path(run) / "summary.json")["fingerprint"])
+    except (PomonaError, KeyError) as error:
         raise PomonaError(
             f"{key} names '{run}', which is not a finished run: it has no summary.json, or a damaged one."
         ) from error
@@ -140,7 +127,7 @@ def read_fingerprint(key: str, run: str) -> str:
 def hash_file(key: str, file: str) -> str:
     """Return the first 12 hexadecimal digits of the SHA-256 of the file that a setting names."""
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+        return hashlib.sha256(read_bytes(file)).hexdigest()[:12]
     except OSError as error:
         raise PomonaError(f"{key} names '{file}', which cannot be read: {error.strerror}.") from error
 

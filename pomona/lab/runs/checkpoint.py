@@ -39,16 +39,16 @@ def save(folder: Path | str, state: Mapping[Any, Any], *, secret: bool = False) 
     """
     folder = Path(folder)
     part = folder / PART_FOLDER
-    if part.exists():  # left by a kill: the newest checkpoint if it is complete, else useless
-        if _is_complete(part):
-            _make_current(folder)
-        else:
-            _remove(part)
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_encode(state, "", tensors, {}))
     data = safetensors.torch.save(tensors)
     head = {"version": VERSION, TENSORS_FILE: _digest(data), STATE_FILE: _digest(tree.encode())}
     try:
+        if part.exists():  # left by a kill: the newest checkpoint if it is complete, else useless
+            if _is_complete(part):
+                _make_current(folder)
+            else:
+                _remove(part)
         part.mkdir(parents=True, mode=0o700 if secret else 0o777)
         durable_files.write_file(part / TENSORS_FILE, data, secret=secret)
         text = f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'
@@ -56,7 +56,8 @@ def save(folder: Path | str, state: Mapping[Any, Any], *, secret: bool = False) 
         durable_files.sync_folder(part)
         _make_current(folder)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
+        if not _is_complete(part):
+            shutil.rmtree(part, ignore_errors=True)
         raise durable_files.describe_write_error(error, folder / CURRENT_FOLDER) from error
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pomona.core.distributed import require_same_options, world_group
 from pomona.errors import require
 
 
@@ -41,6 +43,18 @@ class DistributedContext:
             values /= self.world_size
         return values
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the elementwise sum of a tensor over all processes."""
+        if self.world_size > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Give the model the buffers of the first process, such as its batch-norm statistics."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                distributed.broadcast(buffer, 0)
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Return whether the flag is set in any process."""
         if self.world_size == 1:
@@ -48,6 +62,13 @@ class DistributedContext:
         flags = torch.tensor(float(flag), device=device)
         distributed.all_reduce(flags)
         return bool(flags > 0)
+
+    def require_same_recipe(self, settings: Mapping[str, Any]) -> None:
+        """Raise PomonaError in every process where one has another value of a setting than the first."""
+        if self.world_size > 1:
+            sections = {key: value if isinstance(value, Mapping) else {"": value} for key, value in settings.items()}
+            flat = {f"{key}.{k}".strip("."): v for key, section in sections.items() for k, v in section.items()}
+            require_same_options(world_group(), flat)
 
     def wait(self) -> None:
         """Wait until all processes are here."""

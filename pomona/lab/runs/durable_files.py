@@ -5,10 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pomona.errors import PomonaError
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
@@ -22,13 +27,28 @@ def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; raise PomonaError if the disk refuses."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.part")
     try:
         write_file(part, data)
         part.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that cannot be written
+            part.unlink(missing_ok=True)
         raise describe_write_error(error, path) from error
+
+
+def replace_shared_file(path: Path, data: bytes) -> None:
+    """Write a file that other processes may write at the same time; the last one to come is kept whole."""
+    with write_errors(path):
+        handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        replace_file(path, data)
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:
@@ -58,4 +78,7 @@ def describe_write_error(error: OSError, path: Path) -> PomonaError:
             f"the disk is full: '{path}' could not be written. The last good checkpoint is untouched: "
             "free some space and continue with --resume."
         )
-    return PomonaError(f"'{path}' cannot be written: {error.strerror or error}.")
+    return PomonaError(
+        f"'{path}' cannot be written: {error.strerror or error}. The last good checkpoint is untouched: "
+        "make the folder writable and continue with --resume."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,8 +22,15 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], precision: str = "float
     return measure(model, batches, precision)["accuracy"]
 
 
-def measure(model: nn.Module, batches: Iterable[Batch], precision: str = "float32") -> dict[str, float]:
+def measure(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    precision: str = "float32",
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, float]:
     """Return the mean cross-entropy `loss`, the `accuracy` in per cent and the `perplexity` of a model.
+
+    Where the batches are one process's share, `add_up` returns the sum of a tensor over all processes.
 
     Targets may have any shape, one label for each image or one token for each position: the classes are the last
     dimension of the logits. The training modes of the modules are restored. The device is synchronized once. Raises
@@ -34,11 +41,17 @@ def measure(model: nn.Module, batches: Iterable[Batch], precision: str = "float3
     count = 0
     with torch.no_grad(), evaluation_mode(model):
         for inputs, targets in batches:
+            if not len(targets):  # a process's share of a last batch with fewer rows than processes
+                continue
             with autocast(inputs.device, precision):
                 logits = model(inputs)
             loss = loss + cross_entropy(logits, targets, reduction="sum").double()
             correct = correct + (logits.argmax(-1) == targets).sum()
             count += targets.numel()
+    if add_up is not None:
+        device = next(model.parameters()).device
+        totals = torch.tensor([float(loss), float(correct), count], dtype=torch.float64, device=device)
+        loss, correct, count = add_up(totals).tolist()
     if not count:
         raise ValueError("there is nothing to measure: the batches are empty")
     mean = float(loss) / count

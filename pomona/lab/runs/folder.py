@@ -10,10 +10,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pomona.errors import PomonaError, require
+from pomona.untrusted import read_object, read_tensor_metadata
+from pomona.version import __version__
 
 from ..recipes.recipe import Recipe
 from .durable_files import write_errors
@@ -30,50 +32,83 @@ MODEL_FILE = "model.safetensors"
 MASKS_FILE = "masks.safetensors"
 SUMMARY_FILE = "summary.json"
 TRACKING_FOLDER = "tracking"  # with a folder for each tracker
+LONGEST_LINE = 1 << 16  # more bytes than the line of an epoch has
 LOCK_ATTEMPTS, LOCK_SECONDS = 3, 0.02  # how often, and how far apart, a process tries to lock a folder
-
-
-def refuse_used_folder(folder: Path) -> None:
-    """Raise PomonaError if a run was started in the folder.
-
-    A partial recipe.toml does not count: a process killed while it wrote its first file leaves nothing else.
-    """
-    used = folder.is_dir() and any(path.name != f"{RECIPE_FILE}.part" for path in folder.iterdir())
-    require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
 
 
 class FolderInUse(PomonaError):
     """Raised where another process trains in a folder."""
 
 
+class FolderNotEmpty(PomonaError):
+    """Raised where a run should begin in a folder that has files."""
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Raise FolderNotEmpty if a run was started in the folder.
+
+    A partial recipe.toml does not count: a process killed while it wrote its first file leaves nothing else.
+    """
+    used = folder.is_dir() and any(path.name != f"{RECIPE_FILE}.part" for path in folder.iterdir())
+    if used:
+        raise FolderNotEmpty(f"'{folder}' is not empty: go on with --resume, or give another folder.")
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in a folder; None if the run is not complete or the file is damaged."""
-    with suppress(OSError, ValueError):
-        summary = json.loads((folder / SUMMARY_FILE).read_bytes())
-        if isinstance(summary, dict) and "fingerprint" in summary:
+    with suppress(PomonaError):
+        summary = read_object(folder / SUMMARY_FILE)
+        if isinstance(summary.get("fingerprint"), str):
             return summary
     return None
 
 
-def read_finished_run(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Return the summary of a recipe's run in a folder; None unless it is complete, and its model can be read.
+def read_finished_run(folder: Path, recipe: Recipe, fingerprint: str) -> dict[str, Any] | None:
+    """Return the summary of a recipe's run in a folder; None unless it is complete, and its model is there.
 
-    A summary of another run, and a model that was cut off, count as if they were not there.
+    A summary of another run, and one beside a file that was cut off, count as if they were not there.
     """
     summary = read_summary(folder)
-    if summary is None or names_another_run(summary, recipe):
+    if summary is None or names_another_run(summary, recipe, fingerprint) or find_cut_file(folder, summary):
         return None
-    try:
-        with safe_open(folder / MODEL_FILE, "pt"):
-            return summary
-    except (OSError, SafetensorError):
-        return None
+    return summary if (folder / MODEL_FILE).is_file() else None
 
 
-def names_another_run(summary: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Return whether a summary names another seed, model or data set than a recipe."""
+def names_another_run(summary: Mapping[str, Any], recipe: Recipe, fingerprint: str) -> bool:
+    """Return whether a summary names another seed, model or data set than a recipe, or has another fingerprint.
+
+    Other versions of pomona may compute another fingerprint of the same settings.
+    """
     names = {"seed": recipe.seed, "model": recipe.model["name"], "data": recipe.data.name}
-    return any(summary.get(key, value) != value for key, value in names.items())
+    same_version = (summary.get("versions") or {}).get("pomona") == __version__
+    return any(summary.get(key, value) != value for key, value in names.items()) or (
+        same_version and summary["fingerprint"] != fingerprint
+    )
+
+
+def find_cut_file(folder: Path, summary: Mapping[str, Any]) -> str | None:
+    """Return the name of a file of a finished run that has lost its end; None if none has. A missing file has not."""
+    for name in (MODEL_FILE, MASKS_FILE):
+        try:
+            read_tensor_metadata(folder / name)
+        except FileNotFoundError:
+            continue
+        except (OSError, PomonaError, SafetensorError):
+            return name
+    metrics = folder / METRICS_FILE
+    return METRICS_FILE if metrics.exists() and not ends_at_step(metrics, summary.get("step")) else None
+
+
+def ends_at_step(metrics: Path, step: int | None) -> bool:
+    """Return whether the last line of the metrics is whole and of a step; any step does where it is None."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - LONGEST_LINE))
+            tail = file.read()
+        row = json.loads(tail.removesuffix(b"\n").rpartition(b"\n")[2])
+        return tail.endswith(b"\n") and step in (None, row["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def require_same_recipe(recipe: Recipe, started: Recipe, folder: Path) -> None:
@@ -112,13 +147,29 @@ def locked_folder(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    with write_errors(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    LOCK_HANDLES.add(handle)
     try:
         if not try_lock(handle):
             raise FolderInUse(f"another process trains in '{folder}': wait for it, or give another folder.")
         yield
     finally:
+        if handle in LOCK_HANDLES:  # not in a fork of this process
+            LOCK_HANDLES.remove(handle)
+            os.close(handle)
+
+
+def close_inherited_locks() -> None:
+    """Close the locks that a fork has from its parent: a worker that outlives a killed run must not keep its folder."""
+    for handle in LOCK_HANDLES:
         os.close(handle)
+    LOCK_HANDLES.clear()
+
+
+LOCK_HANDLES: set[int] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=close_inherited_locks)
 
 
 def try_lock(handle: int) -> bool:
@@ -175,6 +226,15 @@ class MetricsWriter:
         with write_errors(self.path):
             os.fsync(self.file.fileno())
             return self.file.tell()
+
+    def read_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield all lines; those that a disk has damaged are left out."""
+        with write_errors(self.path):
+            lines = self.path.read_bytes().splitlines()
+        for line in lines:
+            with suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
     def close(self) -> None:
         """Close the file."""

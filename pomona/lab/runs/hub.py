@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pomona.integrations.hub import CardFacts, save_pretrained
 from pomona.sparse import load
+from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, read_object, reading
 
 from . import masks
 from .folder import ENVIRONMENT_FILE, MASKS_FILE, MODEL_FILE, RECIPE_FILE, read_summary
@@ -30,15 +29,18 @@ def save_run(run: Path, out: Path | None = None, *, model_file: Path | None = No
     if model_file is not None:
         model = load(model_file)
     summary = read_summary(run) or {}
-    recipe = (run / RECIPE_FILE).read_text(encoding="utf-8")
-    data = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]
+    with reading(f"the run in '{run}'"):
+        recipe = read_bytes(run / RECIPE_FILE, MAX_TOML_BYTES).decode()
+        method = describe_method(parse_toml(recipe), summary)
+        data = read_object(run / ENVIRONMENT_FILE)["data"]
+        task, data_name = TASKS.get(data["kind"], ""), str(data["name"])
     card = CardFacts(
         title=f"{summary.get('name', run.name)} ({summary.get('model', type(model).__name__)})",
         license=license,
-        task=TASKS.get(data["kind"], ""),
-        data=data["name"],
+        task=task,
+        data=data_name,
         metrics={key: summary[key] for key in METRICS if key in summary},
-        method=describe_method(tomllib.loads(recipe), summary),
+        method=method,
         recipe=recipe,
         notes=describe_privacy(summary),
     )

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pomona.data import Dataset
+from pomona.data import Dataset, ImageStream
 from pomona.data import load as load_dataset
 from pomona.errors import PomonaError, require
 from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems
@@ -87,17 +87,24 @@ class PrivateStrategy(TrainingStrategy):
 
     # ---- before training
 
+    def fingerprint(self) -> str:
+        return self.private_recipe.fingerprint()
+
     def recipe_toml(self) -> str:
         return self.private_recipe.to_toml()
 
     def require_same_recipe(self, folder: Path) -> None:
         started = PrivateRecipe.load(folder / RECIPE_FILE)
         require_same_recipe(self.recipe, started.recipe, folder)
-        own, before = self.private_recipe.private.settings(), started.private.settings()
-        other = [f"{key}: {own[key]}, not {before[key]}" for key in own if own[key] != before[key]]
+        self.require_same_options(started.private.settings())
+
+    def require_same_options(self, before: Mapping[str, Any]) -> None:
+        """Raise PomonaError unless the private options of this run are those that it was started with."""
+        own = self.private_recipe.private.settings()
+        other = [f"{key}: {own[key]}, not {before.get(key)}" for key in own if own[key] != before.get(key)]
         require(
             not other,
-            f"the run in '{folder}' was started with another budget or method ({'; '.join(other[:3])}): what is spent "
+            f"the run was started with another budget or method ({'; '.join(other[:3])}): what is spent "
             "cannot be moved to a new one, so resume it as it was started, or give another folder.",
         )
 
@@ -107,6 +114,11 @@ class PrivateStrategy(TrainingStrategy):
         require(
             run.data.kind != "text",
             f"'{run.data.name}' is one long text, in which no row belongs to one person.",
+        )
+        require(
+            not isinstance(run.data.train, ImageStream),
+            f"'{run.data.name}' leaves its images on the disk, and private training draws rows at random: "
+            "set data.stream = false.",
         )
         remedy = "choose a model without it, such as private_cnn"
         if "norm" in run.model_options:
@@ -120,7 +132,7 @@ class PrivateStrategy(TrainingStrategy):
     def describe(self, run: Run) -> dict[str, Any]:
         return {
             "recipe": self.private_recipe.to_dict(),
-            "fingerprint": self.private_recipe.fingerprint(),
+            "fingerprint": self.fingerprint(),
             "device": str(run.device),
             "data": run.data.describe(),
             "params": self.step.size,
@@ -174,7 +186,7 @@ class PrivateStrategy(TrainingStrategy):
 
     def stage_fields(self) -> dict[str, Any]:
         facts = self.step.facts()
-        return {"method": facts["method"], "fingerprint": self.private_recipe.fingerprint(), "private": facts}
+        return {"method": facts["method"], "fingerprint": self.fingerprint(), "private": facts}
 
     def finish(self, run: Run) -> None:
         checkpoint.remove_previous(run.folder)  # it holds the key, which no step needs any more
@@ -184,9 +196,12 @@ class PrivateStrategy(TrainingStrategy):
     def state_dict(self) -> dict[str, Any]:
         averaged = self.averaged_model.state_dict() if self.private_recipe.private.average else {}
         # The loss of the epoch so far is not private: a resumed run starts again at 0.
-        return {"loss": 0.0, "private": self.step.state_dict(), "averaged": averaged}
+        options = self.private_recipe.private.settings()
+        return {"loss": 0.0, "private": self.step.state_dict(), "averaged": averaged, "options": options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require("private" in state, "the checkpoint is of a run without privacy: resume it with `pomona train`.")
+        self.require_same_options(state.get("options", self.private_recipe.private.settings()))
         self.step.load_state_dict(state["private"])
         if state["averaged"]:
             self.averaged_model.load_state_dict(state["averaged"])

@@ -6,7 +6,6 @@ A recorder has a list of allowed outputs, or None if everything may be recorded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from pomona.integrations.trackers import Tracking
 
+from ..recipes.stored_text import is_whole, mark_end
 from . import checkpoint
 from .durable_files import replace_file
 from .folder import (
@@ -25,6 +25,7 @@ from .folder import (
     TRACKING_FOLDER,
     MetricsWriter,
     encode_json,
+    locked_folder,
 )
 
 NoteCallback = Callable[[str], None]
@@ -93,9 +94,15 @@ class Recorder:
         if self.enabled and self._allows("files", name):
             replace_file(self.folder / name, data)
 
-    def write_recipe(self, text: str) -> None:
-        """Write recipe.toml."""
-        self.write_file(RECIPE_FILE, text.encode())
+    def lock_folder(self) -> None:
+        """Lock the folder for this process until the recorder is closed; raise PomonaError if another one has it."""
+        if self.enabled:
+            self.resources.enter_context(locked_folder(self.folder))
+
+    def write_recipe(self, text: str, replace: bool = True) -> None:
+        """Write recipe.toml; with `replace=False` only where it is missing or has lost its end."""
+        if replace or not is_whole(self.folder / RECIPE_FILE):
+            self.write_file(RECIPE_FILE, mark_end(text))
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write the allowed facts about the environment to env.json."""
@@ -131,12 +138,15 @@ class Recorder:
         if self.tracking is not None and "step" in row:  # a line without one holds no figures of training
             self.tracking.log(row["step"], tracked_values(selected))
 
-    def read_epochs(self, stage: str) -> list[dict[str, Any]]:
-        """Return the lines of a stage's epochs in metrics.jsonl; none where this process writes no metrics."""
+    def read_epochs(self, stage: str, count: int) -> list[dict[str, Any]]:
+        """Return the lines of a stage's epochs in metrics.jsonl.
+
+        There are none where this process writes no metrics, and where some of the `count` lines are lost.
+        """
         if self.metrics is None:
             return []
-        rows = map(json.loads, self.metrics.path.read_bytes().splitlines())
-        return [row for row in rows if row.get("kind") == "epoch" and row.get("stage") == stage]
+        rows = [row for row in self.metrics.read_rows() if row.get("kind") == "epoch" and row.get("stage") == stage]
+        return rows if len(rows) == count else []
 
     def write_checkpoint(
         self, state: Mapping[str, Any], strategy_state: Mapping[str, Any], secret: bool = False

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +23,14 @@ from pomona import models
 from pomona.errors import require, unknown_name_error
 from pomona.methods import METHODS
 from pomona.registry import spec_to_dict
+from pomona.untrusted import parse_json, read_bytes, read_object, reading
 
 from ..recipes.learning_rates import LearningRate, StepDecay
 from ..recipes.options import DENSE
 from ..recipes.recipe import Recipe
 from . import masks
 from .folder import ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, RECIPE_FILE, SUMMARY_FILE
-from .model_file import read_model_options
+from .model_file import read_input_shape, read_model_options
 from .recorder import NoteCallback, ProgressListener
 from .train import train
 
@@ -111,7 +111,7 @@ def load_finished_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
     require(summary.is_file(), f"the run in '{run}' is not complete: go on with pomona train --resume {run}.")
     recipe = Recipe.load_stored(run / RECIPE_FILE)
     require(recipe.method["name"] != DENSE, f"the run in '{run}' is dense: there is no mask to retrain.")
-    return recipe, json.loads(summary.read_bytes())
+    return recipe, read_object(summary)
 
 
 def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
@@ -124,7 +124,7 @@ def milestones_as_shares(rate: LearningRate, epochs: int) -> LearningRate:
 
 def summarize_run(run: Path, how: str) -> dict[str, Any]:
     """Return the main numbers of a run; its cost is in epochs of dense training."""
-    summary = json.loads((run / SUMMARY_FILE).read_bytes())
+    summary = read_object(run / SUMMARY_FILE)
     measure = "accuracy" if "accuracy" in summary else "perplexity"
     return {
         "run": str(run),
@@ -146,9 +146,14 @@ def final_epoch_cost(summary: Mapping[str, Any]) -> float:
 
 
 def training_cost(run: Path) -> float:
-    """Return the cost of a finished run in epochs of dense training."""
+    """Return the cost of a finished run in epochs of dense training; raise PomonaError for damaged files."""
+    with reading(f"the run in '{run}'"):
+        return _training_cost(run)
+
+
+def _training_cost(run: Path) -> float:
     recipe, summary = load_finished_run(run)
-    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    lines = [parse_json(line) for line in read_bytes(run / METRICS_FILE).splitlines()]
     weights = mac_shares(run)
     free = METHODS[recipe.method["name"]].weights == "free"
     steps = summary["step"] / summary["epoch"]
@@ -176,7 +181,7 @@ def remaining_macs(weights: Mapping[str, float], sparsities: Sequence[float]) ->
 def mac_shares(run: Path) -> dict[str, float]:
     """Return the share of each pruned tensor in the model's MACs and, under the last key, that of all others."""
     model = models.build(**read_model_options(run / MODEL_FILE))
-    shape = json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
+    shape = read_input_shape(run / ENVIRONMENT_FILE)
     cost = models.summary(model, shape)
     layers = {layer.name: layer.macs - layer.activation_macs for layer in cost.layers}
     shares: dict[str, float] = {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pomona.core.batch_norm import batchnorm_layers
+from pomona.data import ImageStream
 
 from .evaluate import measure, reestimate_batchnorm
 
@@ -33,11 +34,25 @@ def score_model(run: Run, model: nn.Module, part: str) -> dict[str, float]:
     """Return the loss and the accuracy or perplexity of a model on one part of the run's data."""
     text = run.data.kind == "text"
     size = run.options.batch_size if text else run.options.eval_batch_size
-    batches = run.data.batches(size, part=part, channels_last=run.channels_last)
-    scores = measure(run.strategy.evaluated_model(model), batches.evaluate(), run.options.precision)
+    share, evaluated = rank_share(run), run.strategy.evaluated_model(model)
+    if share:
+        run.processes.copy_buffers(evaluated)
+        size = max(1, size // run.processes.world_size) * run.processes.world_size
+    batches = run.data.batches(size, part=part, channels_last=run.channels_last, **share)
+    scores = measure(evaluated, batches.evaluate(), run.options.precision, run.processes.sum if share else None)
     return {"test_loss" if part == "test" else "loss": scores["loss"]} | (
         {"perplexity": scores["perplexity"]} if text else {"accuracy": scores["accuracy"]}
     )
+
+
+def rank_share(run: Run) -> dict[str, Any]:
+    """Return the options of batches that hold this process's share of rows; none where it reads them all.
+
+    Every process evaluates data in memory alone. Images that must be decoded first are shared among the processes.
+    """
+    if run.processes.world_size == 1 or not isinstance(run.data.train, ImageStream):
+        return {}
+    return {"rank": run.processes.rank, "world": run.processes.world_size}
 
 
 def has_stale_statistics(run: Run) -> bool:
@@ -55,9 +70,18 @@ def changed_recently(run: Run) -> bool:
 
 
 def with_new_statistics(run: Run) -> nn.Module:
-    """Return a copy of the model with batch-norm statistics from training batches."""
-    batches = run.training_batches().epoch(max(run.step - 1, 0) // run.steps_per_epoch)
-    return reestimate_batchnorm(run.model, batches, run.options.reestimate, run.options.precision)
+    """Return a copy of the model with batch-norm statistics from training batches.
+
+    Where the processes share the batches, the statistics are the mean of theirs.
+    """
+    share = rank_share(run)
+    batches = run.training_batches(**share).epoch(max(run.step - 1, 0) // run.steps_per_epoch)
+    fresh = reestimate_batchnorm(run.model, batches, run.options.reestimate, run.options.precision)
+    for layer in batchnorm_layers(fresh) if share else ():
+        for buffer in (layer.running_mean, layer.running_var):
+            if buffer is not None:
+                run.processes.mean(buffer)
+    return fresh
 
 
 def install_average(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from ...sparse import Shrunk
 from ...sparse import shrink as shrink_model
 from .durable_files import write_errors
 from .folder import ENVIRONMENT_FILE, MODEL_FILE
-from .model_file import load_model
+from .model_file import load_model, read_input_shape
 
 SHRUNK_FILE = "shrunk.pt2"
 
@@ -41,4 +40,4 @@ def load_finished_model(run: Path) -> tuple[nn.Module, list[int]]:
     """Return the trained network of a finished run and the shape of one input; raise PomonaError if it is not one."""
     file = run / MODEL_FILE
     require(file.is_file(), f"'{run}' is not a finished run: it has no {file.name}; pomona train makes one.")
-    return load_model(file).eval(), json.loads((run / ENVIRONMENT_FILE).read_bytes())["data"]["input_shape"]
+    return load_model(file).eval(), read_input_shape(run / ENVIRONMENT_FILE)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pomona import models
+from pomona.errors import require
 
 from ..recipes.recipe import Recipe
+from ..recipes.stored_text import is_whole
 from . import loops
-from .folder import RECIPE_FILE, require_same_recipe
+from .folder import RECIPE_FILE, read_finished_run, require_same_recipe
 from .recorder import AllowedOutputs
 from .stages import Stage, make_stages
 
@@ -36,6 +38,10 @@ class TrainingStrategy:
 
     # ---- before training
 
+    def fingerprint(self) -> str:
+        """Return the hash of the settings that decide the result."""
+        return self.recipe.fingerprint()
+
     def recipe_toml(self) -> str:
         """Return the text of the run's recipe.toml."""
         return self.recipe.to_toml()
@@ -43,6 +49,11 @@ class TrainingStrategy:
     def require_same_recipe(self, folder: Path) -> None:
         """Raise PomonaError unless the run in a folder was started with the settings of this one."""
         require_same_recipe(self.recipe, Recipe.load_stored(folder / RECIPE_FILE), folder)
+
+    def read_finished_run(self, folder: Path) -> dict[str, Any] | None:
+        """Return the summary of this run in a folder; None unless it is complete, with its recipe."""
+        whole = is_whole(folder / RECIPE_FILE)
+        return read_finished_run(folder, self.recipe, self.fingerprint()) if whole else None
 
     def validate_run(self, run: Run) -> None:
         """Raise PomonaError unless the run's data and model can be trained this way. Nothing is written before."""
@@ -56,7 +67,7 @@ class TrainingStrategy:
         cost = models.summary(run.model, run.data.input_shape)
         pruned = {} if run.pruner is None else {name: mask.numel() for name, mask in run.pruner.masks().items()}
         return {
-            "fingerprint": self.recipe.fingerprint(),
+            "fingerprint": self.fingerprint(),
             "device": str(run.device),
             "data": run.data.describe(),
             "model": run.model_options,
@@ -101,7 +112,12 @@ class TrainingStrategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned from the state of a checkpoint."""
+        """Restore what `state_dict` returned from the state of a checkpoint; raise PomonaError if it is of another."""
+        require(
+            "private" not in state,
+            "the checkpoint is of a private run, which goes on within its budget only: resume it with "
+            "`pomona private RECIPE --resume`.",
+        )
 
 
 def as_strategy(recipe: Recipe | TrainingStrategy) -> TrainingStrategy:

@@ -10,9 +10,11 @@ from typing import Any
 from pomona.errors import PomonaError, require
 
 from ..recipes.recipe import Recipe
+from ..recipes.stored_text import is_whole
+from . import checkpoint
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
 from .distributed import joined_processes
-from .folder import RECIPE_FILE, read_finished_run, refuse_used_folder
+from .folder import RECIPE_FILE, refuse_used_folder
 from .interruption import catch_stop_signals
 from .recorder import NoteCallback, ProgressListener
 from .run import Run, prepared_run
@@ -42,6 +44,7 @@ def train(
     """
     folder, strategy = Path(folder), as_strategy(recipe)
     with joined_processes(strategy.recipe.train.device) as (processes, device), isolated_random_state(device):
+        processes.require_same_recipe(strategy.recipe.to_dict())
         complete = validate_folder(strategy, folder, resume)
         processes.wait()  # all processes have looked before the first begins to write
         if complete is not None:
@@ -75,7 +78,14 @@ def validate_folder(recipe: Recipe | TrainingStrategy, folder: Path, resume: boo
     if not resume:
         refuse_used_folder(folder)
         return None
-    require((folder / RECIPE_FILE).is_file(), f"there is no run to resume in '{folder}': start it without --resume.")
+    require(is_begun(folder), f"there is no run to resume in '{folder}': start it without --resume.")
     strategy = as_strategy(recipe)
+    if not is_whole(folder / RECIPE_FILE):  # its checkpoint has the settings too, and the run writes the file again
+        return None
     strategy.require_same_recipe(folder)
-    return read_finished_run(folder, strategy.recipe)
+    return strategy.read_finished_run(folder)
+
+
+def is_begun(folder: Path) -> bool:
+    """Return whether a run was begun in a folder, so that it can be resumed."""
+    return (folder / RECIPE_FILE).is_file() or checkpoint.exists(folder)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ..recipes.overrides import parse_value, read_recipe, set_setting
 from ..recipes.recipe import Recipe
 from ..runs.folder import read_summary
 
+MAX_RUNS = 100_000  # of a sweep
 Axes = Mapping[str, Sequence[Any]]
 
 
@@ -70,6 +72,8 @@ def expand_runs(
         listed = isinstance(values, Sequence) and not isinstance(values, str)
         require(listed and len(values) > 0, f"the axis '{key}' takes a list of values, got {values!r}.")
     order = sorted(axes, key=lambda key: key.count("."))  # a method before its options
+    count = math.prod(len(values) for values in axes.values())
+    require(count <= MAX_RUNS, f"the axes have more than {MAX_RUNS:,} combinations: leave out some values.")
     combinations = itertools.product(*(axes[key] for key in order))
     runs = [make_run(settings, dict(zip(order, values, strict=True)), Path(out)) for values in combinations]
     for key in order:

@@ -11,10 +11,10 @@ from typing import Any
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.folder import RECIPE_FILE, FolderInUse, is_in_use
+from ..runs.folder import FolderInUse, FolderNotEmpty, is_in_use
 from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
-from ..runs.train import train
+from ..runs.train import is_begun, train
 
 POLL_SECONDS = 0.5  # how often a job looks whether another process has ended its run
 
@@ -42,11 +42,13 @@ class Job:
         options |= {"data_dir": self.data_dir, "trackers": self.trackers}
         try:
             while True:
-                begun = (self.folder / RECIPE_FILE).is_file()
                 try:
-                    return train(self.recipe, self.folder, resume=begun, **options)
+                    return train(self.recipe, self.folder, resume=is_begun(self.folder), **options)
                 except FolderInUse:
                     self.wait_for_folder(stop or (lambda: False))
+                except FolderNotEmpty:
+                    if not is_begun(self.folder):  # else another process has begun it just now
+                        raise
         except Interrupted:
             raise
         except Exception as error:  # ends this run only, not the sweep

@@ -1,12 +1,15 @@
-"""A pool of processes that train the runs of a sweep, one CPU thread each.
+"""A pool of processes that train the runs of a sweep, with one CPU thread each, and one GPU where there are several.
 
-Where a process is killed, another process resumes its run, once.
+Where a process is killed, another process resumes its run, once. Where the sweep itself is killed, its processes stop
+their runs with a checkpoint and end.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import connection, get_all_start_methods, get_context, parent_process
@@ -17,6 +20,7 @@ import torch
 from ..recipes.plugins import load_plugins
 from ..runs.interruption import Interrupted, catch_stop_signals
 from ..runs.recorder import NoteCallback
+from .gpus import use_gpu
 from .job import Job
 from .job_queue import JobQueue
 
@@ -25,23 +29,27 @@ CONTEXT: Any = get_context("forkserver" if "forkserver" in get_all_start_methods
 CONTEXT.set_forkserver_preload([__name__, "torch._dynamo", "sklearn.datasets"])  # modules that every run imports late
 
 POLL_SECONDS = 0.2  # how often the pool looks for Ctrl-C while it waits for results
+START_ATTEMPTS = 10  # how often a process is started before the error counts
 EXIT_SECONDS = 5  # how long a terminated worker may take before it is killed
+ORPHAN_SECONDS = 60  # how long a worker whose parent was killed may take to write its checkpoint
 
 
 class Worker:
-    """A process that runs one job after another."""
+    """A process that runs one job after another, on the GPU of that name if one is given."""
 
-    def __init__(self, stop: Any) -> None:
+    def __init__(self, stop: Any, place: int = 0, gpu: str | None = None) -> None:
+        self.place = place  # among the workers of the pool; the one that replaces a dead worker takes its place
         self.pipe, other_end = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve_jobs, args=(other_end, stop), daemon=True)
-        self.process.start()
+        self.process = CONTEXT.Process(target=serve_jobs, args=(other_end, stop, gpu), daemon=True)
+        start_process(self.process)
         other_end.close()  # so that the pipe closes when the process ends
         self.index: int | None = None  # of the job under way
 
     def assign(self, index: int, job: Job) -> None:
         """Send a job to the process."""
         self.index = index
-        self.pipe.send(job)
+        with suppress(OSError):  # the process was killed while it had no job: `collect_results` finds its pipe closed
+            self.pipe.send(job)
 
     def terminate(self) -> None:
         """End the process, by force where it does not end in time."""
@@ -51,12 +59,27 @@ class Worker:
         self.process.kill()
 
 
-def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
+def start_process(process: Any) -> None:
+    """Start a process. Where the fork server was killed, multiprocessing starts another once its end is known."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            process.start()
+            return
+        except (EOFError, OSError):
+            if attempt == START_ATTEMPTS - 1:
+                raise
+            time.sleep(POLL_SECONDS)
+
+
+def serve_jobs(pipe: connection.Connection, stop: Any, gpu: str | None = None) -> None:
     """Run the jobs that arrive in a pipe until it closes; the main function of a worker process.
 
-    Ctrl-C is left to the parent. Where the parent ends, the job under way stops with a checkpoint.
+    Ctrl-C is left to the parent. Where the parent ends, the job under way stops with a checkpoint; a job that does not
+    stop in time is ended with its process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu is not None:
+        use_gpu(gpu)
     torch.set_num_threads(1)
     load_plugins()
     orphaned = threading.Event()
@@ -65,6 +88,8 @@ def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
         parent: Any = parent_process()
         parent.join()
         orphaned.set()
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
 
     def send(kind: str, value: Any = None) -> None:
         with suppress(OSError):  # the parent has closed the pipe
@@ -81,11 +106,14 @@ def serve_jobs(pipe: connection.Connection, stop: Any) -> None:
             return
 
 
-def train_in_processes(jobs: Sequence[Job], count: int, note: NoteCallback) -> Iterator[tuple[int, dict[str, Any]]]:
+def train_in_processes(
+    jobs: Sequence[Job], count: int, note: NoteCallback, gpus: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the index and the summary (or `error`) of each job as it completes, from `count` processes.
 
-    Ctrl-C and SIGTERM raise KeyboardInterrupt once the runs under way have written a checkpoint; a second signal does
-    not wait for them. Closing the iterator early also waits for the checkpoints, and raises nothing.
+    `gpus` names the GPUs that the processes share out: each process sees one. Ctrl-C and SIGTERM raise
+    KeyboardInterrupt once the runs under way have written a checkpoint; a second signal does not wait for them. Closing
+    the iterator early also waits for the checkpoints, and raises nothing.
     """
     stop = CONTEXT.Event()
     queue, attempts = JobQueue(jobs), [0] * len(jobs)
@@ -96,7 +124,8 @@ def train_in_processes(jobs: Sequence[Job], count: int, note: NoteCallback) -> I
                 if stop_requested():
                     raise KeyboardInterrupt
                 while queue.waiting and len(workers) < count:
-                    workers.append(Worker(stop))
+                    place = min(set(range(count)) - {worker.place for worker in workers})
+                    workers.append(Worker(stop, place, gpus[place % len(gpus)] if gpus else None))
                 for worker in workers:
                     if worker.index is None and (index := queue.take()) is not None:
                         worker.assign(index, jobs[index])

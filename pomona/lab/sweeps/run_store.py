@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +20,23 @@ from typing import Any
 from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
+from pomona.untrusted import parse_json
 
 from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
 from ..recipes.recipe import Recipe
+from ..recipes.stored_text import mark_end
 from ..runs import durable_files, retrain
 from ..runs.distributed import distributed_context
-from ..runs.folder import RECIPE_FILE, read_summary
+from ..runs.folder import RECIPE_FILE, find_cut_file, read_summary
 from ..runs.run_view import RunView
 
 RUNS, RECORDS = Path("runs"), Path("results/runs")
 BUNDLED_RECORDS = BUNDLED / RECORDS  # the records that ship with the code
 READ_ERRORS = (OSError, KeyError, ValueError, SafetensorError)  # what reading damaged files of a run may raise
-REQUIRED_KEYS = ("fingerprint", "stages", "epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
+NUMBER_KEYS = ("epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
+REQUIRED_KEYS = ("fingerprint", "stages", *NUMBER_KEYS)
+MAX_RECORD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +79,7 @@ class StoredRun(RunView):
             return float(self.summary["epoch"])
         try:
             return None if self.folder is None else retrain.training_cost(self.folder)
-        except READ_ERRORS:
+        except PomonaError:
             return None
 
     def before_finetune(self) -> StoredRun:
@@ -90,9 +95,17 @@ class StoredRun(RunView):
 
 
 class RunStore:
-    """The runs below some folders, and the records in some folders."""
+    """The runs below some folders, and the records in some folders.
 
-    def __init__(self, folders: Sequence[Path] = (RUNS,), records: Sequence[Path] = (RECORDS, BUNDLED_RECORDS)) -> None:
+    A folder in `expected` whose recipe has exactly the expected text is not parsed, which takes most of the time.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path] = (RUNS,),
+        records: Sequence[Path] = (RECORDS, BUNDLED_RECORDS),
+        expected: Mapping[Path, Recipe] | None = None,
+    ) -> None:
         self.runs: dict[str, StoredRun] = {}  # by fingerprint
         self.finetuned: dict[str, StoredRun] = {}  # complete runs with fine-tuning, by the fingerprint without it
         self.retrained: dict[tuple[str, str], StoredRun] = {}  # by the parent's fingerprint, and how: "init-flops"
@@ -103,11 +116,11 @@ class RunStore:
             except PomonaError as error:
                 warnings.warn(f"the record '{file.name}' is ignored: {error}", stacklevel=2)
         for folder in [folder for place in folders for folder in find_run_folders(place)]:
-            self.add_folder(folder)
+            self.add_folder(folder, (expected or {}).get(folder))
 
-    def add_folder(self, folder: Path) -> None:
+    def add_folder(self, folder: Path, expected: Recipe | None = None) -> None:
         """Add the run in a folder, if it can be read."""
-        self.add_run(read_folder(folder))
+        self.add_run(read_folder(folder, expected))
 
     def add_run(self, run: StoredRun | None) -> None:
         """Add a run; of two with one fingerprint a complete run is preferred, and then one that has its folder."""
@@ -167,14 +180,25 @@ def find_run_folders(place: Path) -> Iterator[Path]:
             inner.sort()
 
 
-def read_folder(folder: Path) -> StoredRun | None:
+def read_folder(folder: Path, expected: Recipe | None = None) -> StoredRun | None:
     """Return the run in a folder; None where its recipe cannot be read."""
     try:
-        recipe = Recipe.load_stored(folder / RECIPE_FILE)
+        is_expected = expected is not None and has_contents(folder / RECIPE_FILE, mark_end(expected.to_toml()))
+        recipe = expected if expected and is_expected else Recipe.load_stored(folder / RECIPE_FILE)
     except PomonaError:
         return None
     found = read_summary(folder)
-    return StoredRun(recipe, folder, None if found is None or find_mismatch(found, recipe) else found)
+    if found is None or find_mismatch(found, recipe) or find_cut_file(folder, found):
+        found = None
+    return StoredRun(recipe, folder, found)
+
+
+def has_contents(file: Path, wanted: bytes) -> bool:
+    """Return whether a file has exactly these contents."""
+    try:
+        return file.stat().st_size == len(wanted) and file.read_bytes() == wanted
+    except OSError:
+        return False
 
 
 def read_record(file: Traversable) -> StoredRun | None:
@@ -184,15 +208,15 @@ def read_record(file: Traversable) -> StoredRun | None:
         PomonaError: where the file cannot be read or does not match its recipe.
     """
     try:
-        record = json.loads(file.read_bytes())
+        record = parse_json(file.read_bytes(), MAX_RECORD_BYTES)
         if "recipe" not in record:
             return None
         recipe = Recipe.load_stored(dict(record.pop("recipe")))
+        mismatch = find_mismatch(record, recipe)
     except PomonaError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # a hostile file can make anything fail, and must do no more than that
         raise PomonaError("it cannot be read.") from error
-    mismatch = find_mismatch(record, recipe)
     require(mismatch is None, f"it {mismatch}.")
     return StoredRun(recipe, None, record)
 
@@ -205,7 +229,26 @@ def find_mismatch(found: Mapping[str, Any], recipe: Recipe) -> str | None:
             return f"has the {key} {found.get(key)}, and its recipe has {value}"
     measure = "perplexity" if "perplexity" in found else "accuracy"
     lost = [key for key in (measure, *REQUIRED_KEYS) if found.get(key) in (None, [])]
-    return f"does not have {', '.join(lost)}" if lost else None
+    if lost:
+        return f"does not have {', '.join(lost)}"
+    wrong = [key for key in NUMBER_KEYS if not is_finite_number(found[key])]
+    wrong += [] if type(found[measure]) in (int, float) else [measure]
+    stages = found["stages"] if isinstance(found["stages"], list) else [None]
+    wrong += [] if all(map(is_stage, stages)) else ["stages"]
+    return f"has no valid {', '.join(wrong)}" if wrong else None
+
+
+def is_stage(value: Any) -> bool:
+    """Return whether a value of a JSON file describes a stage: its name, and the sparsities of its layers."""
+    if not isinstance(value, dict) or not isinstance(value.get("stage"), str):
+        return False
+    layers = value.get("layers", {})
+    return isinstance(layers, dict) and all(map(is_finite_number, layers.values()))
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a number, and neither infinite nor NaN."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path | None:
@@ -225,5 +268,6 @@ def write_record(run: StoredRun | None, records: Path | None = RECORDS) -> Path 
     file = records / f"{run.recipe.name}-{run.summary['fingerprint']}.json"
     with durable_files.write_errors(records):
         records.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(file, (json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(run.to_record(), indent=1, ensure_ascii=False) + "\n"
+    durable_files.replace_shared_file(file, text.encode())
     return file

@@ -23,6 +23,8 @@ from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
 from .axes import Axes, SweepRun, expand_runs
 from .concurrent_runs import free_gpu_memory, train_concurrently
+from .engine import Engine
+from .gpus import assignable_gpus
 from .job import Job
 from .job_queue import JobQueue
 from .process_pool import train_in_processes
@@ -67,7 +69,7 @@ def sweep(
     out, started = Path(out), time.perf_counter()
     runs = expand_runs(source, axes or {}, out, overrides)
     refuse_existing_runs(out, runs, only_missing)
-    store = RunStore((out,)) if only_missing else RunStore((), ())
+    store = RunStore((out,), expected={run.folder: run.recipe for run in runs}) if only_missing else RunStore((), ())
     finished = {i: store.find_result(run.recipe) for i, run in enumerate(runs)}
     results: dict[int, dict[str, Any]] = {i: one.summary for i, one in finished.items() if one and one.summary}
     remaining = [i for i in range(len(runs)) if i not in results]
@@ -88,7 +90,7 @@ def sweep(
     comparison = summarize_runs(runs, [results[i] for i in range(len(runs))])
     comparison |= {"seconds": time.perf_counter() - started, "out": str(out), **environment.describe_environment()}
     if distributed_context().is_first:
-        durable_files.replace_file(out / "sweep.json", encode_json(comparison))
+        durable_files.replace_shared_file(out / "sweep.json", encode_json(comparison))
     return comparison
 
 
@@ -101,14 +103,20 @@ def train_runs(
     progress: Callable[[], ProgressListener] | None = None,
     note: NoteCallback = warnings.warn,
     trackers: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the index and the summary (or `error`) of each run as it completes.
 
-    `jobs` is the number of processes, each with one CPU thread; by default one per core, or a single one where a run
-    uses a GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
+    `jobs` is the number of processes, each with one CPU thread; by default one per core, or one per GPU where the runs
+    use any GPU. `concurrent` trains that many runs at once on the GPU. A run that reads the weights of another one in
     `runs` waits for it. `progress()` makes the progress display of a run where there is one process. `trackers` are
-    those of `train`, in the folder of each run.
+    those of `train`, in the folder of each run. An `engine` trains the runs on other machines, as many at once as it
+    was made for.
     """
+    require(
+        engine is None or (jobs is None and concurrent is None),
+        "an engine has its own jobs and concurrent: give them to the engine.",
+    )
     require(jobs is None or jobs >= 1, f"jobs must be 1 or more, got {jobs}.")
     require(
         jobs is None or concurrent is None,
@@ -116,15 +124,17 @@ def train_runs(
     )
     world_size = distributed_context().world_size
     require(
-        world_size == 1 or (concurrent is None and jobs in (None, 1)),
-        f"the {world_size} processes of torchrun train each run together: leave out jobs and concurrent.",
+        world_size == 1 or (concurrent is None and jobs in (None, 1) and engine is None),
+        f"the {world_size} processes of torchrun train each run together: leave out jobs, concurrent and engine.",
     )
-    names = parse_names(trackers)
+    names, recipes = parse_names(trackers), [run.recipe for run in runs]
     queued = [Job(run.recipe, run.folder, data_dir, names) for run in runs]
-    if concurrent is not None and queued:
+    if engine is not None:
+        yield from engine.train(queued, note)
+    elif concurrent is not None and queued:
         yield from train_concurrently(queued, concurrent, note)
-    elif (count := min(jobs or default_process_count([run.recipe for run in runs]), len(queued))) > 1:
-        yield from train_in_processes(queued, count, note)
+    elif (count := min(jobs or default_process_count(recipes), len(queued))) > 1:
+        yield from train_in_processes(queued, count, note, assignable_gpus(recipes))
     else:
         waiting = JobQueue(queued)
         while (index := waiting.take()) is not None:
@@ -136,10 +146,15 @@ def train_runs(
 
 
 def default_process_count(recipes: Sequence[Recipe]) -> int:
-    """Return one process per core; a single process under torchrun, or where a recipe trains on a GPU."""
-    if distributed_context().world_size > 1 or any(
-        select_device(recipe.train.device).type != "cpu" for recipe in recipes
-    ):
+    """Return one process per core, or per GPU where the recipes train on any GPU.
+
+    Under torchrun, and where a recipe trains on a certain GPU or some train on a CPU and others do not, it is one.
+    """
+    if distributed_context().world_size > 1:
+        return 1
+    if gpus := assignable_gpus(recipes):
+        return len(gpus)
+    if any(select_device(recipe.train.device).type != "cpu" for recipe in recipes):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

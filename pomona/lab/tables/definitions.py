@@ -36,12 +36,13 @@ leave out too; a column without numbers is not in the paper. `from`, `teacher` a
 from __future__ import annotations
 
 import itertools
-import tomllib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pomona.errors import PomonaError, require
+from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, reading
 
 from ..recipes import bundled
 from ..recipes.overrides import parse_value, read_recipe
@@ -67,6 +68,7 @@ TABLE_KEYS = (
     "like",
 )
 PART_KEYS = ("label", "recipe", "set", "rows", "paper", "seeds", "columns")
+MAX_ROWS = 10_000  # of a part
 MEASURES = ("accuracy", "valid_accuracy")
 # Keys that are not repeated in the setting of a cell: it has entries for the first ones, and the others have no effect.
 KEYS_NOT_IN_SETTING = {"model", "model.name", "method", "method.sparsity"}
@@ -76,7 +78,12 @@ KEYS_NOT_IN_SETTING |= SETTINGS_WITHOUT_EFFECT | OBSERVING_SETTINGS.keys()
 def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
     """Return the table defined in a file; `overrides` are "dotted.key=value" for the recipes of all parts."""
     path = Path(source)
-    definition = read_definition(path)
+    with reading(f"the table '{path}'"):
+        return make_table(path, read_definition(path), overrides)
+
+
+def make_table(path: Path, definition: Mapping[str, Any], overrides: Sequence[str]) -> PaperTable:
+    """Return the table of a definition."""
     try:
         cells = [cell for part in definition["part"] for cell in part_cells(definition, part, overrides)]
     except PomonaError as error:
@@ -96,11 +103,15 @@ def load_table(source: str | Path, overrides: Sequence[str] = ()) -> PaperTable:
     )
 
 
-def read_definition(path: Path) -> dict[str, Any]:
-    """Return the validated content of a table's file, with what it takes from another table by `like`."""
+def read_definition(path: Path, seen: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the validated content of a table's file, with what it takes from another table by `like`.
+
+    `seen` are the tables that are like this one.
+    """
+    require(path.resolve() not in seen, f"the table '{path}' is like itself.")
     try:
-        definition = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        definition = parse_toml(read_bytes(path, MAX_TOML_BYTES).decode())
+    except (OSError, ValueError) as error:
         raise PomonaError(f"the table '{path}' cannot be read: {error}.") from error
     require_known("key of a table", definition, TABLE_KEYS)
     require_known("measure", [definition.get("measure", "accuracy")], MEASURES)
@@ -108,7 +119,8 @@ def read_definition(path: Path) -> dict[str, Any]:
     require_known("chart", definition.get("charts", ()), CHART_KINDS)
     definition = {"columns": {}, "part": [], **definition}
     if "like" in definition:
-        definition = inherit_definition(read_definition(bundled.find_recipe(definition["like"])), definition)
+        base = read_definition(bundled.find_recipe(definition["like"]), [*seen, path.resolve()])
+        definition = inherit_definition(base, definition)
     require(bool(definition["part"] and definition["columns"]), f"the table '{path}' needs [columns] and a [[part]].")
     for part in definition["part"]:
         require_known("key of a part", part, PART_KEYS)
@@ -204,4 +216,6 @@ def format_row(row: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 def expand_rows(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return the rows of a part: every combination of the values of its axes."""
+    count = math.prod(len(values) for values in axes.values())
+    require(count <= MAX_ROWS, f"the axes have more than {MAX_ROWS:,} combinations: leave out some values.")
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

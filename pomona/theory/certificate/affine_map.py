@@ -18,6 +18,7 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 PRODUCTS = ("matmul", "mm", "addmm")
 SCALINGS = ("mul", "div")
+COEFFICIENT_ERROR = 16 * torch.finfo(torch.float64).eps  # relative, of a scale or a shift with a root in it
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class AffineMap:
     `norm` bounds ‖product(·, W)‖₂ from W. `terms` is the length of the longest sum in one entry of the result, and
     `reach` bounds the norm of the map with |W| in place of W by reach · ‖W‖, as the margin for rounding needs it.
     `channel_axis` is the axis of W for the channels of the result, or None where a batch norm cannot be folded in.
+    Where W and b are rounded themselves, `sizes` are what their errors are relative to, and `same` says where the exact
+    ones are equal in both networks.
     """
 
     weight: Tensor
@@ -36,35 +39,70 @@ class AffineMap:
     terms: int
     reach: float = 1.0
     channel_axis: int | None = None
+    sizes: tuple[Tensor, Tensor] | None = None
+    same: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight) + self.bias
 
     def __sub__(self, other: AffineMap) -> AffineMap:
-        return replace(self, weight=self.weight - other.weight, bias=self.bias - other.bias)
+        removed = replace(self, weight=self.weight - other.weight, bias=self.bias - other.bias)
+        if self.sizes is None or other.sizes is None or self.same is None:
+            return removed
+        pairs = zip(self.same, self.sizes, other.sizes, strict=True)
+        weight, bias = (torch.where(same, 0.0, one + two) for same, one, two in pairs)
+        return replace(removed, sizes=(weight, bias))
 
     def __bool__(self) -> bool:
         """Return whether the map is not zero."""
         return bool(self.weight.any() or self.bias.any())
 
-    def then_scale(self, scale: Tensor, shift: Tensor) -> AffineMap:
-        """Return the map followed by a batch norm with this scale and shift of each channel."""
+    def then_scale(self, norm: Coefficients, other: AffineMap) -> AffineMap:
+        """Return the map followed by a batch norm; `other` is the map of the other network before it."""
         assert self.channel_axis is not None
         trailing = [1] * max(0, self.weight.ndim - 2)  # the axes of an image
         axes = [1] * self.weight.ndim
         axes[self.channel_axis] = -1
-        weight = self.weight * scale.view(axes)
-        return replace(self, weight=weight, bias=self.bias * scale.view(-1, *trailing) + shift.view(-1, *trailing))
+        weight, scaled = self.weight * norm.scale.view(axes), self.bias * norm.scale.view(-1, *trailing)
+        sizes = weight.abs(), scaled.abs() + norm.size.view(-1, *trailing)
+        same = (
+            norm.same.view(axes) & (self.weight == other.weight),
+            norm.same.view(-1, *trailing) & (self.bias == other.bias),
+        )
+        return replace(self, weight=weight, bias=scaled + norm.shift.view(-1, *trailing), sizes=sizes, same=same)
 
     def norm_bound(self) -> float:
         """Return an upper bound of ‖product(·, W)‖₂."""
-        return self.norm(self.weight)
+        return self.norm(self.weight) + self.weight_error
+
+    @property
+    def weight_error(self) -> float:
+        """A bound of the norm of what is missing in W by its rounding."""
+        return 0.0 if self.sizes is None else self.reach * COEFFICIENT_ERROR * euclidean_norm(self.sizes[0])
 
     def rounding_bound(self, x: Tensor, result: Tensor) -> float:
         """Return an upper bound of the distance between the computed result and the exact one."""
         eps = torch.finfo(torch.float64).eps
         product = self.reach * euclidean_norm(self.weight) * euclidean_norm(x)
-        return 4 * (self.terms + 4) * eps * (product + euclidean_norm(self.bias.expand_as(result)))
+        computed = 4 * (self.terms + 4) * eps * (product + euclidean_norm(self.bias.expand_as(result)))
+        if self.sizes is None:
+            return computed
+        of_bias = COEFFICIENT_ERROR * euclidean_norm(self.sizes[1].expand_as(result))
+        return computed + self.weight_error * euclidean_norm(x) + of_bias
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Scale and shift of each channel of a batch norm in evaluation mode.
+
+    `size` is the sum of the absolute values of the shift's terms, and `same` says which channels are equal in both
+    networks.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    size: Tensor
+    same: Tensor
 
 
 def affine_map(step: Step, side: int, shape: torch.Size, padding: Step | None = None) -> AffineMap | None:
@@ -75,9 +113,7 @@ def affine_map(step: Step, side: int, shape: torch.Size, padding: Step | None = 
     if step.op in (*CONVOLUTIONS, *TRANSPOSED):
         return convolution_map(step, side, shape, padding)
     if step.op == "batch_norm":
-        scale, shift = batch_norm_coefficients(step, side)
-        trailing = [1] * (len(shape) - 2)
-        return diagonal_map(scale.view(-1, *trailing), shift.view(-1, *trailing))
+        return batch_norm_map(batch_norm_coefficients(step, side), [1] * (len(shape) - 2))
     if step.op in SCALINGS:
         return scaling_map(step, side, shape)
     return matrix_map(step, side, shape)
@@ -181,11 +217,14 @@ def scaling_map(step: Step, side: int, shape: torch.Size) -> AffineMap | None:
         value, factor = factor, value
     if not isinstance(value, Value) or not isinstance(factor, Weight) or settings.get("rounding_mode") is not None:
         return None
-    scale = factor.of(side)
-    scale = scale if step.op == "mul" else scale.reciprocal()
-    if not scale.is_floating_point() or torch.broadcast_shapes(scale.shape, shape) != shape:
+    scale = factor.of(side).double()  # whole numbers and truth values too
+    if torch.broadcast_shapes(scale.shape, shape) != shape:
         return None
-    return diagonal_map(scale, scale.new_zeros(()))
+    zero = scale.new_zeros(())
+    if step.op == "mul":
+        return diagonal_map(scale, zero)
+    same = factor.dense == factor.pruned, torch.ones_like(zero, dtype=torch.bool)
+    return replace(diagonal_map(scale.reciprocal(), zero), sizes=(scale.reciprocal().abs(), zero), same=same)
 
 
 def diagonal_map(scale: Tensor, shift: Tensor) -> AffineMap:
@@ -193,14 +232,24 @@ def diagonal_map(scale: Tensor, shift: Tensor) -> AffineMap:
     return AffineMap(scale, shift, torch.mul, lambda w: float(w.abs().max()), 1)
 
 
-def batch_norm_coefficients(step: Step, side: int) -> tuple[Tensor, Tensor]:
+def batch_norm_coefficients(step: Step, side: int) -> Coefficients:
     """Return the scale and the shift of a batch norm in evaluation mode."""
     settings = step.settings
     mean, variance = settings["running_mean"].of(side), settings["running_var"].of(side)
+    weight, bias = settings["weight"], settings["bias"]
     scale = (variance + settings["eps"]).rsqrt()
-    scale = scale if settings["weight"] is None else scale * settings["weight"].of(side)
-    shift = -mean * scale if settings["bias"] is None else settings["bias"].of(side) - mean * scale
-    return scale, shift
+    scale = scale if weight is None else scale * weight.of(side)
+    moved = -mean * scale
+    added = torch.zeros_like(moved) if bias is None else bias.of(side)
+    tensors = [w for w in (weight, bias, settings["running_mean"], settings["running_var"]) if w is not None]
+    same = torch.stack([w.dense == w.pruned for w in tensors]).all(0)
+    return Coefficients(scale, moved + added, moved.abs() + added.abs(), same)
+
+
+def batch_norm_map(norm: Coefficients, trailing: list[int]) -> AffineMap:
+    """Return a batch norm as a map, with dimensions for the axes after the channels."""
+    scale, shift, size, same = (part.view(-1, *trailing) for part in (norm.scale, norm.shift, norm.size, norm.same))
+    return replace(diagonal_map(scale, shift), sizes=(scale.abs(), size), same=(same, same))
 
 
 def schur_bound(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: torch.Size) -> float:

@@ -7,6 +7,7 @@ operation, a softmax among the entries to keep, instead of scores of minus infin
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def expand_product_attention(new: Rewriting, step: Step) -> bool:
     scores = new.add(f"{name}_scaled", aten.mul.Scalar, (scores, scale), (*lead, rows, columns))
     mask = given.get("attn_mask")
     if given.get("is_causal"):
-        mask = equal_weight("causal", torch.ones(rows, columns, dtype=torch.bool).tril())
+        mask = equal_weight("causal", torch.ones(rows, columns, dtype=torch.bool, device=new.device).tril())
     if mask is not None and mask.dense.dtype == torch.bool:
         add_softmax(new, step, scores, -1, mask.dense)
     else:
@@ -63,18 +64,30 @@ def expand_softmax(new: Rewriting, step: Step) -> bool:
     operands = before.args[:2]
     if before.op == "add" and not before.kwargs and {type(x) for x in operands} == {Value, Weight}:
         value, mask = operands if isinstance(operands[0], Value) else operands[::-1]
-        if not bool((mask.dense <= HIDDEN).any()):
+        hides = any(bool((side <= HIDDEN).any()) for side in (mask.dense, mask.pruned))
+        if not hides or new.old[value.index].shape != before.shape:
             return False
         return add_shifted_softmax(new, step, new.move(value), axis, mask)
     if before.op == "where" and isinstance(before.args[0], Weight) and len(before.args) == 3:
         condition, one, other = before.args
         swapped = isinstance(other, Value)
         value, constant = (other, one) if swapped else (one, other)
-        largest = constant.dense.max() if isinstance(constant, Weight) else constant
-        if not isinstance(value, Value) or isinstance(constant, Value) or not largest <= HIDDEN:
+        if not isinstance(value, Value) or new.old[value.index].shape != before.shape:
+            return False
+        if not hides_all(constant, step):
             return False
         return add_softmax(new, step, new.move(value), axis, condition.dense ^ swapped)
     return False
+
+
+def hides_all(constant: Any, step: Step) -> bool:
+    """Return whether a number or a weight hides every entry that it replaces; it must be the same in both networks."""
+    if isinstance(constant, Weight):
+        hidden = constant.dense <= HIDDEN
+        same = torch.equal(hidden, constant.pruned <= HIDDEN)
+        require(same, f"the two networks have different masks at '{step.name}'.")
+        return bool(hidden.all())
+    return isinstance(constant, (int, float)) and constant <= HIDDEN
 
 
 def add_shifted_softmax(new: Rewriting, step: Step, scores: Value, axis: int, shift: Weight | None) -> bool:

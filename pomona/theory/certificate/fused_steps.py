@@ -55,7 +55,7 @@ def fuse_root_mean_square(new: Rewriting, step: Step) -> bool:
         total = argument(new.old, factor, "rsqrt")
         mean, epsilon = number_of(new.old, total, "add")
         square = argument(new.old, mean, "mean")
-        if square is None or x is None or x != with_number(new.old, square, "pow", 2.0):
+        if square is None or x is None or x != squared(new.old, square):
             continue
         settings = new.old[mean.index].args[1:]
         if settings not in (([-1], True), ([len(step.shape) - 1], True)):
@@ -63,6 +63,20 @@ def fuse_root_mean_square(new: Rewriting, step: Step) -> bool:
         new.add(step.name, ROOT_MEAN_SQUARE_NORM, (new.move(x), epsilon), step.shape)
         return True
     return False
+
+
+def fuse_square(new: Rewriting, step: Step) -> bool:
+    """Add a square in place of the product of a value with itself, whose factors are not independent."""
+    if step.args[0] != step.args[1] or not isinstance(step.args[0], Value):
+        return False
+    new.add(step.name, torch.ops.aten.pow.Tensor_Scalar, (new.move(step.args[0]), 2), step.shape)
+    return True
+
+
+def squared(steps: Sequence[Step], value: Any) -> Any:
+    """Return the value whose square a value is, or None."""
+    one, other = operands(steps, value, "mul")
+    return one if isinstance(one, Value) and one == other else with_number(steps, value, "pow", 2.0)
 
 
 def operands(steps: Sequence[Step], value: Any, op: str) -> tuple[Any, ...]:
@@ -101,5 +115,5 @@ def with_number(steps: Sequence[Step], value: Any, op: str, number: float) -> An
 REWRITES = {
     "scaled_dot_product_attention": (expand_product_attention,),
     "softmax": (expand_softmax,),
-    "mul": (fuse_gelu, fuse_root_mean_square),
+    "mul": (fuse_gelu, fuse_root_mean_square, fuse_square),
 }

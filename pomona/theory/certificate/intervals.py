@@ -29,8 +29,10 @@ class Interval:
 
     @property
     def radius(self) -> Tensor:
-        """Half the width of each interval."""
-        return (self.high - self.low) / 2
+        """Half the width of each interval, rounded up: no point is farther from the computed middle."""
+        centre = self.centre
+        farthest = torch.maximum(self.high - centre, centre - self.low) * (1 + 2 * EPS)
+        return farthest.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     @property
     def magnitude(self) -> Tensor:

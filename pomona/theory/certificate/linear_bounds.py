@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .forward import input_bounds, step_bounds
 from .intervals import EPS, Interval, PairBounds
-from .linear_form import Form, contract, largest_value, rounding
+from .linear_form import Form, as_matrix, contract, largest_value, rounding
 from .paired_graph import PairedGraph
 from .regions import InputSet
 from .rules import rule_of
@@ -65,7 +65,7 @@ def relaxed(step: Step, result: PairBounds, bounds: list[PairBounds]) -> PairBou
 
 def refine_step(graph: PairedGraph, inputs: InputSet, bounds: list[PairBounds], index: int, effort: Effort) -> None:
     """Replace the bounds of one step by tighter ones, for the entries where that helps."""
-    priority = refinement_priority(graph, bounds, index).flatten(1)
+    priority = as_matrix(refinement_priority(graph, bounds, index))
     count = min(int((priority > 0).sum(1).max()), effort.neurons)
     if count == 0:
         return
@@ -135,7 +135,7 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
     """Return upper bounds of the sum of forms on some steps, for one example, by substitution back to the input."""
     pending = dict(forms)
     rows = len(next(iter(forms.values())).gap)
-    constant = bounds[0].gap.low.new_zeros(rows)
+    terms = [bounds[0].gap.low.new_zeros(rows)]
     for index in range(max(forms), 0, -1):
         form = pending.pop(index, None)
         if form is None:
@@ -144,16 +144,18 @@ def largest_forms(graph: PairedGraph, forms: dict[int, Form], bounds: list[PairB
         rule = rule_of(step)
         result = rule.substitution(step, form, [bounds[i] for i in step.inputs], bounds[index].relaxation)
         if result is None:
-            constant = constant + largest_value(form, bounds[index])
+            terms.append(largest_value(form, bounds[index]))
             continue
-        constant = constant + result.constant
+        terms.append(result.constant)
         for i, part in zip(step.inputs, result.forms, strict=True):
             if i in pending:
                 part = part + pending[i]
-                constant = constant + rounding(part, bounds[i], 2)
+                terms.append(rounding(part, bounds[i], 2))
             pending[i] = part
     if 0 in pending:
-        constant = constant + largest_input(pending[0].pruned, inputs)
+        terms.append(largest_input(pending[0].pruned, inputs))
+    summands = torch.stack(terms)
+    constant = summands.sum(0) + len(terms) * EPS * summands.abs().sum(0)
     return torch.where(constant.isnan(), torch.inf, constant)  # what is not a number says nothing
 
 
@@ -162,7 +164,7 @@ def largest_input(coefficients: Tensor, inputs: InputSet) -> Tensor:
     centre, half = (inputs.low + inputs.high) / 2, (inputs.high - inputs.low) / 2
     absolute = coefficients.abs()
     box = contract(coefficients, centre) + contract(absolute, half)
-    lengths = torch.linalg.vector_norm(coefficients.flatten(1), dim=1)
+    lengths = torch.linalg.vector_norm(as_matrix(coefficients), dim=1)
     ball = contract(coefficients, inputs.centre) + torch.where(lengths > 0, inputs.radius * lengths, 0.0)
     reach = torch.maximum(inputs.low.abs(), inputs.high.abs()) + inputs.centre.abs()
     return torch.minimum(box, ball) + 4 * (reach.numel() + 8) * EPS * contract(absolute, reach)

@@ -75,12 +75,17 @@ for data in (Form, Substitution, Lines):
 
 def contract(rows: Tensor, vector: Tensor) -> Tensor:
     """Return Σ row · vector for each row; the vector may have to be broadcast."""
-    return rows.flatten(1) @ vector.expand(rows.shape[1:]).flatten()
+    return as_matrix(rows) @ vector.expand(rows.shape[1:]).flatten()
 
 
 def row_sums(x: Tensor) -> Tensor:
     """Return the sum of each row."""
-    return x.flatten(1).sum(1)
+    return as_matrix(x).sum(1)
+
+
+def as_matrix(rows: Tensor) -> Tensor:
+    """Return rows of coefficients as a matrix; those on a single number, which has no axes, as one of one column."""
+    return rows.reshape(len(rows), -1)
 
 
 def rounding(form: Form, bounds: PairBounds, terms: int) -> Tensor:
@@ -91,12 +96,17 @@ def rounding(form: Form, bounds: PairBounds, terms: int) -> Tensor:
 
 def largest_value(form: Form, bounds: PairBounds) -> Tensor:
     """Return an upper bound of forms from the intervals of the value."""
-    dense_basis = form.gap, form.pruned - form.gap  # coefficients of dense and pruned
-    mixed_basis = form.pruned, form.gap - form.pruned  # coefficients of dense and gap
-    above = largest(form.gap, bounds.gap) + largest(form.pruned, bounds.pruned)
-    above = torch.minimum(above, largest(dense_basis[0], bounds.dense) + largest(dense_basis[1], bounds.pruned))
-    above = torch.minimum(above, largest(mixed_basis[0], bounds.dense) + largest(mixed_basis[1], bounds.gap))
-    return row_sums(above) + rounding(form, bounds, 4)
+    bases = (
+        ((form.gap, bounds.gap), (form.pruned, bounds.pruned)),
+        ((form.gap, bounds.dense), (form.pruned - form.gap, bounds.pruned)),
+        ((form.pruned, bounds.dense), (form.gap - form.pruned, bounds.gap)),
+    )
+    above = torch.full_like(form.gap, torch.inf)
+    for basis in bases:
+        reach = sum((c.abs() * interval.magnitude for c, interval in basis), torch.zeros_like(above))
+        total = sum((largest(c, interval) for c, interval in basis), torch.zeros_like(above))
+        above = torch.minimum(above, total + 4 * EPS * reach)
+    return row_sums(above) + 2 * (4 + above[0].numel()) * EPS * row_sums(above.abs())
 
 
 def largest(coefficient: Tensor, interval: Interval) -> Tensor:

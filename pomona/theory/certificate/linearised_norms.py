@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from .. import spectral
-from .forward import input_bounds, step_bounds
+from .forward import input_bounds, interval_bounds, step_bounds
 from .intervals import Interval, PairBounds
-from .linear_form import Form
+from .linear_form import Form, as_matrix, contract
 from .paired_graph import PairedGraph
-from .regions import InputSet
+from .paired_value import ROUNDING, euclidean_norm
+from .regions import InputSet, neighbourhoods
 from .rules import rule_of
+from .rules.bilinear import multiply_numbers
 from .rules.piecewise import pieces_of, same_function
-from .steps import DENSE, PRUNED, Step
+from .steps import DENSE, Step
 
 PIECEWISE = ("relu", "leaky_relu", "prelu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "abs")
 LARGEST_VALUE = 512  # entries; the norms of larger matrices take minutes
-ROUNDING = 1e-12  # relative, for sums of norms
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rest:
     step: int
     gap_slope: Tensor
     gap_half: Tensor
-    gap_at_centre: Tensor
+    gap_at_centre: Interval
     slope: Tensor
     half: Tensor
 
@@ -63,7 +64,7 @@ def linearised_norms(
     `known` are bounds of every step from elsewhere, which say what neurons cannot change their sign.
     """
     middle, radius = enclosing_ball(inputs)
-    centre = [graph.evaluate(side, middle) for side in (DENSE, PRUNED)]
+    centre = [first_example(at) for at in interval_bounds(graph, neighbourhoods(middle, 0.0))]
     bounds, spreads = [input_bounds(inputs)], {0: Spread(0.0, radius)}
     rests: dict[int, Rest] = {}
     readers = {i for step in graph.steps[1:] if step.op in PIECEWISE for i in step.inputs} | {len(graph.steps) - 1}
@@ -72,7 +73,7 @@ def linearised_norms(
         if known is not None:
             bounds[index] = bounds[index].intersect(known[index]).tighten()
         if step.op in PIECEWISE:
-            rests[index] = rest_of(step, bounds, centre)
+            rests[index] = rest_of(step, bounds, centre, index)
         if index in readers:
             spreads[index], bounds[index] = measure(graph, index, bounds, spreads, rests, centre)
     return spreads[len(graph.steps) - 1], bounds
@@ -87,36 +88,34 @@ def enclosing_ball(inputs: InputSet) -> tuple[Tensor, float]:
     return middle, float(torch.linalg.vector_norm(farthest)) * (1 + ROUNDING)
 
 
-def rest_of(step: Step, bounds: list[PairBounds], centre: list[list[Tensor]]) -> Rest:
-    """Return the rest of a piecewise linear function, from the bounds of its input."""
+def rest_of(step: Step, bounds: list[PairBounds], centre: list[PairBounds], index: int) -> Rest:
+    """Return the rest of a piecewise linear function, from the bounds of its input and those at the centre."""
     (source,) = step.inputs
     x = first_example(bounds[source])
     function = pieces_of(step, x.gap.low, DENSE)
     both, side = function.slope_range(x.hull), function.slope_range(x.pruned)
-    dense, pruned = centre[DENSE][source], centre[PRUNED][source]
-    after = function.function(dense) - function.function(pruned)
-    rest = after - both.centre * (dense - pruned)
+    slope = both.centre
+    rest = centre[index].gap - multiply_numbers(Interval(slope, slope), centre[source].gap)
     return Rest(source, both.centre, both.radius, rest, side.centre, side.radius)
 
 
 def measure(
     graph: PairedGraph, index: int, bounds: list[PairBounds], spreads: dict[int, Spread], rests: dict[int, Rest],
-    centre: list[list[Tensor]],
+    centre: list[PairBounds],
 ) -> tuple[Spread, PairBounds]:  # fmt: skip
     """Return the norms of a step, and its bounds with each entry cut to what the norms before it allow."""
     shape = graph.steps[index].shape
-    unit = torch.eye(shape.numel(), dtype=torch.float64).view(-1, *shape)
+    unit = torch.eye(shape.numel(), dtype=torch.float64, device=graph.device).view(-1, *shape)
     zero = torch.zeros_like(unit)
     known = [first_example(b) for b in bounds]
-    dense, pruned = (centre[side][index].flatten() for side in (DENSE, PRUNED))
+    pruned, gap = (side.map(torch.flatten) for side in (centre[index].pruned, centre[index].gap))
     _, moved, entries = spread_of(graph, index, Form(zero, unit), known, spreads, rests)
-    pruned_bounds = bounds[index].pruned.intersect(around(pruned, entries, shape))
+    pruned_bounds = bounds[index].pruned.intersect(around(pruned.centre, entries + pruned.radius, shape))
     at_centre, varied, entries = spread_of(graph, index, Form(unit, zero), known, spreads, rests)
-    base = dense - pruned - at_centre
-    gap_bounds = bounds[index].gap.intersect(around(base, entries, shape))
-    length = float(torch.linalg.vector_norm(base)) + float(
-        torch.linalg.vector_norm(ROUNDING * (dense.abs() + pruned.abs()))
-    )
+    base = gap.centre - at_centre
+    error = gap.radius + ROUNDING * (gap.magnitude + at_centre.abs())
+    gap_bounds = bounds[index].gap.intersect(around(base, entries + error, shape))
+    length = euclidean_norm(base) + euclidean_norm(error)
     spread = Spread((length + varied) * (1 + ROUNDING), moved * (1 + ROUNDING))
     return spread, replace(bounds[index], pruned=pruned_bounds, gap=gap_bounds).tighten()
 
@@ -139,21 +138,23 @@ def spread_of(
     """Return how rows of forms vary: the part of the rests at the centre, and the norm and entries of what varies."""
     pending = {index: form}
     rows = len(form.gap)
-    shift, length, entries = torch.zeros(rows, dtype=torch.float64), 0.0, torch.zeros(rows, dtype=torch.float64)
-    slack = torch.zeros(rows, dtype=torch.float64)
+    zero = form.gap.new_zeros(rows)
+    shift, length, entries, slack = zero, 0.0, zero, zero
     for i in range(index, 0, -1):
         if (here := pending.pop(i, None)) is None:
             continue
         step = graph.steps[i]
         if i in rests:
             rest = rests[i]
-            shift = shift + here.gap.flatten(1) @ rest.gap_at_centre.flatten()
+            shift = shift + contract(here.gap, rest.gap_at_centre.centre)
+            slack = slack + contract(here.gap.abs(), rest.gap_at_centre.radius)
+            slack = slack + ROUNDING * contract(here.gap.abs(), rest.gap_at_centre.magnitude)
             for matrix, norm in (
                 (here.gap * rest.gap_half, spreads[rest.step].gap),
                 (here.pruned * rest.half, spreads[rest.step].pruned),
             ):
                 length += norm_bound(matrix) * norm
-                entries = entries + torch.linalg.vector_norm(matrix.flatten(1), dim=1) * norm
+                entries = entries + torch.linalg.vector_norm(as_matrix(matrix), dim=1) * norm
             parts = {rest.step: Form(here.gap * rest.gap_slope, here.pruned * rest.slope)}
         else:
             arguments = [bounds[j] for j in step.inputs]
@@ -169,11 +170,11 @@ def spread_of(
     if 0 in pending:
         matrix = pending[0].pruned
         length += norm_bound(matrix) * spreads[0].pruned
-        entries = entries + torch.linalg.vector_norm(matrix.flatten(1), dim=1) * spreads[0].pruned
+        entries = entries + torch.linalg.vector_norm(as_matrix(matrix), dim=1) * spreads[0].pruned
     return shift, length + float(torch.linalg.vector_norm(slack)), entries + slack
 
 
 def norm_bound(matrix: Tensor) -> float:
     """Return an upper bound of a matrix's norm, rows × anything."""
-    flat = matrix.flatten(1)
+    flat = as_matrix(matrix)
     return spectral.bound(flat) if bool(flat.any()) else 0.0

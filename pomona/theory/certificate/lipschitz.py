@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .paired_value import ROUNDING
+from .rules.shared import is_selected_by_value
+from .rules.smooth_functions import softplus_jump
 from .steps import DENSE, Step, Value
 
 # Each entry of the result is a sum of entries of the values, with coefficients that are not negative, and a constant.
@@ -79,9 +81,7 @@ def jump(step: Step) -> float:
     """Return the largest jump of an activation, which its Lipschitz constant leaves out: softplus at its threshold."""
     if step.op != "softplus":
         return 0.0
-    beta, threshold = float(step.settings["beta"]), float(step.settings["threshold"])
-    # log(1 + e^−t) without overflow
-    return (max(0.0, -threshold) + math.log1p(math.exp(-abs(threshold)))) / abs(beta) * (1 + ROUNDING)
+    return softplus_jump(float(step.settings["beta"]), float(step.settings["threshold"]))
 
 
 def scaling_constant(step: Step) -> float | None:
@@ -93,7 +93,9 @@ def scaling_constant(step: Step) -> float | None:
         value, factor = factor, value
     if not isinstance(value, Value) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
         return None
-    return abs(float(factor)) if step.op == "mul" else 1 / abs(float(factor))
+    if step.op == "mul":
+        return abs(float(factor))
+    return 1 / abs(float(factor)) if factor else None
 
 
 # ---- pooling
@@ -127,7 +129,9 @@ def sum_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float], fl
     """
     if step.op in ("add", "sub", "rsub"):
         return addition_constants(step, values)
-    if step.op not in NONNEGATIVE_SUMS or has_value_position(step):
+    if step.op in ("maximum", "minimum") and all(torch.equal(w.dense, w.pruned) for w in step.weights):
+        return addition_constants(step, values)  # an extremum moves by no more than the sum
+    if step.op not in NONNEGATIVE_SUMS or is_selected_by_value(step):
         return None
     zeros = [torch.zeros_like(value) for value in values]
     rows, columns = [], []
@@ -169,10 +173,3 @@ def addition_constants(step: Step, values: Sequence[Tensor]) -> tuple[list[float
     entries = math.prod(step.shape)
     singles = [c * math.sqrt(entries / v.numel()) for c, v in zip(factors, values, strict=True)]
     return singles, math.sqrt(sum(c**2 for c in singles))
-
-
-def has_value_position(step: Step) -> bool:
-    """Return whether a step selects entries by a value instead of by a constant."""
-    if step.op == "where":
-        return isinstance(step.args[0], Value)
-    return step.op in ("index", "index_select") and len(step.inputs) > 1

@@ -32,10 +32,11 @@ class NetworkPair:
         first = evaluation_copy(dense)
         second = load_copy(first, pruned) if isinstance(pruned, Mapping) else evaluation_copy(pruned)
         graph = pair_networks(first, second, example[None])
+        shape = graph.steps[-1].shape
         require(
-            graph.steps[-1].shape[:-1].numel() == 1,
-            f"a prediction needs one output for each class, and the networks have outputs of shape "
-            f"{tuple(graph.steps[-1].shape[1:])}.",
+            len(shape) > 0 and shape[:-1].numel() == 1 and shape[-1] > 1,
+            "a prediction needs one output for each class, of which there are at least two, and the networks have "
+            f"outputs of shape {tuple(shape[1:])}.",
         )
         return NetworkPair(first, second.to(graph.device), graph)
 

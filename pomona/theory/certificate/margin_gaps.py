@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import require
+from .intervals import EPS, Interval
 from .margin_bounds import NetworkPair, bound_gaps
 from .regions import InputSet, Region
 
@@ -32,15 +33,17 @@ class MarginGaps:
 
     def margins(self, outputs: Tensor, of: str = "pruned") -> Tensor:
         """Return a lower bound of each example's smallest margin in the other network."""
-        require(of in ("pruned", "dense"), f"of is 'pruned' or 'dense', got {of!r}.")
         outputs = outputs.flatten(1).double()
-        classes = outputs.argmax(1)
+        return self.smallest_margins(Interval(outputs, outputs), outputs.argmax(1), of)
+
+    def smallest_margins(self, outputs: Interval, classes: Tensor, of: str) -> Tensor:
+        """Return a lower bound of the smallest margin of each example's class in the other network."""
+        require(of in ("pruned", "dense"), f"of is 'pruned' or 'dense', got {of!r}.")
         # dense margin of c over j = pruned margin + gap_c − gap_j, and gap_j − gap_c is at most bounds[j, c].
         most = self.bounds.T[classes] if of == "pruned" else self.bounds[classes]
-        margins = outputs.gather(1, classes[:, None]) - outputs - most
+        margins = outputs.low.gather(1, classes[:, None]) - outputs.high - most
         margins = margins.scatter(1, classes[:, None], torch.inf)
-        rounding = 4 * torch.finfo(torch.float64).eps * (outputs.abs().amax(1) + most.abs().amax(1))
-        return margins.amin(1) - rounding
+        return margins.amin(1) - 4 * EPS * (outputs.magnitude.abs().amax(1) + most.abs().amax(1))
 
 
 def certify_margins(

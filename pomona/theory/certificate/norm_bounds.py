@@ -20,7 +20,7 @@ from ...errors import PomonaError
 from .affine_map import AffineMap, affine_map, batch_norm_coefficients, is_circular_padding
 from .lipschitz import jump, lipschitz_constant, sum_constants
 from .paired_graph import PairedGraph
-from .paired_value import PairedValue, apply_lipschitz, combine_values, euclidean_norm
+from .paired_value import ROUNDING, PairedValue, apply_lipschitz, combine_values, euclidean_norm
 from .regions import Region
 from .steps import DENSE, PRUNED, Step
 
@@ -117,17 +117,21 @@ class NormPropagation:
             return maps
         self.norms[after] = index
         norm = self.graph.steps[after]
-        return [m.then_scale(*batch_norm_coefficients(norm, side)) for m, side in zip(maps, SIDES, strict=True)]
+        others = zip(maps, reversed(maps), SIDES, strict=True)
+        return [m.then_scale(batch_norm_coefficients(norm, side), other) for m, other, side in others]
 
     def propagate_affine(self, step: Step, value: PairedValue, maps: Sequence[AffineMap]) -> PairedValue:
         """Return the value after an affine layer, and add the layer to `layers`."""
         dense, pruned = maps
         removed = pruned - dense
         dense_norm = dense.norm_bound()
-        pruned_norm, removed_norm = (pruned.norm_bound(), removed.norm_bound()) if removed else (dense_norm, 0.0)
+        error = removed.weight_error
+        pruned_norm, removed_norm = (
+            (pruned.norm_bound(), removed.norm_bound()) if removed else (dense_norm + error, error)
+        )
         results = [dense(value.dense), pruned(value.pruned)]
         spreads = [
-            norm * spread + affine.rounding_bound(at, results[0])
+            (norm * spread + affine.rounding_bound(at, results[0])) * (1 + ROUNDING)
             for norm, spread, affine, at in (
                 (dense_norm, value.dense_spread, dense, value.dense),
                 (pruned_norm, value.pruned_spread, pruned, value.pruned),
@@ -144,7 +148,7 @@ class NormPropagation:
                 (dense_norm, value.pruned_spread, value.pruned),
             )
         )
-        result = PairedValue(results[0], results[1], spreads[0], spreads[1], gap).with_capped_gap()
+        result = PairedValue(results[0], results[1], *spreads, gap * (1 + ROUNDING)).with_capped_gap()
         self.layers.append(Layer(layer_name(step), dense_norm, pruned_norm, removed_norm, result.gap))
         return result
 

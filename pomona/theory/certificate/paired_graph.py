@@ -23,6 +23,8 @@ from .exported_network import (
     device_of,
     evaluation_copy,
     export_network,
+    is_flatten,
+    is_switched_off_dropout,
     live_nodes,
     load_copy,
     operation_name,
@@ -178,6 +180,11 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     aten = torch.ops.aten
     if source.target is aten.view.default:  # which needs the strides of the exported tensors; a reshape takes any
         return replace(step, function=aten.reshape.default)
+    if is_switched_off_dropout(source):
+        return replace(step, op="clone", function=aten.clone.default, args=args[:1], kwargs={})
+    if is_flatten(source):
+        sides = fx.immutable_collections.immutable_list(step.shape)  # as those of a view, to compare equal
+        return replace(step, op="view", function=aten.reshape.default, args=(args[0], sides), kwargs={})
     if source.target is aten.copy.default and node.meta["val"].is_floating_point():
         # The values of one tensor in the shape of another; it has no derivative.
         return replace(step, op="expand", function=aten.expand.default, args=(args[1], list(step.shape)), kwargs={})
@@ -256,14 +263,15 @@ def require_faithful(graph: PairedGraph, side: int, model: nn.Module, example: T
         draw = torch.randn(BATCH, *example.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         batches.append(draw.to(example.device))
     for batch in batches:
-        expected = torch.cat([graph.evaluate(side, x)[-1] for x in batch.split(1)])
+        if graph.steps[-1].shape[:1] != (1,) and len(batch) > 1:
+            continue  # the first axis of the output is not the batch
+        outputs = [graph.evaluate(side, x)[-1] for x in batch.split(1)]
+        expected = torch.cat(outputs) if len(batch) > 1 else outputs[0]
         try:
             found = next(leaf for leaf in tree_leaves(model(batch.clone())) if isinstance(leaf, Tensor)).double()
         except Exception:
             require(len(batch) > 1, f"{type(model).__name__} fails for an input of shape {tuple(batch.shape)}.")
             continue
-        if graph.steps[-1].shape[:1] != (1,) and len(batch) > 1:
-            continue  # the first axis of the output is not the batch
         scale = float(expected.nan_to_num().abs().amax()) if expected.numel() else 0.0
         same = found.shape == expected.shape
         same = same and torch.allclose(found, expected, rtol=0, atol=AGREEMENT * scale + 1e-30, equal_nan=True)

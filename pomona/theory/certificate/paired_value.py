@@ -11,6 +11,8 @@ from torch import Tensor
 
 ROUNDING = 1e-12  # relative, for an operation other than a layer: above the error of summing 4000 float64 numbers
 
+SMALL = 0.01  # times ROUNDING, the absolute error of an activation whose result is near zero
+
 
 @dataclass(frozen=True)
 class PairedValue:
@@ -37,9 +39,12 @@ def apply_lipschitz(value: PairedValue, results: Sequence[Tensor], constant: flo
 
     `results` are its outputs at the centre.
     """
-    jumps = jump * math.sqrt(results[0].numel())
+    root = math.sqrt(results[0].numel())
+    jumps = jump * root
     spreads = constant * value.dense_spread + jumps, constant * value.pruned_spread + jumps
-    return with_rounding(PairedValue(results[0], results[1], *spreads, constant * value.gap + jumps))
+    # The result may be small and a difference of larger numbers, as that of GELU for negative inputs.
+    terms = constant * max(euclidean_norm(value.dense), euclidean_norm(value.pruned)) + SMALL * root
+    return with_rounding(PairedValue(results[0], results[1], *spreads, constant * value.gap + jumps), terms)
 
 
 def combine_values(
@@ -62,7 +67,7 @@ def combine_values(
 def with_rounding(value: PairedValue, terms: float = 0.0) -> PairedValue:
     """Return the value with a margin for the rounding of its centre, whose summands have at most the norm `terms`."""
     slack = [ROUNDING * (euclidean_norm(side) + terms) for side in (value.dense, value.pruned)]
-    spreads = value.dense_spread + slack[0], value.pruned_spread + slack[1]
+    spreads = value.dense_spread * (1 + ROUNDING) + slack[0], value.pruned_spread * (1 + ROUNDING) + slack[1]
     return PairedValue(value.dense, value.pruned, *spreads, value.gap * (1 + ROUNDING))
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...errors import PomonaError, require
 from ...table_view import TableView
+from .forward import interval_bounds
 from .margin_bounds import NetworkPair, bound_margins, class_rows
-from .margin_gaps import margin_gaps
+from .margin_gaps import MarginGaps, margin_gaps
 from .prediction_attack import AttackResult, attack_predictions
 from .regions import InputSet, Region, neighbourhoods
 
@@ -184,23 +185,28 @@ def certify_over_region(pair: NetworkPair, x: Tensor, region: Region) -> Certifi
     points = neighbourhoods(x, 0.0)
     classes = predict(pair.dense, points.centre[:, 0])
     found: AttackResult = attack_predictions(pair.dense, pair.pruned, points, classes, steps=0)
-    with torch.no_grad():
-        gaps = margin_gaps(pair, region)
-        sides = [
-            gaps.margins(network(points.centre[:, 0]), of)
-            for of, network in (("dense", pair.dense), ("pruned", pair.pruned))
-        ]
-    margin = torch.maximum(*sides)
+    gaps = margin_gaps(pair, region)
+    margin = torch.cat([margins_by_gaps(pair, points[i : i + BATCH], gaps) for i in range(0, len(points), BATCH)])
     unchanged = margin > 0
     return checked(
         CertifiedPredictions(classes, unchanged, unchanged, margin, found.changed, found.left_class, repr(region))
     )
 
 
+@torch.no_grad()
+def margins_by_gaps(pair: NetworkPair, points: InputSet, gaps: MarginGaps) -> Tensor:
+    """Return a lower bound of the margins at some points in one network, from those of the other and the gaps."""
+    output = interval_bounds(pair.graph, points)[-1]
+    sides = []
+    for of, side in (("dense", output.dense), ("pruned", output.pruned)):
+        outputs = side.map(lambda end: end.flatten(1))
+        sides.append(gaps.smallest_margins(outputs, outputs.centre.argmax(1), of))
+    return torch.maximum(*sides)
+
+
 def require_inside(x: Tensor, region: Region) -> None:
     """Raise PomonaError where an example is outside of a region."""
-    moved = region.step(x.double(), torch.zeros_like(x, dtype=torch.float64), 0.0)
-    outside = (moved - x.double()).flatten(1).abs().amax(1) > 1e-12 * (1 + x.double().flatten(1).abs().amax(1))
+    outside = ~region.contains(x)
     require(
         not bool(outside.any()),
         f"{int(outside.sum())} of {len(x)} examples lie outside of {region}, where nothing is proven: "

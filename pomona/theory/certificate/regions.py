@@ -11,6 +11,7 @@ from torch.utils._pytree import register_dataclass
 
 from ...errors import require
 
+ROUNDING = 1e-12  # relative, of a computed norm: an input whose computed norm is the radius counts as inside
 SPARSE_START_DENSITY = 0.05  # share of the inputs that is nonzero in every second starting point of a ball
 
 
@@ -24,12 +25,17 @@ class Ball:
         require(0 < self.radius < math.inf, f"radius must be positive and finite, got {self.radius:g}.")
 
     def centre(self, shape: tuple[int, ...]) -> tuple[Tensor, float]:
-        """Return the middle of the region, and the distance to its farthest point."""
-        return torch.zeros(1, *shape, dtype=torch.float64), self.radius
+        """Return the middle of the region, and the distance to its farthest point, rounded up."""
+        return torch.zeros(1, *shape, dtype=torch.float64), self.radius * (1 + ROUNDING)
 
     def inputs(self, shape: tuple[int, ...]) -> InputSet:
         """Return the region as a set of inputs around one example, with a leading 1 for the batch."""
-        return neighbourhoods(torch.zeros(1, *shape, dtype=torch.float64), self.radius, norm="l2")
+        centre, radius = self.centre(shape)
+        return neighbourhoods(centre, radius, norm="l2")
+
+    def contains(self, x: Tensor) -> Tensor:
+        """Return which examples of a batch lie in the region."""
+        return sample_norms(x.double()).flatten() <= self.radius
 
     def step(self, x: Tensor, gradient: Tensor, size: float) -> Tensor:
         """Return x after a step along the gradient, projected back into the region."""
@@ -54,12 +60,19 @@ class Cube:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.low < self.high, f"a cube needs low < high, got {self.low:g} and {self.high:g}.")
+        finite = -math.inf < self.low < self.high < math.inf
+        require(finite, f"a cube needs finite low < high, got {self.low:g} and {self.high:g}.")
 
     def centre(self, shape: tuple[int, ...]) -> tuple[Tensor, float]:
-        """Return the middle of the region, and the distance to its farthest point."""
-        middle = torch.full((1, *shape), (self.low + self.high) / 2, dtype=torch.float64)
-        return middle, (self.high - self.low) / 2 * math.sqrt(math.prod(shape))
+        """Return the middle of the region, and the distance to its farthest point, rounded up."""
+        middle = self.low / 2 + self.high / 2
+        farthest = max(self.high - middle, middle - self.low)
+        distance = farthest * math.sqrt(math.prod(shape)) * (1 + ROUNDING)
+        return torch.full((1, *shape), middle, dtype=torch.float64), distance
+
+    def contains(self, x: Tensor) -> Tensor:
+        """Return which examples of a batch lie in the region."""
+        return ((x.double() >= self.low) & (x.double() <= self.high)).flatten(1).all(1)
 
     def inputs(self, shape: tuple[int, ...]) -> InputSet:
         """Return the region as a set of inputs around one example, with a leading 1 for the batch."""
@@ -130,7 +143,7 @@ def box_inputs(low: Tensor, high: Tensor) -> InputSet:
 
 def sample_norms(x: Tensor) -> Tensor:
     """Return the norm of each sample of a batch, shaped to multiply with the batch."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *[1] * (x.ndim - 1))
+    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).view(-1, *[1] * (x.ndim - 1))
 
 
 def normalize_samples(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Rewriting:
         self.old = steps
         self.steps: list[Step] = []
         self.place: list[Value] = []
+        self.device = next((w.dense.device for step in steps for w in step.weights), torch.device("cpu"))
 
     def copy(self, step: Step) -> None:
         """Add an old step as it is."""

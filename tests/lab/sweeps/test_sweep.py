@@ -7,17 +7,21 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from run_helpers import InterruptAtStep, run_in_two_processes
+from run_helpers import InterruptAtStep, RecordingListener, run_in_two_processes
 from sweep_recipe import SMALL_RECIPE
 
 from pomona.errors import PomonaError
-from pomona.lab import Recipe
+from pomona.lab import Interrupted, Recipe, train
+from pomona.lab.runs import run as run_module
+from pomona.lab.runs.folder import FolderInUse, read_summary
 from pomona.lab.sweeps import job
 from pomona.lab.sweeps.axes import expand_runs
 from pomona.lab.sweeps.run_store import RECORDS
@@ -34,7 +38,7 @@ AXES = {"method": ["dense", "oneshot(sparsity=0.5)"], "seed": [0, 1]}
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Return the folder, the result and the callbacks of a sweep of four runs in this process."""
+    """Return the folder, the result and the callbacks of a sweep of four runs; a test that sweeps again copies it."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("sweep") / "out"
     calls: list[tuple] = []
@@ -65,8 +69,14 @@ def test_a_sweep_gives_the_mean_over_seeds(swept):
     assert [(t[0], t[1]) for t in calls] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_complete_runs_are_not_trained_again(swept):
-    out, result, _ = swept
+@pytest.fixture
+def swept_copy(swept, tmp_path) -> Path:
+    """Return a copy of the folder of that sweep, which a test may change."""
+    return Path(shutil.copytree(swept[0], tmp_path / "copy"))
+
+
+def test_complete_runs_are_not_trained_again(swept, swept_copy):
+    out, result = swept_copy, swept[1]
     with pytest.raises(PomonaError, match="4 of the 4 runs exist in '.*' already: continue with --only-missing"):
         sweep(SMALL_RECIPE, AXES, out)
     before = modification_times(out)
@@ -77,8 +87,8 @@ def test_complete_runs_are_not_trained_again(swept):
     assert modification_times(out) == before
 
 
-def test_missing_runs_are_added(swept):
-    out = swept[0]
+def test_missing_runs_are_added(swept_copy):
+    out = swept_copy
     before = modification_times(out)
     more = sweep(SMALL_RECIPE, AXES | {"seed": [0, 1, 2]}, out, only_missing=True, jobs=1)
     assert [c["runs"] for c in more["cells"]] == [3, 3]
@@ -86,7 +96,7 @@ def test_missing_runs_are_added(swept):
     assert all(after[path] == stamp for path, stamp in before.items() if path != out)
 
 
-def test_a_record_replaces_its_run(swept, tmp_path, monkeypatch):
+def test_a_record_replaces_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep(SMALL_RECIPE, {"seed": [0, 1]}, "first", records=RECORDS, jobs=1)
     assert len(list(RECORDS.glob("seed?-*.json"))) == 2
@@ -98,26 +108,25 @@ def test_a_record_replaces_its_run(swept, tmp_path, monkeypatch):
     assert (result["cells"][0]["runs"], result["cells"][0]["setting"]["seeds"]) == (3, [0, 1, 2])
 
 
-def test_records_are_written_of_runs_that_were_complete(swept, tmp_path):
-    sweep(SMALL_RECIPE, AXES, swept[0], only_missing=True, records=tmp_path)
-    assert {f.name.rpartition("-")[0] for f in tmp_path.iterdir()} >= {"dense-seed0", "oneshot-50-seed1"}
+def test_records_are_written_of_runs_that_were_complete(swept_copy, tmp_path):
+    sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True, records=tmp_path / "records")
+    written = {file.name.rpartition("-")[0] for file in (tmp_path / "records").iterdir()}
+    assert written >= {"dense-seed0", "oneshot-50-seed1"}
 
 
-def test_a_summary_of_other_settings_is_ignored(swept, tmp_path):
-    shutil.copytree(swept[0], tmp_path / "out")
-    (first, *_) = expand_runs(SMALL_RECIPE, AXES, tmp_path / "out")
+def test_a_summary_of_other_settings_is_ignored(swept_copy):
+    (first, *_) = expand_runs(SMALL_RECIPE, AXES, swept_copy)
     summary = first.load_summary()
     (first.folder / "summary.json").write_text(json.dumps(summary | {"fingerprint": "another"}))
     assert (first.load_summary(), first.state()) == (None, "begun")
 
 
 @pytest.mark.parametrize("text", ["", "{}"])
-def test_a_run_with_a_damaged_summary_is_trained_again(swept, tmp_path, text):
-    shutil.copytree(swept[0], tmp_path / "out")
-    (gone,) = (tmp_path / "out").glob("oneshot-50-seed1-*/summary.json")
+def test_a_run_with_a_damaged_summary_is_trained_again(swept, swept_copy, text):
+    (gone,) = swept_copy.glob("oneshot-50-seed1-*/summary.json")
     gone.write_text(text)
     calls: list[tuple] = []
-    again = sweep(SMALL_RECIPE, AXES, tmp_path / "out", only_missing=True, jobs=1, on_result=lambda *t: calls.append(t))
+    again = sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True, jobs=1, on_result=lambda *t: calls.append(t))
     assert [t[2].folder for t in calls] == [gone.parent]
     assert [c["mean"] for c in again["cells"]] == [c["mean"] for c in swept[1]["cells"]]
 
@@ -182,6 +191,88 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
         sweep(base, axes, tmp_path, jobs=2)
     assert [run.state() for run in runs] == ["begun", "begun", "missing"]
     assert all((run.folder / "checkpoint" / "state.json").is_file() for run in runs[:2])
+
+
+def test_a_run_that_another_process_began_first_is_waited_for(tmp_path, monkeypatch):
+    recipe, order = Recipe.load(SMALL_RECIPE), []
+
+    def train_after_the_other(*arguments, **options):
+        order.append(options["resume"])
+        if len(order) == 1:  # between the look at the folder and the training, the other process trains the run
+            train(recipe, tmp_path / "run")
+        return train(*arguments, **options)
+
+    monkeypatch.setattr(job, "train", train_after_the_other)
+    result = job.Job(recipe, tmp_path / "run").run()
+    assert result == read_summary(tmp_path / "run")
+    assert order == [False, True]
+
+
+def test_a_folder_with_foreign_files_fails_the_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    assert "is not empty" in job.Job(Recipe.load(SMALL_RECIPE), tmp_path / "run").run()["error"]
+
+
+def test_a_run_that_another_process_ended_meanwhile_is_not_trained_again(tmp_path, monkeypatch):
+    recipe = Recipe.load(SMALL_RECIPE, ["train.checkpoint_every=0"])
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "run", stop=lambda: True)
+    load, started = run_module.load_data, []
+
+    def load_while_the_other_ends(*arguments, **options):
+        if not started:
+            started.append(True)
+            train(recipe, tmp_path / "run", resume=True)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(run_module, "load_data", load_while_the_other_ends)
+    with pytest.raises(FolderInUse, match="another process has trained in '.*run' meanwhile: repeat the command"):
+        train(recipe, tmp_path / "run", resume=True)
+    started.clear()
+    listener = RecordingListener()
+    (tmp_path / "run" / "summary.json").unlink()
+    result = job.Job(recipe, tmp_path / "run").run(progress=listener)
+    assert result == read_summary(tmp_path / "run")
+    assert not [call for call in listener.calls if call[0] == "start"]  # the other process has finished it
+
+
+TWO_SWEEPS = """
+import os, sys, time
+from pathlib import Path
+from pomona.lab.sweeps.sweep import sweep
+from run_helpers import RecordingListener
+
+listener = RecordingListener()
+Path({out!r} + sys.argv[1]).touch()
+while not Path({out!r} + sys.argv[2]).exists():  # until the other sweep is ready too
+    time.sleep(0.01)
+result = sweep({recipe!r}, {axes!r}, {out!r}, only_missing=True, jobs=1, progress=lambda: listener)
+assert not result["failed"], result["failed"]
+print(len([call for call in listener.calls if call[0] == "start"]), result["cells"][0]["mean"])
+"""
+
+
+@pytest.mark.slow
+def test_two_sweeps_share_the_runs_of_a_folder(tmp_path):
+    options = SMALL_RECIPE["train"] | {"epochs": 200, "eval_every": 200}
+    recipe, axes, out = SMALL_RECIPE | {"train": options}, {"seed": [0, 1, 2, 3, 4]}, str(tmp_path / "out")
+    script = TWO_SWEEPS.format(recipe=recipe, axes=axes, out=out)
+    paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *pair],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        for pair in ("ab", "ba")
+    ]
+    trained, means = zip(*(process.communicate(timeout=300)[0].split() for process in both), strict=True)
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(map(int, trained)) == 5  # no run was trained twice
+    assert min(map(int, trained)) >= 1
+    assert means[0] == means[1]
 
 
 @pytest.mark.slow

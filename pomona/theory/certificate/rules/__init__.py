@@ -5,7 +5,8 @@ calls       an operation on other tensors, and its transpose
 affine      layers with weights, products with constants
 shared      affine operations with the same coefficients in both networks: moves, sums, average pooling
 piecewise   ReLU and other piecewise linear functions
-max_pool    maxima
+max_pool    maxima of windows and axes
+extrema     the larger and the smaller of two tensors
 activations         smooth functions of one number: scalar_function, smooth_functions, periodic
 products            products of two values, division: bilinear
 softmax             softmax and log-softmax: distribution
@@ -16,7 +17,7 @@ linearised          operations that are linear up to a remainder
 
 from __future__ import annotations
 
-from . import activations, affine, embedding, max_pool, normalisation, piecewise, products, shared, softmax
+from . import activations, affine, embedding, extrema, max_pool, normalisation, piecewise, products, shared, softmax
 from .registry import RULES, Rule, register, rule_of, unsupported
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "activations",
     "affine",
     "embedding",
+    "extrema",
     "max_pool",
     "normalisation",
     "piecewise",

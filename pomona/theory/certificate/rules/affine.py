@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..affine_map import CONVOLUTIONS, TRANSPOSED, batch_norm_coefficients
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, contract
 from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .calls import transpose
 from .registry import Rule, register, unsupported
 
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
 
 
@@ -24,18 +23,28 @@ BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
 class AffineLayer:
     """A step x ↦ product(x, W) + b of both networks; (dense, pruned) in `weight` and `bias`.
 
-    `terms` is at least the number of roundings in one entry of the result.
+    `terms` is at least the number of roundings in one entry of the result. Where the weight and the bias are rounded
+    themselves, as those of a batch norm are, `sizes` bounds what their errors are relative to: the weight and the
+    terms of the bias of both networks, and `same` says where the exact ones are equal in both.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     weight: tuple[Tensor, Tensor]
     bias: tuple[Tensor, Tensor]
     terms: int
+    sizes: tuple[Tensor, Tensor] | None = None
+    same: Tensor | None = None
 
     @property
     def rounding(self) -> float:
         """The relative error of one entry, with respect to the sum of absolute values."""
         return 2 * (self.terms + 8) * EPS
+
+    def difference_error(self, magnitude: Tensor) -> Tensor | float:
+        """Return what rounded differences of the networks' weights and biases add, on inputs of this magnitude."""
+        if self.sizes is None or self.same is None:
+            return 0.0
+        return torch.where(self.same, 0.0, self.rounding * (self.product(magnitude, self.sizes[0]) + self.sizes[1]))
 
     def image(self, weight: Tensor, x: Interval) -> Interval:
         """Return the interval of product(x, weight), with a margin for rounding."""
@@ -51,13 +60,13 @@ class AffineLayer:
         gap = self.image(self.weight[1], x.gap) + self.image(removed, x.dense)
         gap = gap.intersect(self.image(self.weight[0], x.gap) + self.image(removed, x.pruned))
         shift = self.bias[0] - self.bias[1]
-        return PairBounds(
-            self.shift(dense, self.bias[0]), self.shift(pruned, self.bias[1]), self.shift(gap, shift)
-        ).tighten()
+        gap = self.shift(gap, shift).widen_by(self.difference_error(x.hull.magnitude))
+        return PairBounds(self.shift(dense, self.bias[0]), self.shift(pruned, self.bias[1]), gap).tighten()
 
     def shift(self, x: Interval, constant: Tensor) -> Interval:
         """Return an interval moved by a constant."""
-        margin = self.rounding * constant.abs() + EPS * x.magnitude
+        terms = constant.abs() if self.sizes is None else torch.maximum(constant.abs(), self.sizes[1])
+        margin = self.rounding * terms + 2 * EPS * x.magnitude
         return Interval(x.low + constant - margin, x.high + constant + margin)
 
     def substitute(self, form: Form, x: PairBounds) -> Substitution:
@@ -68,7 +77,8 @@ class AffineLayer:
         (rest,) = transpose(lambda v: self.product(v, self.weight[1]), [shape], on_pruned)
         constant = contract(form.gap, self.bias[0]) + contract(on_pruned, self.bias[1])
         reach = torch.maximum(x.hull.magnitude, x.gap.magnitude)
-        margins = [self.product(reach, w.abs()) + b.abs() for w, b in zip(self.weight, self.bias, strict=True)]
+        biases = [b.abs() for b in self.bias] if self.sizes is None else [self.sizes[1]] * 2
+        margins = [self.product(reach, w.abs()) + b for w, b in zip(self.weight, biases, strict=True)]
         slack = contract(form.gap.abs(), margins[0]) + contract(on_pruned.abs(), margins[1])
         entries = form.gap[0].numel()
         return Substitution([Form(gap, gap + rest)], constant + (4 * self.rounding + 2 * entries * EPS) * slack)
@@ -100,7 +110,10 @@ def linear_or_convolution(step: Step) -> AffineLayer:
 
     zero = weight.dense.new_zeros(())
     biases = (zero, zero) if bias is None else [bias.of(side).view(-1, *[1] * tail) for side in (DENSE, PRUNED)]
-    terms = weight.dense[0].numel() if step.op not in TRANSPOSED else weight.dense[:, 0].numel()
+    if step.op == "linear":
+        terms = weight.dense.shape[-1]
+    else:
+        terms = weight.dense[0].numel() if step.op in CONVOLUTIONS else weight.dense[:, 0].numel()
     return AffineLayer(product, (weight.dense, weight.pruned), (biases[0], biases[1]), terms)
 
 
@@ -108,19 +121,19 @@ def batch_norm(step: Step) -> AffineLayer:
     """Return a batch norm in evaluation mode as a scale and a shift of each channel."""
     if step.op == "batch_norm" and step.args[5]:
         raise unsupported(step, "a batch norm that uses the statistics of the batch")
-    weight, bias, mean, variance = step.args[1:5]
-    eps = float(step.args[7] if step.op == "batch_norm" else step.args[6])
-    if mean is None or variance is None or not isinstance(step.args[0], Value):
+    settings = step.settings
+    known = settings["running_mean"] is not None and settings["running_var"] is not None
+    if not known or not isinstance(step.args[0], Value):
         raise unsupported(step, "a batch norm without running statistics depends on the batch")
-    scales, shifts = [], []
-    axes = len(step.shape) - 2
-    for side in (DENSE, PRUNED):
-        scale = (variance.of(side) + eps).rsqrt()
-        scale = scale if weight is None else scale * weight.of(side)
-        shift = -mean.of(side) * scale if bias is None else bias.of(side) - mean.of(side) * scale
-        scales.append(scale.view(-1, *[1] * axes))
-        shifts.append(shift.view(-1, *[1] * axes))
-    return AffineLayer(torch.mul, (scales[0], scales[1]), (shifts[0], shifts[1]), 8)
+    axes = [1] * (len(step.shape) - 2)
+    scales, shifts, sizes = [], [], []
+    for norm in (batch_norm_coefficients(step, side) for side in (DENSE, PRUNED)):
+        scales.append(norm.scale.view(-1, *axes))
+        shifts.append(norm.shift.view(-1, *axes))
+        sizes.append(norm.size.view(-1, *axes))
+        same = norm.same.view(-1, *axes)
+    size = scales[0].abs() + scales[1].abs(), sizes[0] + sizes[1]
+    return AffineLayer(torch.mul, (scales[0], scales[1]), (shifts[0], shifts[1]), 8, size, same)
 
 
 def matrix_product(step: Step) -> AffineLayer:
@@ -147,10 +160,13 @@ def scaling(step: Step) -> AffineLayer:
     if not isinstance(other, Weight):
         number = torch.tensor(float(other), dtype=torch.float64)
         other = Weight("", number, number)
-    sides = other.dense, other.pruned
-    factors = [w.reciprocal() if step.op == "div" else w for w in sides]
+    sides = other.dense.double(), other.pruned.double()  # whole numbers and truth values too
     zero = torch.zeros((), dtype=torch.float64)
-    return AffineLayer(torch.mul, (factors[0], factors[1]), (zero, zero), 4)
+    if step.op == "mul":
+        return AffineLayer(torch.mul, sides, (zero, zero), 4)
+    inverse = sides[0].reciprocal(), sides[1].reciprocal()
+    sizes = inverse[0].abs() + inverse[1].abs(), zero
+    return AffineLayer(torch.mul, inverse, (zero, zero), 4, sizes, sides[0] == sides[1])
 
 
 def multiplies_by_constant(step: Step) -> bool:

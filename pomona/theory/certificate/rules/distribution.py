@@ -25,7 +25,8 @@ def probabilities(x: Interval) -> Interval:
 def sigmoid_with_margin(logit: Tensor, x: Interval, sign: int) -> Tensor:
     """Return σ of a logit, below or above it by a margin for rounding."""
     p = torch.sigmoid(logit)
-    size = 1 + torch.where(x.magnitude.isfinite(), x.magnitude, 0).amax(-1, keepdim=True)
+    ends = torch.stack([x.low, x.high])
+    size = 1 + torch.where(ends.isfinite(), ends.abs(), 0).amax(0).amax(-1, keepdim=True)
     margin = 8 * (x.low.shape[-1] + 8) * EPS * size
     widened = (p * (1 + sign * margin) + sign * margin * EPS).clamp(0, 1)
     return torch.where(logit == -math.inf, 0, widened)  # a hidden entry is zero
@@ -54,13 +55,13 @@ def smallest_growth(p: Interval, e: Interval, *, negate: bool = False) -> Tensor
     values = -torch.expm1(-exponent) if negate else torch.expm1(exponent)
     n = values.shape[-1]
     ignored = torch.eye(n, dtype=torch.bool, device=values.device) | (p.high == 0).unsqueeze(-2)
-    values = torch.where(ignored, 0, values)
+    values = torch.where(ignored, 0, values - (4 + exponent.abs()) * EPS * values.abs())  # rounded down
     centre, radius = p.centre.unsqueeze(-2), p.radius.unsqueeze(-2)
     mean = (centre * values).sum(-1, keepdim=True) / centre.sum(-1, keepdim=True)
     away = values - mean
     least = mean.squeeze(-1) + (exact_zero_product(centre, away) - exact_zero_product(radius, away.abs())).sum(-1)
-    size = exact_zero_product(p.high.unsqueeze(-2), values.abs()).sum(-1) + 2 * mean.squeeze(-1).abs()
-    least, smallest = least - 4 * (n + 16) * EPS * size, values.amin(-1) * (1 + 4 * EPS)
+    size = exact_zero_product(p.high.unsqueeze(-2), values.abs() + mean.abs()).sum(-1) + 2 * mean.squeeze(-1).abs()
+    least, smallest = least - 4 * (n + 16) * EPS * size, values.amin(-1)
     return torch.where(least > smallest, least, smallest)  # also where `least` is not a number
 
 
@@ -76,7 +77,18 @@ def distribution_bounds(x: PairBounds) -> PairBounds:
     """Return the bounds of softmax in both networks and of its gap, seen from each of them."""
     dense, pruned = probabilities(x.dense), probabilities(x.pruned)
     gap = change(pruned, growth(pruned, x.gap, 1)).intersect(-change(dense, growth(dense, x.gap, -1)))
-    return PairBounds(dense, pruned, gap).tighten()
+    return PairBounds(dense, pruned, known_gap(x, gap, dense - pruned)).tighten()
+
+
+def known_gap(x: PairBounds, gap: Interval, sides: Interval) -> Interval:
+    """Return a gap that follows from changes of the input, or that of the two sides where a change is not finite.
+
+    An entry that is minus infinity in one network alone changes by an infinite amount from a probability of zero.
+    """
+    hidden = (x.dense.high == -math.inf) & (x.pruned.high == -math.inf)
+    lost = (x.dense.high == -math.inf) | (x.pruned.high == -math.inf) | ~x.gap.magnitude.isfinite()
+    broken = (lost & ~hidden).any(-1, keepdim=True)
+    return Interval(torch.where(broken, sides.low, gap.low), torch.where(broken, sides.high, gap.high))
 
 
 def side_part(x: Interval) -> LinearPart:
@@ -102,9 +114,10 @@ def side_remainder(middle: Tensor, radius: Tensor) -> Interval:
     reach = reach.masked_fill(torch.eye(n, dtype=torch.bool, device=reach.device), 0)
     weights = middle.unsqueeze(-2)
     grown, shrunk = ((weights * torch.expm1(sign * reach)).sum(-1) for sign in (1, -1))
-    high = torch.maximum(grown**2 / (1 + grown), shrunk**2 / (1 + shrunk))
+    remaining = (1 + shrunk - 4 * (n + 8) * EPS).clamp(min=0)  # rounded down: it may be much smaller than its terms
+    high = torch.maximum(grown**2 / (1 + grown), shrunk**2 / remaining * (1 + 8 * (n + 8) * EPS))
     low = (weights * (torch.expm1(reach) - reach).clamp(min=0)).sum(-1)
-    slack = 8 * (n + 8) * EPS * (grown + (weights * reach).sum(-1))
+    slack = 8 * (n + 8) * EPS * (1 + reach.amax(-1)) * (grown + (weights * reach).sum(-1))
     return finite_or_infinite(Interval(-middle * (low + slack), middle * (high + slack)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from ..intervals import EPS, Interval, PairBounds
-from ..linear_form import Form, Substitution, largest, row_sums
+from ..linear_form import Form, Substitution, as_matrix, largest, row_sums
 
 Transpose = Callable[[tuple[Tensor, ...], Tensor], Tensor]
 
@@ -73,7 +73,7 @@ def finite_substitution(substitution: Substitution) -> Substitution:
     broken = ~substitution.constant.isfinite()
     for form in substitution.forms:
         for part in (form.gap, form.pruned):
-            broken = broken | ~part.flatten(1).isfinite().all(1)
+            broken = broken | ~as_matrix(part).isfinite().all(1)
 
     def clean(part: Tensor) -> Tensor:
         return torch.where(broken.view(-1, *[1] * (part.ndim - 1)), 0.0, part)

@@ -20,16 +20,18 @@ from .registry import Rule, register
 
 MAXIMA = (
     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "amax",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "amax", "amin",
 )  # fmt: skip
 Selection = tuple[Tensor, Tensor, Interval, Tensor, Interval]
 
 
 def maximum_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
-    """Return the bounds of a maximum, which changes by at most the largest and at least the smallest gap."""
+    """Return the bounds of a maximum or a minimum, whose gap is between the smallest and the largest one."""
     (x,) = inputs
     dense, pruned = (side.map(lambda end: call(step, [end], [])) for side in (x.dense, x.pruned))
     gap = Interval(-call(step, [-x.gap.low], []), call(step, [x.gap.high], []))
+    if step.op == "amin":
+        gap = Interval(call(step, [x.gap.low], []), -call(step, [-x.gap.high], []))
     return PairBounds(dense, pruned, gap).tighten()
 
 
@@ -40,7 +42,8 @@ def select(step: Step, inputs: list[PairBounds]) -> Selection:
     """
     (x,) = inputs
     result = maximum_bounds(step, inputs)
-    positions = torch.arange(x.gap.low[0, 0].numel(), dtype=torch.float64).view(1, 1, *x.gap.low.shape[2:])
+    positions = torch.arange(x.gap.low[0, 0].numel(), dtype=torch.float64, device=x.gap.low.device)
+    positions = positions.view(1, 1, *x.gap.low.shape[2:])
     channels = x.gap.low.shape[1]
     lows, highs = (
         [windows(step, s.low) for s in (x.dense, x.pruned)],

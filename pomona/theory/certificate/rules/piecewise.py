@@ -25,6 +25,16 @@ class Pieces:
     slopes: list[Tensor]
     function: Callable[[Tensor], Tensor]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the function is computed without rounding: its slopes are 0 or ±1."""
+        return all(bool(is_trivial(slope).all()) for slope in self.slopes)
+
+    @property
+    def steepest(self) -> Tensor:
+        """The largest absolute slope."""
+        return torch.stack([slope.abs().amax() for slope in self.slopes]).amax()
+
     def slope_range(self, x: Interval) -> Interval:
         """Return the least and the largest slope on an interval."""
         ends = [-torch.inf, *self.knots, torch.inf]
@@ -45,8 +55,8 @@ class Pieces:
     def range(self, x: Interval) -> Interval:
         """Return the interval of the function's values."""
         values = self.function(self.candidates(x))
-        margin = EPS * values.abs().amax(0) * max(0, len(self.knots) - 1)
-        return Interval(values.amin(0), values.amax(0)).widen_by(margin)
+        result = Interval(values.amin(0), values.amax(0))
+        return result if self.is_exact else result.widen_by(EPS * values.abs().amax(0))
 
     def lines(self, x: Interval) -> Lines:
         """Return the chord as one line, and a line that touches the function as the other."""
@@ -59,20 +69,24 @@ class Pieces:
         # Under a function of one convex kink, the line along the longer piece has the smallest area.
         convex = len(self.knots) == 1 and bool((self.slopes[0] <= self.slopes[1]).all())
         longer = torch.where(x.high > -x.low, slopes.high, slopes.low)
-        return touching_lines(points, values, longer if convex else chord, chord)
+        exact = self.is_exact and len(self.knots) < 2
+        return touching_lines(points, values, longer if convex else chord, chord, torch.tensor(exact))
 
 
-def touching_lines(points: Tensor, values: Tensor, low_slope: Tensor, high_slope: Tensor) -> Lines:
-    """Return lines of these slopes that touch a function from below and from above at some of the points."""
-    low = (values - low_slope * points).amin(0) - touching_margin(points, values, low_slope)
-    high = (values - high_slope * points).amax(0) + touching_margin(points, values, high_slope)
+def touching_lines(points: Tensor, values: Tensor, low_slope: Tensor, high_slope: Tensor, exact: Tensor) -> Lines:
+    """Return lines of these slopes that touch a function from below and from above at some of the points.
+
+    `exact` says where the values are not rounded, and are 0 or ± the points.
+    """
+    low = (values - low_slope * points).amin(0) - touching_margin(points, values, low_slope, exact)
+    high = (values - high_slope * points).amax(0) + touching_margin(points, values, high_slope, exact)
     return Lines(low_slope, low, high_slope, high)
 
 
-def touching_margin(points: Tensor, values: Tensor, slope: Tensor) -> Tensor:
-    """Return a margin for the rounding of values − slope · points, which is exact for slopes 0 and 1."""
+def touching_margin(points: Tensor, values: Tensor, slope: Tensor, exact: Tensor) -> Tensor:
+    """Return a margin for the rounding of values − slope · points, which exact values need not for slopes 0 and 1."""
     margin = 4 * EPS * (values.abs() + slope.abs() * points.abs()).amax(0)
-    return torch.where((slope == 0) | (slope == 1), torch.zeros_like(margin), margin)
+    return torch.where(exact & ((slope == 0) | (slope == 1)), torch.zeros_like(margin), margin)
 
 
 def gap_range(gap: Interval, slopes: Interval) -> Interval:
@@ -99,8 +113,9 @@ def gap_lines(gap: Interval, slopes: Interval) -> Lines:
     high_slope = torch.where(inside, high_chord, torch.where(gap.low >= 0, slopes.high, slopes.low))
     low_slope = torch.where(inside, low_chord, torch.where(gap.low >= 0, slopes.low, slopes.high))
     products = torch.stack([slopes.low * points, slopes.high * points])
-    below = touching_lines(points, products.amin(0), low_slope, low_slope)
-    above = touching_lines(points, products.amax(0), high_slope, high_slope)
+    exact = is_trivial(slopes.low) & is_trivial(slopes.high)
+    below = touching_lines(points, products.amin(0), low_slope, low_slope, exact)
+    above = touching_lines(points, products.amax(0), high_slope, high_slope, exact)
     return Lines(low_slope, below.low_constant, high_slope, above.high_constant)
 
 
@@ -187,7 +202,7 @@ def piecewise_relax(step: Step, inputs: list[PairBounds]) -> tuple[Lines, Lines,
         gap = Lines(torch.zeros_like(after.low), after.low, torch.zeros_like(after.low), after.high)
     sides = dense.lines(x.dense), pruned.lines(x.pruned)
     if same_function(step) and dense.knots == [0.0]:
-        gap = pair_lines(x, dense.function, *sides, gap)
+        gap = pair_lines(x, dense.function, dense.steepest, *sides, gap)
     return *sides, gap
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..intervals import Interval, PairBounds
+from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Lines, Substitution, largest_value, substitute_elementwise
 from ..steps import Step, Value, Weight
 from .bilinear import NUMBERS, Bilinear, matrices
@@ -89,7 +89,8 @@ def constant_bounds(constant: Any, like: Tensor) -> PairBounds:
     sides = [constant.dense, constant.pruned] if isinstance(constant, Weight) else [constant, constant]
     dense, pruned = (torch.as_tensor(side, dtype=like.dtype, device=like.device) for side in sides)
     gap = dense - pruned
-    return PairBounds(Interval(dense, dense), Interval(pruned, pruned), Interval(gap, gap))
+    rounded = Interval(gap, gap).widen_by(EPS * gap.abs())
+    return PairBounds(Interval(dense, dense), Interval(pruned, pruned), rounded)
 
 
 register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", "mm", when=is_product)

@@ -28,16 +28,17 @@ class Corners:
     after: Tensor
     exist: Tensor
     scale: Tensor
+    steepest: Tensor | float
 
     def constant(self, slope: Tensor, tilt: Tensor, sign: int) -> Tensor:
         """Return the constant of the plane with these slopes that touches the gap from above (1) or below (−1)."""
         rest = sign * (self.after - slope * self.gap - tilt * self.pruned)
         most = torch.where(self.exist, rest, torch.full_like(rest, -torch.inf)).amax(0)
-        return sign * (most + 16 * EPS * (1 + slope.abs() + tilt.abs()) * self.scale)
+        return sign * (most + 16 * EPS * (1 + self.steepest + slope.abs() + tilt.abs()) * self.scale)
 
 
-def find_corners(x: PairBounds, function: Callable[[Tensor], Tensor]) -> Corners:
-    """Return the corners for a function with a kink at zero."""
+def find_corners(x: PairBounds, function: Callable[[Tensor], Tensor], steepest: Tensor | float = 1.0) -> Corners:
+    """Return the corners for a function with a kink at zero, whose slopes have at most this absolute value."""
     zero = torch.zeros_like(x.gap.low)
     dense, pruned = [x.dense.low, x.dense.high, zero], [x.pruned.low, x.pruned.high, zero]
     points = [(a, b) for a in dense for b in pruned]
@@ -47,7 +48,7 @@ def find_corners(x: PairBounds, function: Callable[[Tensor], Tensor]) -> Corners
     scale = x.hull.magnitude + x.gap.magnitude
     tolerance = CORNER_TOLERANCE * scale
     exist = inside(a, x.dense, tolerance) & inside(b, x.pruned, tolerance) & inside(a - b, x.gap, tolerance)
-    return Corners(a - b, b, function(a) - function(b), exist, scale)
+    return Corners(a - b, b, function(a) - function(b), exist, scale, steepest)
 
 
 def inside(points: Tensor, interval: Interval, tolerance: Tensor) -> Tensor:
@@ -55,12 +56,15 @@ def inside(points: Tensor, interval: Interval, tolerance: Tensor) -> Tensor:
     return (points >= interval.low - tolerance) & (points <= interval.high + tolerance)
 
 
-def pair_lines(x: PairBounds, function: Callable[[Tensor], Tensor], dense: Lines, pruned: Lines, gap: Lines) -> Lines:
+def pair_lines(
+    x: PairBounds, function: Callable[[Tensor], Tensor], steepest: Tensor, dense: Lines, pruned: Lines, gap: Lines
+) -> Lines:
     """Return planes around the gap after a function with a kink at zero; for each entry the lowest in the middle.
 
-    `dense`, `pruned` and `gap` are lines around the function of each network and around the gap over the gap.
+    `steepest` is the function's largest absolute slope. `dense`, `pruned` and `gap` are lines around the function of
+    each network and around the gap over the gap.
     """
-    corners = find_corners(x, function)
+    corners = find_corners(x, function, steepest)
     zero = torch.zeros_like(x.gap.low)
     width = x.pruned.high - x.pruned.low
     share = (x.pruned.high.clamp(min=0) - x.pruned.low.clamp(min=0)) / torch.where(width > 0, width, 1.0)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, contract
-from ..steps import DENSE, PRUNED, Step, Value, Weight
+from ..steps import DENSE, PRUNED, Step, Value, Weight, is_reference
 from .calls import call, side_weights, transpose, weight_differences
 from .registry import Rule, register
 
@@ -30,7 +31,7 @@ SUMS = (
     "upsample_linear1d", "upsample_bilinear2d",
 )  # fmt: skip
 # The signs of the arguments of differences.
-SIGNS = {"sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
+SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
 
 
 def shared_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
@@ -40,7 +41,10 @@ def shared_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     gap = image(step, [x.gap for x in inputs], removed)
     # The gap of a constant is zero, of an infinite one too.
     gap = gap.map(lambda end: torch.where(constant.isinf(), torch.zeros_like(end), end - constant))
-    gap = gap.widen_by(0.0 if step.op in MOVES else EPS * constant.abs())
+    if step.op not in MOVES:
+        gap = gap.widen_by(EPS * constant.abs())
+    elif any(weight.is_floating_point() for weight in removed):  # whose difference is rounded
+        gap = gap.widen_by(EPS * gap.magnitude)
     dense = image(step, [x.dense for x in inputs], side_weights(step, DENSE))
     return PairBounds(dense, image(step, [x.pruned for x in inputs], side_weights(step, PRUNED)), gap).tighten()
 
@@ -68,7 +72,10 @@ def value_signs(step: Step) -> list[int]:
     """Return the sign with which each input enters the result."""
     if step.op not in SIGNS:
         return [1] * len(step.inputs)
-    return [sign for sign, arg in zip(SIGNS[step.op], step.args, strict=False) if isinstance(arg, Value)]
+    scaled = 0 if step.op == "rsub" else 1  # rsub is other − alpha · self
+    turned = -1 if factor_of(step) < 0 else 1
+    signs = [sign * turned if place == scaled else sign for place, sign in enumerate(SIGNS[step.op])]
+    return [sign for sign, arg in zip(signs, step.args, strict=False) if isinstance(arg, Value)]
 
 
 def terms(step: Step, inputs: Sequence[Interval]) -> int:
@@ -113,12 +120,23 @@ def has_finite_constant(step: Step) -> bool:
 
 
 def keeps_precision(step: Step) -> bool:
-    """Return whether an operation adds with coefficient 1 and stays in float64, on inputs that are not indices."""
-    selects_by_value = step.op in ("where", "index", "gather", "index_select") and (
-        isinstance(step.args[0], Value) if step.op == "where" else len(step.inputs) > 1
-    )
+    """Return whether an operation adds with a finite factor and stays in float64, on inputs that are not indices."""
     same_type = step.kwargs.get("dtype") in (None, torch.float64)
-    return same_type and step.kwargs.get("alpha", 1) == 1 and not selects_by_value
+    return same_type and math.isfinite(factor_of(step)) and not is_selected_by_value(step)
+
+
+def is_selected_by_value(step: Step) -> bool:
+    """Return whether a step selects entries by a value instead of by a constant."""
+    if step.op == "where":
+        return isinstance(step.args[0], Value)
+    positions = {"index": "indices", "index_select": "index", "gather": "index"}
+    chosen = tree_leaves(step.settings[positions[step.op]], is_leaf=is_reference) if step.op in positions else []
+    return any(isinstance(leaf, Value) for leaf in chosen)
+
+
+def factor_of(step: Step) -> float:
+    """Return alpha, the factor of the second term of a sum or a difference."""
+    return float(step.settings.get("alpha", 1)) if step.op in ("add", "sub", "rsub") else 1.0
 
 
 SHARED = Rule(shared_bounds, shared_substitute, affine=True)

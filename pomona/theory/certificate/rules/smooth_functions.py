@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..intervals import EPS
 from .scalar_function import Piece, ScalarFunction
 
 GELU_TURN = -0.7517915246935645
@@ -103,11 +104,19 @@ def softplus(beta: float = 1.0, threshold: float = 20.0) -> ScalarFunction:
     """Return softplus with its jump: x where beta · x > threshold, log(1 + exp(beta · x)) / beta elsewhere."""
     curve = lambda x: torch.logaddexp(beta * x, torch.zeros_like(x)) / beta  # noqa: E731
     slope = lambda x: torch.sigmoid(beta * x)  # noqa: E731
-    switch = threshold / beta
+    switch, jump = threshold / beta, softplus_jump(beta, threshold)
     identity = lambda x: x  # noqa: E731
     if beta > 0:
-        return ScalarFunction((Piece(curve, slope, end=switch), Piece(identity, torch.ones_like, start=switch)))
-    return ScalarFunction((Piece(identity, torch.ones_like, end=switch), Piece(curve, slope, start=switch)))
+        pieces = Piece(curve, slope, end=switch), Piece(identity, torch.ones_like, start=switch)
+    else:
+        pieces = Piece(identity, torch.ones_like, end=switch), Piece(curve, slope, start=switch)
+    return ScalarFunction(pieces, jump=jump)
+
+
+def softplus_jump(beta: float, threshold: float) -> float:
+    """Return log(1 + e^−t) / |β|, the jump of softplus at its threshold t, rounded up."""
+    size = max(0.0, -threshold) + math.log1p(math.exp(-abs(threshold)))  # without overflow
+    return size / abs(beta) * (1 + 16 * EPS)
 
 
 def elu(alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> ScalarFunction:

@@ -15,6 +15,7 @@ from .distribution import (
     distribution_bounds,
     gap_part,
     growth,
+    known_gap,
     log_sum_of_others,
     probabilities,
     side_part,
@@ -75,7 +76,8 @@ def log_softmax_bounds(step: Step, inputs: list[PairBounds]) -> PairBounds:
     dense, pruned = log_probabilities(x.dense), log_probabilities(x.pruned)
     from_pruned = log_change(growth(probabilities(x.pruned), x.gap, 1))
     from_dense = -log_change(growth(probabilities(x.dense), x.gap, -1))
-    return moved(PairBounds(dense, pruned, from_pruned.intersect(from_dense)).tighten(), to_last)
+    gap = known_gap(x, from_pruned.intersect(from_dense), dense - pruned)
+    return moved(PairBounds(dense, pruned, gap).tighten(), to_last)
 
 
 def log_probabilities(x: Interval) -> Interval:

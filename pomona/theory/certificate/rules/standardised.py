@@ -141,9 +141,10 @@ def side_remainder(box: Box, centre: Tensor, scale: Tensor, epsilon: float) -> I
     start = 1 / scale**2  # v⁰ + ε
 
     def excess(root: Tensor) -> Tensor:
-        return (root - scale - slope * (1 / root**2 - start)).clamp(min=0)
+        margin = 64 * (n + 8) * EPS * (inverse.high - slope * (1 / root**2 + start))
+        return (root - scale - slope * (1 / root**2 - start)).clamp(min=0) + margin
 
-    most = torch.maximum(excess(inverse.low), excess(inverse.high)) + 64 * (n + 8) * EPS * inverse.high
+    most = torch.maximum(excess(inverse.low), excess(inverse.high))
     least = slope * (box.z.radius**2).mean(-1, keepdim=True)
     change = torch.maximum(inverse.high - scale, scale - inverse.low).clamp(min=0)
     curved = multiply_numbers(Interval(centre, centre), Interval(least, most).widen_by(8 * n * EPS * least.abs()))
