@@ -24,16 +24,31 @@ TOLERANCE = 1e-9  # absorbs floating-point error: 0.29 · 100 is 28.999… and c
 FLOOR_SHARE = 1 / 20  # the default floor of a layer's density, as a share of the overall density
 
 
-def select(scores: Mapping[str, Tensor], sparsity: float, pattern: Pattern, allocation: str) -> dict[str, Tensor]:
-    """Return masks, by layer name, that keep the highest scores: over all layers if `global`, else in each layer."""
+def select(
+    scores: Mapping[str, Tensor],
+    sparsity: float,
+    pattern: Pattern,
+    allocation: str,
+    *,
+    magnitudes: bool = False,
+    within: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return masks, by layer name, that keep the highest scores: over all layers if `global`, else in each layer.
+
+    With `magnitudes`, |score| is ranked, and entries off the masks `within` rank below all others.
+    """
     name, floor = parse_allocation(allocation)
     tensors, shapes = list(scores.values()), [s.shape for s in scores.values()]
     if name == "global":
         counts = floor_counts(shapes, sparsity, pattern, floor)
-        masks = select_masks(pattern, tensors, sparsity, counts)
+        limits = None if within is None else [within[layer] for layer in scores]
+        masks = select_masks(pattern, tensors, sparsity, counts, magnitudes, limits)
     else:
         sparsities = layer_sparsities(name, shapes, sparsity, pattern)
-        masks = [select_masks(pattern, [s], one)[0] for s, one in zip(tensors, sparsities, strict=True)]
+        masks = [
+            select_masks(pattern, [score], one, [0], magnitudes, None if within is None else [within[layer]])[0]
+            for (layer, score), one in zip(scores.items(), sparsities, strict=True)
+        ]
     return dict(zip(scores, masks, strict=True))
 
 

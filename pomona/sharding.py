@@ -51,6 +51,8 @@ def place_like(values: Tensor, like: Any) -> Any:
         return whole(values)
     if not is_sharded(values):
         values = replicate(values, like.device_mesh)
+    if values.placements == like.placements and values.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
+        return values
     return values.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
 
 
@@ -58,6 +60,29 @@ def replicate(values: Tensor, mesh: Any) -> Any:
     """Return a tensor that every rank of a mesh holds as a DTensor."""
     module = dtensor_module()
     return module.DTensor.from_local(values, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+
+
+def reduced_placements(values: Tensor, like: Any) -> list[Any]:
+    """Return placements of a tensor that has one dimension more than `like`, in front, and some others of size 1."""
+    module = dtensor_module()
+    return [
+        module.Shard(p.dim + 1) if p.is_shard() and values.shape[p.dim + 1] > 1 else module.Replicate()
+        for p in like.placements
+    ]
+
+
+def place_reduced(values: Any, like: Any) -> Any:
+    """Return figures of the outputs of a sharded tensor, such as (2, outputs, 1, 1), divided as its outputs are."""
+    values = values if is_sharded(values) else replicate(values, like.device_mesh)
+    return values.redistribute(like.device_mesh, reduced_placements(values, like))
+
+
+def wrap_reduced(part: Tensor, shape: Sequence[int], like: Any) -> Any:
+    """Return the tensor of a shape whose part on this rank is `part`, placed as `place_reduced` does."""
+    values = torch.empty(tuple(shape), device="meta")
+    placements = reduced_placements(values, like)
+    options = {"run_check": False, "shape": values.shape, "stride": values.stride()}
+    return type(like.data).from_local(part, like.device_mesh, placements, **options)
 
 
 def positions_of(like: Any) -> Tensor:
@@ -85,6 +110,31 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+def sum_parts(figures: Tensor, tensors: Sequence[Any]) -> Tensor:
+    """Return the sums over all ranks of figures of each tensor's local part, one row each; copies count once."""
+    mesh = sharding_mesh(tensors)
+    places = mesh.get_coordinate()
+
+    def is_copy(tensor: Any) -> bool:
+        copied = [not is_sharded(tensor) or tensor.placements[dim].is_replicate() for dim in range(mesh.ndim)]
+        return any(place and copy for place, copy in zip(places, copied, strict=True))
+
+    figures = figures * torch.tensor([[0 if is_copy(tensor) else 1] for tensor in tensors], device=figures.device)
+    for dim in range(mesh.ndim):
+        distributed.all_reduce(figures, group=mesh.get_group(dim))
+    return figures
+
+
+def shard_number(tensor: Any) -> int:
+    """Return a number that ranks have in common where they hold the same part of a tensor."""
+    number = 0
+    if is_sharded(tensor):
+        mesh = tensor.device_mesh
+        for dim, (place, placement) in enumerate(zip(mesh.get_coordinate(), tensor.placements, strict=True)):
+            number = number * (mesh.size(dim) + 1) + (0 if placement.is_replicate() else place)
+    return number
 
 
 # ---- numbers read from sharded tensors

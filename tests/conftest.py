@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def ledger_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the privacy ledgers of a test in a folder of its own."""
+    monkeypatch.setenv("POMONA_LEDGER", str(tmp_path_factory.mktemp("ledger")))
+
+
+@pytest.fixture(autouse=True)
 def restore_torch_settings() -> Iterator[None]:
     """Restore torch's global settings after a test, so that no test depends on those before it."""
     with restored_torch_settings():

@@ -131,12 +131,12 @@ if other:
 """
 
 
-def run_in_two_processes(statement: str) -> None:
+def run_in_two_processes(statement: str, timeout: float = 240) -> None:
     """Run a statement in two processes with the environment of torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-c", TWO_PROCESS_SCRIPT.format(statement=statement)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,6 @@ CPU_MICRO_BATCH, GPU_MICRO_BATCH = 256, 4096  # a GPU takes a whole sample at on
 RUN_KEYS = (
     "name",
     "fingerprint",
-    "seed",
     "data",
     "model",
     "method",
@@ -106,7 +105,7 @@ def train_run(arm: str, recipe: PrivateRecipe, data_dir: str | None) -> dict[str
         done = train(recipe, folder / "run", data_dir=data_dir)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {"arm": arm, **{key: done[key] for key in RUN_KEYS}}
+    return {"arm": arm, "seed": recipe.recipe.seed, **{key: done[key] for key in RUN_KEYS}}
 
 
 def train_runs(options: argparse.Namespace) -> None:

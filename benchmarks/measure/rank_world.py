@@ -47,13 +47,17 @@ class RankWorld:
             process.start()
         self.run(distributed.get_rank, seconds=180)
 
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Run a function on every rank without waiting for its results."""
+        for connection in self.connections:
+            connection.send((function, arguments))
+
     def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
         """Run a function on every rank and return its results; raise RuntimeError with the first failure.
 
         A world in which a rank failed or did not answer in time is of no more use: the others may wait for it.
         """
-        for connection in self.connections:
-            connection.send((function, arguments))
+        self.start(function, *arguments)
         deadline = time.monotonic() + seconds
         answers: list[tuple[bool, Any]] = []
         for rank, connection in enumerate(self.connections):

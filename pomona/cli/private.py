@@ -1,4 +1,4 @@
-"""The `private` command: train under differential privacy."""
+"""The `private` commands: train under differential privacy, and show what was spent on a data set."""
 
 from __future__ import annotations
 
@@ -9,16 +9,35 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .application import app
+from .application import CommandGroup, app
 from .options import RUNS, AutoResume, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
 from .single_run import continues_run, find_recipe, recipe_overrides, resume_hint
 
+DEFAULT_DELTA = 1e-5
 AS_GOOD_AS_RANDOM = 0.95  # share of a random draw's loss above which the drawn indices are called as good as random
 
 
-@app.command()
-def private(
+class PrivateGroup(CommandGroup):
+    """A group of commands whose first, `train`, need not be named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the command `train` where none is named."""
+        is_named = bool(args) and (args[0] in self.commands or args == ["--help"])
+        return super().parse_args(ctx, args if is_named else ["train", *args])
+
+
+private = typer.Typer(
+    cls=PrivateGroup,
+    rich_markup_mode=None,
+    help="Train under differential privacy: `pomona private RECIPE`.\n\n`pomona private ledger DATASET` shows what all "
+    "runs have spent on a data set.",
+)
+app.add_typer(private, name="private")
+
+
+@private.command()
+def train(
     recipe: Annotated[
         str,
         typer.Argument(
@@ -45,8 +64,8 @@ def private(
     The noise scale is solved for before the run, which needs dp-accounting (the extra `privacy`). --dry-run prints a
     recipe that holds the solved budget; a machine without dp-accounting can train from it.
     """
+    from pomona import lab as laboratory
     from pomona.integrations.trackers import parse_names
-    from pomona.lab import describe_run, train
     from pomona.lab.recipes.private_recipe import PrivateRecipe
     from pomona.lab.runs import private as lab
     from pomona.lab.runs.progress import make_reporter
@@ -64,7 +83,7 @@ def private(
     strategy = lab.PrivateStrategy(resolved)
     if dry_run:
         validate_folder(strategy, folder, resume)
-        plan = describe_run(strategy, data_dir=data_dir)
+        plan = laboratory.describe_run(strategy, data_dir=data_dir)
         if as_json:
             print_json({"folder": str(folder), **plan})
         else:
@@ -73,7 +92,7 @@ def private(
             print_table(facts_table({"folder": folder, "steps": f"{plan['steps']:,}", **promise}))
         return
     with resume_hint("private", folder, data_dir, trackers):
-        summary = train(
+        summary = laboratory.train(
             strategy,
             folder,
             resume=resume,
@@ -107,7 +126,7 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
         "method": private["method"],
         "privacy": f"ε = {private['target']:.4g} at δ = {private['delta']:g}, one example added or removed",
         "noise": f"σ = {private['sigma']:.4g} times the norm {private['clip']:g}, to which each example is clipped",
-        "randomness": "secure" if private["secure"] else "seeded, for experiments only: the seed reveals the noise",
+        "randomness": "secure" if private["secure"] else "NOT PRIVATE: the seed decides the noise, and reveals it",
     }
     if private["method"] != "dpsgd":
         facts["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
@@ -118,3 +137,58 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
         if lost > AS_GOOD_AS_RANDOM * chance:
             facts["warning"] = "the indices are as good as random: at this ε the draw ignores the gradient"
     return facts
+
+
+@private.command()
+def ledger(
+    dataset: Annotated[
+        str | None,
+        typer.Argument(metavar="[DATASET]", help="The name of a data set, or the first digits of its digest."),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="δ at which ε is computed; by default that of the limit.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Refuse runs with which all together would cost more than this ε.")
+    ] = None,
+    end: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Give up a run that will not be resumed, to free its steps.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show what all runs have spent on a data set, and limit it.
+
+    The ledgers are in the folder that POMONA_LEDGER names, or in ~/.local/share/pomona/ledger.
+    """
+    from pomona.lab.runs.private import open_ledger
+    from pomona.privacy.ledger import find_ledgers, ledger_folder, summarize
+
+    ledgers = find_ledgers(ledger_folder(), dataset)
+    if (limit is not None or end is not None) and dataset is not None:
+        ledgers = [one for one in ledgers if one.name == dataset or len(ledgers) == 1]
+        chosen = ledgers[0] if ledgers else open_ledger(dataset, data_dir)
+        if end is not None:
+            chosen.end(end)
+        if limit is not None:
+            chosen.set_limit(limit, DEFAULT_DELTA if delta is None else delta)
+        ledgers = [chosen]
+    found = [summarize(one, delta or (one.limit[1] if one.limit else DEFAULT_DELTA)) for one in ledgers]
+    if as_json:
+        print_json(found)
+    elif not found:
+        print(f"nothing was spent on {'any data set' if dataset is None else dataset!r} ({ledger_folder()})")
+    for one in [] if as_json else found:
+        print_table(ledger_table(one))
+
+
+def ledger_table(found: Mapping[str, Any]) -> Table:
+    """Return a table of the runs on a data set, with their sum."""
+    title = f"{found['name']} ({found['digest'][:8]}), ε at δ = {found['delta']:g}"
+    grid = Table("run", "name", "started", "steps", "of", "q", "σ", "ε", title=title, box=None, pad_edge=False)
+    for run in found["runs"]:
+        numbers = f"{run['steps']:,}", f"{run['planned']:,}", f"{run['rate']:.4g}", f"{run['sigma']:.4g}"
+        grid.add_row(run["run"][:8], run["name"], run["started"][:16], *numbers, f"{run['epsilon']:.4g}")
+    limit = "" if found["limit"] is None else f" of {found['limit'][0]:g} at δ = {found['limit'][1]:g}"
+    grid.caption = f"all runs together: ε = {found['epsilon']:.4g}{limit}"
+    if found["not_private"]:
+        grid.caption += f"; besides, {found['not_private']} runs with a seed, which are not private and not counted"
+    return grid

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
+from ..sharding import whole_reads
 from . import guards
 from .coupled import NORMS, find_coupled
 from .method import Method, TrainingProgress
@@ -141,8 +142,9 @@ def find_pruned_share(method: Method, slots: Sequence[Slot]) -> float:
     """
     if method.weights == "score" or method.final_sparsity == 0:
         return 0.0
-    sizes = [slot.mask.numel() for slot in slots]
-    counts = [count_zeros([slot.parameter]) for slot in slots]
+    sizes = [slot.parameter.numel() for slot in slots]
+    with whole_reads(any(slot.is_sharded for slot in slots)):
+        counts = [count_zeros([slot.parameter.detach()]) for slot in slots]
     zeros = sum(count for count, size in zip(counts, sizes, strict=True) if count < size)
     return zeros / sum(sizes) if zeros >= max(PRUNED_COUNT, PRUNED_SHARE * sum(sizes)) else 0.0
 

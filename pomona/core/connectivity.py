@@ -20,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..allocation import LAYERWISE_ALLOCATIONS, parse_allocation
 from ..patterns import Pattern
 from ..patterns.sharded_selection import select_masks
+from ..sharding import is_sharded, place_like, whole, whole_reads
 from .coupled import ZERO_FUNCTIONS, ZERO_PRESERVING
 from .method import Masks, Targets
 from .slot import Slot, outputs_first
@@ -44,11 +45,14 @@ def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: 
     Names of layers are added to `reported`. The host reads the masks, so this is not for a captured step.
     """
     slots = [slot for slot in slots if slot.mask.ndim > 1]
-    kept = [int(slot.mask.count_nonzero()) for slot in slots]
-    if model is None or sum(kept) == sum(slot.mask.numel() for slot in slots):
+    with whole_reads(any(slot.is_sharded for slot in slots)):
+        kept = [int(slot.place(slot.mask).count_nonzero()) for slot in slots]
+    if model is None or sum(kept) == sum(slot.parameter.numel() for slot in slots):
         return
     messages = describe_low_densities(slots, kept)
-    masks: dict[Tensor, Tensor] = {slot.parameter: outputs_first(slot.mask, slot.target.output_dim) for slot in slots}
+    masks: dict[Tensor, Tensor] = {
+        slot.parameter: outputs_first(slot.place(slot.mask), slot.target.output_dim) for slot in slots
+    }
     for name in find_blocked_layers(unwrap(model), masks):
         messages[name] = f"nothing of the input passes {name}: all weights it keeps read outputs that were removed."
     empty = [slot.name for slot, count in zip(slots, kept, strict=True) if not count]
@@ -65,16 +69,17 @@ def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: 
 
 def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[str, str]:
     """Return name → what to report for layers of a low density that their allocation does not explain."""
-    overall = sum(kept) / sum(slot.mask.numel() for slot in slots)
+    overall = sum(kept) / sum(slot.parameter.numel() for slot in slots)
     shapes = [slot.target.outputs_first for slot in slots]
     layerwise = LAYERWISE_ALLOCATIONS.get(parse_allocation(slots[0].method.allocation)[0])
     expected = [1 - s for s in layerwise(shapes, 1 - overall)] if layerwise else [overall] * len(slots)
     messages = {}
     for slot, count, usual in zip(slots, kept, expected, strict=True):
-        density = count / slot.mask.numel()
+        size = slot.parameter.numel()
+        density = count / size
         if density < min(LOW_DENSITY, LOW_SHARE * usual):
             messages[slot.name] = (
-                f"{slot.name} keeps {count:,} of {slot.mask.numel():,} weights ({density:.2%}), where all layers "
+                f"{slot.name} keeps {count:,} of {size:,} weights ({density:.2%}), where all layers "
                 f"together keep {overall:.2%}."
             )
     return messages
@@ -101,7 +106,8 @@ def reconnect(model: nn.Module, pattern: Pattern, targets: Targets, masks: Masks
         if name not in masks:
             return None
         mask, latent = masks[name], targets.latent[name]
-        candidates = reads.to(mask.device).reshape(*reads.shape, *[1] * (mask.ndim - 2)).expand_as(mask)
+        candidates = reads.to(mask.device).reshape(*reads.shape, *[1] * (mask.ndim - 2)).expand(mask.shape)
+        candidates = place_like(candidates, mask)
         candidates = candidates & targets.masks[name] if only_prunes else candidates
         if not candidates.any():
             return None
@@ -178,7 +184,9 @@ def follow_layer(layer: nn.Module, source: Tensor, mask: Tensor | None) -> Tenso
         return source.any().reshape(1)
     reads = readable_inputs(layer, source)
     if mask is not None:
-        reads = reads & (mask if mask.ndim == 2 else mask.flatten(2).any(2)).cpu()
+        mask = mask if mask.ndim == 2 else mask.flatten(2).any(2)
+        reads = whole((place_like(reads, mask) & mask).any(1)) if is_sharded(mask) else (reads & mask.cpu()).any(1)
+        return reads.cpu()
     return reads.any(1)
 
 

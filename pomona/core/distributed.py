@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PomonaError, require
 from ..registry import format_plain_data
+from ..sharding import shard_number, sharding_mesh
 from .mask_bits import hash_mask
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ def world_group() -> ProcessGroup | None:
 
 def training_group(model: nn.Module) -> ProcessGroup | None:
     """Return the group of processes that are known to train a model together, from how it was wrapped; None for one."""
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    mesh = sharding_mesh(model.parameters())
+    if mesh is not None and mesh.ndim > 1:
+        return world_group()
+    wrapped = isinstance(model, DistributedDataParallel)
+    group = mesh.get_group() if mesh is not None else model.process_group if wrapped else None
     return group if group is not None and group.size() > 1 else None
 
 
@@ -60,13 +65,15 @@ def broadcast_slots(slots: Sequence[Slot], group: ProcessGroup | None) -> None:
     """Broadcast the masks and latents of the first rank to all ranks; equal gradients keep them equal from then on."""
     if group is None:
         return
-    own = [(slot.name, tuple(slot.mask.shape)) for slot in slots]
+    own = [(slot.name, tuple(slot.parameter.shape)) for slot in slots]
     if any(other != own for other in gather_objects(own, group)):
         raise PomonaError(
             "the ranks prune different layers: attach the same method to the same model on every rank, after "
             "wrapping it in DistributedDataParallel; pipeline parallel models are not supported."
         )
     for slot in slots:
+        if slot.is_sharded:  # each rank has a part of its own
+            continue
         distributed.broadcast(slot.mask.view(torch.uint8), group=group, group_src=0)
         distributed.broadcast(slot.moved.detach(), group=group, group_src=0)
         if slot.calibration is not None:
@@ -76,17 +83,21 @@ def broadcast_slots(slots: Sequence[Slot], group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def require_same_masks(slots: Sequence[Slot], group: ProcessGroup | None, step: int) -> None:
-    """Raise PomonaError on every rank where a mask of one rank differs from the first rank's."""
-    if group is None or not slots:
+    """Raise PomonaError on every rank where the masks of two ranks differ."""
+    slots = [slot for slot in slots if not slot.is_sharded or sharding_mesh([slot.parameter]).ndim > 1]
+    if group is None or not slots:  # of weights that are only divided, no two ranks have the same part
         return
     own = torch.stack([hash_mask(slot.mask) for slot in slots])
-    hashes = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(hashes, own, group)
-    differs = torch.stack(hashes).ne(hashes[0]).cpu()
+    parts = own.new_tensor([shard_number(slot.parameter) for slot in slots])
+    gathered = [torch.empty_like(torch.stack([own, parts])) for _ in range(group.size())]
+    distributed.all_gather(gathered, torch.stack([own, parts]), group)
+    hashes, numbers = torch.stack(gathered).unbind(1)
+    same_part = numbers[:, None] == numbers  # for each layer, whether two ranks hold the same part of it
+    differs = (same_part & (hashes[:, None] != hashes)).cpu()
     if bool(differs.any()):
-        rank, layer = differs.nonzero()[0].tolist()
+        first, rank, layer = differs.nonzero()[0].tolist()
         raise PomonaError(
-            f"after step {step} the mask of {slots[layer].name} on rank {rank} is not that of rank 0, so that "
+            f"after step {step} the mask of {slots[layer].name} on rank {rank} is not that of rank {first}, so that "
             "the ranks train different networks: resume from the last checkpoint, and look for what differs there "
             "(weights that were changed, gradients that are not reduced, other settings of the optimizer)."
         )

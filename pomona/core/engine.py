@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import PomonaError
+from ..sharding import local_part, place_like
 from . import carried_state, distributed, gradients, guards
 from .fused.flat_buffers import FlatBuffers, group_slots
 from .method import Masks
@@ -59,6 +60,7 @@ class Engine:
     def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], policy: UpdatePolicy) -> None:
         self.slots = slots
         self.buffers = group_slots(slots)
+        self.is_sharded = any(slot.is_sharded for slot in slots)  # whether ranks hold parts of the weights
         self.untrained_biases = gradients.find_untrained_biases(slots)
         self.next_sparsity: float | None = None  # after the coming step, where masks follow scores
         self.optimizers = optimizers
@@ -68,6 +70,7 @@ class Engine:
         self.step_frame: FrameType | None = None  # of the optimizer.step under way
         self.active: list[Slot] = []  # the slots whose parameters hold their latents right now
         self.saved_gradients: dict[nn.Parameter, Tensor] = {}  # gradients that the optimizer must not see
+        self.ignores_step = False  # whether the step under way is none: see `guards.initializes_state`
         self.awaits_closure = False  # whether the optimizer has yet to call its closure
         self.known_parameters: dict[Optimizer, tuple[int, set[int]]] = {}  # see `parameter_ids`
         taken = [other.key for other in guards.attached_engines(optimizers[-1])]
@@ -125,6 +128,10 @@ class Engine:
         """Load the latents before the step (an optimizer step pre-hook)."""
         if self.step_frame is not None and guards.is_running(self.step_frame):
             return None  # a subclass called super().step()
+        self.ignores_step = guards.initializes_state(optimizer)
+        if self.ignores_step:
+            gradients.drop_gradients(self.untrained_biases)  # which have no state in a checkpoint either
+            return None
         self.abort_step()
         self.policy.begin_step()
         self._follow_model()
@@ -143,6 +150,8 @@ class Engine:
         """Store the latents, update masks when due and project (an optimizer step post-hook)."""
         if self.step_frame is not None and guards.find_step_frame(optimizer) is not self.step_frame:
             return  # the inner step of a subclass
+        if self.ignores_step:
+            return
         self.step_frame = None
         if self.awaits_closure:
             self.abort_step()
@@ -331,7 +340,7 @@ class Engine:
         """
         for slot in self.slots:
             if reset and slot.name in reset:
-                entries = reset[slot.name].movedim(0, slot.target.output_dim)
+                entries = local_part(place_like(reset[slot.name].movedim(0, slot.target.output_dim), slot.parameter))
                 slot.moved.detach().masked_fill_(entries, 0)
                 guards.clear_optimizer_state(self.optimizers, slot.parameter, ~entries)
         for slot in self.slots:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PomonaError, require
+from ..sharding import is_sharded, local_part, reshard, whole_reads
 from .slot import Slot
 from .targets import parameter_kind, unwrap
 
@@ -26,11 +27,29 @@ def compute_gradients(model: nn.Module, slots: Sequence[Slot], loss: Callable[[]
                 isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad,
                 f"loss() must return the loss of a batch, a tensor of one number with a gradient, got {value!r}.",
             )
-            gradients = torch.autograd.grad(value, [slot.parameter for slot in slots], allow_unused=True)
+            gradients = differentiate(value, inner, [slot.parameter for slot in slots])
     finally:
         for module, mode in training.items():
             module.training = mode
     return dict(zip((slot.name for slot in slots), gradients, strict=True))
+
+
+def differentiate(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Return the gradients of a loss at some parameters, and leave `.grad` of all as it is.
+
+    FSDP2 reduces gradients in hooks of a backward pass, so that a pass must be made where weights are sharded.
+    """
+    if not any(map(is_sharded, parameters)):
+        return torch.autograd.grad(loss, list(parameters), allow_unused=True)
+    before = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in before:
+        parameter.grad = None
+    loss.backward()
+    reshard(model)
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter, gradient in before.items():
+        parameter.grad = gradient
+    return gradients
 
 
 def require_gradients(gradients: Mapping[str, Tensor | None], method: str) -> dict[str, Tensor]:
@@ -41,12 +60,20 @@ def require_gradients(gradients: Mapping[str, Tensor | None], method: str) -> di
                 f"{name} has no gradient, so the loss does not use it, and {method} cannot rank it: "
                 f"use exclude=['{name}']."
             )
-        if gradient.numel() and not all(bool(value.isfinite()) for value in gradient.aminmax()):  # NaN is either's
+        if gradient.numel() and not is_finite(gradient):
             raise PomonaError(
                 f"the gradient of {name} holds NaN or inf, and {method} cannot rank it: lower the "
                 "learning rate, clip, or skip this step."
             )
     return dict(gradients)  # type: ignore[arg-type]
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether a gradient holds neither NaN nor inf."""
+    if is_sharded(gradient):
+        with whole_reads():
+            return bool(torch.isfinite(gradient).all())
+    return all(bool(value.isfinite()) for value in gradient.aminmax())  # NaN is the smallest and the largest value
 
 
 class GradientPolicy(Protocol):
@@ -81,6 +108,15 @@ def find_untrained_biases(slots: Sequence[Slot]) -> list[tuple[nn.Module, str]]:
     ]
 
 
+def drop_gradients(places: Sequence[tuple[nn.Module, str]]) -> dict[nn.Parameter, Tensor]:
+    """Remove the gradients of the parameters at some places, and return them."""
+    found = (module._parameters.get(leaf) for module, leaf in places)
+    dropped = {parameter: parameter.grad for parameter in found if parameter is not None and parameter.grad is not None}
+    for parameter in dropped:
+        parameter.grad = None
+    return dropped
+
+
 def replace_gradients(
     slots: Sequence[Slot], untrained_biases: Sequence[tuple[nn.Module, str]]
 ) -> dict[nn.Parameter, Tensor]:
@@ -92,17 +128,13 @@ def replace_gradients(
     scored = [slot for slot in slots if slot.weight is not None]
     transforms = bool(slots) and slots[0].method.transforms_gradient
     transformed = [slot for slot in slots if slot.leader is None] if transforms else []
-    found = (module._parameters.get(leaf) for module, leaf in untrained_biases)
-    biases = [bias for bias in found if bias is not None]
-    replaced = [slot.parameter for slot in (*scored, *transformed)] + biases
-    saved = {p: p.grad for p in replaced if p.grad is not None}
-    for bias in biases:
-        bias.grad = None
+    replaced = [slot.parameter for slot in (*scored, *transformed)]
+    saved = {p: p.grad for p in replaced if p.grad is not None} | drop_gradients(untrained_biases)
     if scored:
         weights: Any = [slot.weight for slot in scored]
-        products = torch._foreach_mul([saved[slot.parameter] for slot in scored], weights)
+        products = torch._foreach_mul([local_part(saved[slot.parameter]) for slot in scored], weights)
         for slot, gradient in zip(scored, products, strict=True):
-            slot.parameter.grad = gradient
+            slot.parameter.grad = slot.place(gradient)
     return saved
 
 

@@ -16,10 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PomonaError
 from ..masking import apply_mask
+from ..sharding import local_part, whole_reads
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .slot import Slot
+
+NONFINITE = "NaN or inf"  # the warning about them, among the layers that others have named
 
 
 def unwrap_optimizer(optimizer: object) -> Optimizer:
@@ -134,16 +137,16 @@ def refuse_edited(name: str) -> None:
 
 
 def refuse_values(slots: Iterable[Slot]) -> None:
-    """Refuse weights that cannot be ranked: NaN, infinite, complex, sparse or sharded ones."""
+    """Refuse weights that cannot be ranked: NaN, infinite, complex or sparse ones."""
     for slot in slots:
         parameter = slot.parameter
         if not parameter.is_floating_point() or parameter.layout != torch.strided:
             raise PomonaError(
                 f"{slot.name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned."
             )
-        if type(parameter.data).__name__ == "DTensor":
-            raise PomonaError(f"{slot.name} is sharded (FSDP2, tensor parallel), which is not supported yet: use DDP.")
-        if not bool(torch.isfinite(parameter).all()):
+        with whole_reads(slot.is_sharded):
+            finite = bool(torch.isfinite(parameter.detach()).all())
+        if not finite:
             raise PomonaError(f"{slot.name} holds NaN or inf: reload the weights before pruning them.")
 
 
@@ -215,6 +218,14 @@ def find_step_frame(optimizer: Optimizer) -> FrameType | None:
     return frame
 
 
+def initializes_state(optimizer: Optimizer) -> bool:
+    """Return whether torch.distributed.checkpoint makes a step of length zero, so that the optimizer has a state."""
+    frame = None if optimizer.state else sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
 def is_running(frame: FrameType) -> bool:
     """Return whether a frame is among the callers; if not, its step has ended or raised."""
     current: FrameType | None = sys._getframe(1)
@@ -230,7 +241,7 @@ def moves_only_parameters(optimizer: Optimizer) -> bool:
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False
-    addresses = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
+    addresses = [local_part(p).data_ptr() for group in optimizer.param_groups for p in group["params"]]
     found = set(addresses)
     found.discard(0)
     return len(found) == len(addresses) - addresses.count(0)
@@ -256,6 +267,18 @@ def warn_edited(name: str) -> None:
     )
 
 
+def warn_nonfinite(slots: Iterable[Slot], step: int, reported: set[str]) -> None:
+    """Warn once of weights that are NaN or infinite at a mask update, where any are: a norm may overflow without."""
+    bad = next((slot.name for slot in slots if not bool(torch.isfinite(slot.moved).all())), None)
+    if bad is not None and NONFINITE not in reported:
+        reported.add(NONFINITE)
+        warnings.warn(
+            f"{bad} holds NaN or inf at step {step}, which rank above all other weights and are kept: go back to a "
+            "checkpoint, and lower the learning rate, clip gradients, or leave out steps whose gradient is not finite.",
+            stacklevel=2,
+        )
+
+
 def warn_pruned_before(share: float, name: str) -> None:
     """Warn that a new run begins with the weights of a pruned model."""
     warnings.warn(
@@ -270,5 +293,6 @@ def clear_optimizer_state(optimizers: Iterable[Optimizer], parameter: Tensor, ma
     """Zero the momentum and Adam moments of a parameter off its mask."""
     for optimizer in optimizers:
         for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point():
-                apply_mask(value, mask, value)
+            part = local_part(value)
+            if isinstance(part, Tensor) and part.shape == mask.shape and part.is_floating_point():
+                apply_mask(part, mask, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
 from ..registry import Registry
 from ..schedules import SCHEDULES, Cubic, Schedule
-from ..scores import exclude_pruned
+from ..sharding import whole
 from .targets import DENSE, Prunable, Target, globs, prunable
 
 Masks = dict[str, Tensor]
@@ -76,6 +76,12 @@ class Targets:
     memory: dict[str, Any] = field(default_factory=dict)  # plain values that a method keeps between updates
     reset: Masks = field(default_factory=dict)  # an update marks weights here that restart at zero, without momentum
     output_layers: frozenset[str] = frozenset()  # those whose outputs are the network's: none of them may be removed
+
+    def whole_layer(self, name: str) -> Targets:
+        """Return these targets with one layer only, gathered from the ranks among which it is divided."""
+        fields = ("latent", "masks", "grads", "momentum")
+        layer = {field: {name: whole(found[name])} for field in fields if name in (found := getattr(self, field))}
+        return replace(self, **layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +199,23 @@ class Method:
 
         Where the method only prunes, pruned weights rank below all others.
         """
-        if self.only_prunes:
-            scores = exclude_pruned(scores, targets.masks)
-        return allocations.select(scores, sparsity, self.pattern, self.allocation)  # type: ignore[arg-type]
+        return self._select(targets, scores, sparsity, magnitudes=False)
+
+    def select_magnitudes(self, targets: Targets, sparsity: float) -> Masks:
+        """Return the masks of `select` for the scores |latent|, which on a CPU need no copy of the weights."""
+        return self._select(targets, targets.latent, sparsity, magnitudes=True)
+
+    def _select(self, targets: Targets, scores: Mapping[str, Tensor], sparsity: float, magnitudes: bool) -> Masks:
+        """Return masks that keep the highest scores or magnitudes."""
+        within = targets.masks if self.only_prunes else None
+        return allocations.select(
+            scores,
+            sparsity,
+            self.pattern,
+            self.allocation,  # type: ignore[arg-type]
+            magnitudes=magnitudes,
+            within=within,
+        )
 
     @property
     def only_prunes(self) -> bool:

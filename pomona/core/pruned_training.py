@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
+from ..sharding import reshard, whole_reads
 from . import carried_state, distributed, guards, history
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
@@ -45,7 +46,7 @@ class PrunedTraining:
         self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
         self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
-        self._history: list[dict[str, Any]] = []
+        self._history = history.UpdateHistory()
 
     def attached_engine(self) -> Engine:
         """Return the engine, or raise PomonaError where the pruner is not attached."""
@@ -57,7 +58,7 @@ class PrunedTraining:
 
     def wants_gradient(self) -> bool:
         """Return whether the coming step is replaced by an update that sees its unmasked gradient."""
-        updated = bool(self._history) and self.last_change == self.step  # from the loss given to `attach`
+        updated = self._history.count > 0 and self.last_change == self.step  # from the loss given to `attach`
         return self.method.updates_before_step and not updated and self.method.is_update_due(self.progress)
 
     @torch.no_grad()
@@ -75,7 +76,8 @@ class PrunedTraining:
             f"a captured step would fix {self.method.pattern} at a sparsity of {sparsity:.2%}, which must still rise "
             f"to {self.method.final_sparsity:.2%}: step eagerly, or use schedule='constant' or pattern='unstructured'.",
         )
-        masks = self.method.update(read_targets(self), sparsity)
+        with whole_reads(self.attached_engine().is_sharded):
+            masks = self.method.update(read_targets(self), sparsity)
         for buffers in self.attached_engine().buffers:
             buffers.install_masks(masks)
 
@@ -84,8 +86,10 @@ class PrunedTraining:
         return not self.method.updates_before_step and self.method.is_update_due(self.progress.next)
 
     def begin_step(self) -> None:
-        """Refuse a step that would let ranks drift apart."""
+        """Refuse a step that would let ranks drift apart, and make the model hold its sharded weights."""
         distributed.refuse_join(self.model)
+        if self.attached_engine().is_sharded and self.model is not None:
+            reshard(self.model)
 
     def begin_training(self) -> None:
         """Warn before the first step where a saved run seems to begin anew, and refuse ranks that differ."""
@@ -124,13 +128,15 @@ class PrunedTraining:
             self._update(sparsity, require_gradients(gradients, self.method.name))
             return
         targets = read_targets(self)
-        masks = self.method.initial_masks(targets, sparsity)
+        with whole_reads(self.attached_engine().is_sharded):
+            masks = self.method.initial_masks(targets, sparsity)
+            masks = None if masks is None else connect_masks(self, targets, masks)
         if masks is None:
             self.attached_engine().apply_masks()
             return
         for slot in self.attached_engine().slots:
             slot.save_initial_value()
-        self._install(connect_masks(self, targets, masks), sparsity)
+        self._install(masks, sparsity)
         if isinstance(self.method, ScoreMethod):
             self._redraw_weights(self.method)
 
@@ -155,7 +161,10 @@ class PrunedTraining:
     def _observe(self, before: Sequence[Tensor], sparsity: float) -> None:
         """Append a history entry that compares the masks with those `before`; no weight is changed."""
         buffers = self.attached_engine().buffers
-        self._history.append(history.observe_update(buffers, before, self.progress, sparsity))
+        entry = history.observe_update(buffers, before, self.progress, sparsity)
+        self._history.append(entry)
+        if not history.is_finite(entry):
+            guards.warn_nonfinite(self.slots, self.step, self.reported)
         self.last_change, self.reached = self.step, sparsity
         distributed.require_same_masks(self.slots, self.attached_engine().group, self.step)
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import require
 from ..masking import apply_mask
 from ..registry import format_plain_data, spec_to_dict
+from ..sharding import local_part, reshard, whole_reads
 from ..table_view import to_html
 from . import batch_norm, carried_state, distributed, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
@@ -24,6 +25,7 @@ from .mask_table import mask_table
 from .method import Masks
 from .pruned_training import NOT_ATTACHED, PrunedTraining
 from .score_method import ScoreMethod
+from .sharded_state import pack_sharded, unpack_sharded
 from .sparsity import Sparsity, measure_sparsity
 from .state import collect_state, require_same_shapes, restore_state
 from .targets import unwrap
@@ -49,7 +51,8 @@ class Pruner(PrunedTraining):
         sparsity = f"sparsity {self.method.final_sparsity:.2%}"
         title = f"{type(self.method).__name__}, {self.method.pattern}, {sparsity}, {self.status}"
         if self.slots:
-            return mask_table(title, self.masks())
+            with whole_reads(any(slot.is_sharded for slot in self.slots)):
+                return mask_table(title, self.masks())
         table = Table("option", "value", title=title)
         for option, value in spec_to_dict(self.method).items():
             table.add_row(option, format_plain_data(value, str))
@@ -103,6 +106,7 @@ class Pruner(PrunedTraining):
         require(self._engine is None, "this pruner is attached already: make another, or finish() it first.")
         total_steps, steps_per_epoch = find_length(total_steps, steps_per_epoch, loader, epochs)
         optimizers = unwrap_optimizers(optimizer, self.method)
+        reshard(model)
         group = distributed.training_group(model)
         given = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "resume": resume}
         steps = [waiting.state.get("step") for waiting in carried_state.list_waiting(optimizers)]
@@ -141,6 +145,8 @@ class Pruner(PrunedTraining):
         if self.finished:
             return
         engine = self.attached_engine()
+        if engine.is_sharded:
+            reshard(self.model)  # type: ignore[arg-type]
         batches = None if data is None else batch_norm.iterate_batches(data)
         engine.refresh()
         if self.method.weights == "free" and self.last_change < self.step:
@@ -205,9 +211,13 @@ class Pruner(PrunedTraining):
         require(bool(self.slots), NOT_ATTACHED)
         parameters = dict(unwrap(model).named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        require_same_shapes("apply", {s.name: s.mask.shape for s in self.slots}, shapes)
+        require_same_shapes("apply", {s.name: s.parameter.shape for s in self.slots}, shapes)
         for slot in (*self.slots, *self.coupled):
-            parameter = parameters[slot.name]
+            parameter = local_part(parameters[slot.name])
+            require(
+                parameter.shape == slot.mask.shape,
+                f"{slot.name} is divided among ranks here and in the copy in another way: shard the copy alike.",
+            )
             if slot.calibration is None:
                 slot.write_projection(parameter.detach().clone(), parameter)
             else:  # the copy holds weights that the model ran on, so thresholds were applied to them already
@@ -216,8 +226,8 @@ class Pruner(PrunedTraining):
     # ---- what was reached
 
     def masks(self) -> Masks:
-        """Return name → mask, true where kept."""
-        return {slot.name: slot.mask for slot in self.slots}
+        """Return name → mask, true where kept; of a sharded parameter, a DTensor in the same placement."""
+        return {slot.name: slot.place(slot.mask) for slot in self.slots}
 
     def sparsity(self) -> Sparsity:
         """Return the pruned fraction reached over the targets, a float whose `zeros` is the fraction that is zero."""
@@ -226,19 +236,26 @@ class Pruner(PrunedTraining):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry for each mask update.
+        """One entry for each mask update; of more than 10,000, every second of the early ones is left out.
 
         `step`, `sparsity` (scheduled), `delta` (δ = ‖w − w̃‖² / ‖w‖², equation 1 of Lin et al., 2020), `flips`
         (entries that changed), `iou` (of the mask with the one before), `layers` (the sparsity of each target).
         """
         # Figures stay on the device until somebody reads them, so that an update needs no host sync.
-        names = [slot.name for slot in self.slots]
-        self._history = [history.to_plain(entry, names) for entry in self._history]
-        return [dict(entry) for entry in self._history]
+        return self._history.read([slot.name for slot in self.slots])
 
-    def replace_history(self, entries: list[dict[str, Any]]) -> None:
-        """Replace the history by entries of a saved state."""
+    @property
+    def update_count(self) -> int:
+        """How many mask updates there were; of more than 10,000 the history has dropped some early ones."""
+        return self._history.count
+
+    def replace_history(self, entries: history.UpdateHistory) -> None:
+        """Replace the history by that of a saved state."""
         self._history = entries
+
+    def history_columns(self) -> dict[str, Any]:
+        """Return the history as a saved state has it."""
+        return self._history.to_columns([slot.name for slot in self.slots])
 
     def settled(self) -> list[float]:
         """Return the share of mask entries that never change after epoch 0, 1, 2, … (Figure 4 of Lin et al., 2020)."""
@@ -251,11 +268,16 @@ class Pruner(PrunedTraining):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs. The state also rides in `optimizer.state_dict()`."""
-        return collect_state(self)
+        state = collect_state(self)
+        return pack_sharded(state) if self._is_sharded else state
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(slot.is_sharded for slot in self.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken; the model's weights follow. Nothing is changed where this raises."""
-        restore_state(self, state)
+        restore_state(self, unpack_sharded(state))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """Return a pruner for the copied model and optimizer: copy (model, optimizer, pruner) together."""
@@ -273,7 +295,8 @@ class Pruner(PrunedTraining):
 
     def _hook(self) -> None:
         self._engine = Engine([*self.slots, *self.coupled], self.optimizers, self)
-        self._engine.carry_state(self.state_dict, self.load_state_dict)
+        if not self._is_sharded:  # torch.distributed.checkpoint stores the state of an optimizer in another form
+            self._engine.carry_state(self.state_dict, self.load_state_dict)
         self.set_next_sparsity()
 
     def _unhook(self) -> None:

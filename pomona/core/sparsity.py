@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..sharding import whole_reads
+
 if TYPE_CHECKING:
     from .slot import Slot
 
@@ -40,9 +42,11 @@ class Sparsity(float):
 def measure_sparsity(slots: Iterable[Slot]) -> Sparsity:
     """Return the pruned fraction and the fraction of zeros over the targets of slots."""
     slots = list(slots)
-    size = sum(slot.mask.numel() for slot in slots)
-    kept = sum(int(slot.mask.sum()) for slot in slots)
-    return Sparsity(1 - kept / size, count_zeros(slot.target.parameter for slot in slots) / size)
+    with whole_reads(any(slot.is_sharded for slot in slots)):
+        size = sum(slot.parameter.numel() for slot in slots)
+        kept = sum(int(slot.place(slot.mask).sum()) for slot in slots)
+        held = (slot.parameter.detach() if slot.is_sharded else slot.target.parameter for slot in slots)
+        return Sparsity(1 - kept / size, count_zeros(held) / size)
 
 
 def count_zeros(tensors: Iterable[Tensor]) -> int:

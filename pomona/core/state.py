@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import PomonaError, require, shorten
 from ..registry import spec_to_dict
+from ..sharding import whole
 from ..untrusted import reading
+from .history import UpdateHistory
 from .mask_bits import pack_bits, unpack_bits
 from .method import Masks
 from .score_method import ScoreMethod
@@ -31,19 +34,31 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
         "version": VERSION,
         "method": spec_to_dict(pruner.method),
         **{key: getattr(pruner, key) for key in COUNTERS},
-        "history": pruner.history,
-        "shapes": {slot.name: list(slot.mask.shape) for slot in slots},
-        "masks": {slot.name: pack_bits(slot.mask) for slot in slots},
-        "latents": {slot.name: slot.latent for slot in every_slot if slot.latent is not None},
-        "flipped": {slot.name: slot.last_flip for slot in slots if slot.last_flip is not None},
+        "history": pruner.history_columns(),
+        "shapes": {slot.name: list(slot.parameter.shape) for slot in slots},
+        "masks": {slot.name: store_mask(slot, slot.mask) for slot in slots},
+        "latents": {slot.name: slot.place(slot.latent) for slot in every_slot if slot.latent is not None},
+        "flipped": {slot.name: slot.place(slot.last_flip) for slot in slots if slot.last_flip is not None},
         "memory": copy.deepcopy(pruner.memory),
     }
     if isinstance(pruner.method, ScoreMethod):  # random weights are not stored: their draw numbers determine them
-        observed = {slot.name: slot.observed_mask for slot in slots if slot.observed_mask is not None}
-        state["seen"] = {name: pack_bits(mask) for name, mask in observed.items()}
-        state["drawn"] = {slot.name: slot.draw_number for slot in slots if slot.draw_number is not None}
-    calibrations = {slot.name: slot.calibration for slot in slots if slot.calibration is not None}
+        observed = {slot: slot.observed_mask for slot in slots if slot.observed_mask is not None}
+        state["seen"] = {slot.name: store_mask(slot, mask) for slot, mask in observed.items()}
+        state["drawn"] = {slot.name: slot.place(slot.draw_number) for slot in slots if slot.draw_number is not None}
+    calibrations = {slot.name: slot.place_calibration() for slot in slots if slot.calibration is not None}
     return state | ({"gauges": calibrations} if calibrations else {})
+
+
+def store_mask(slot: Slot, mask: Tensor) -> Tensor:
+    """Return a mask as a state holds it: as bits, or in the placement of a sharded parameter."""
+    return slot.place(mask) if slot.is_sharded else pack_bits(mask)
+
+
+def read_mask(slot: Slot, stored: Tensor) -> Tensor:
+    """Return the mask that a state holds for a slot, or this rank's part of it."""
+    if stored.dtype != torch.bool:
+        stored = unpack_bits(whole(stored).to(slot.mask.device), slot.parameter.shape)
+    return slot.own_part(stored)
 
 
 @torch.no_grad()
@@ -55,21 +70,21 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     """
     engine = pruner.attached_engine()
     with reading("the pruner's state"):
-        masks = validate_state(pruner, state)
+        masks, history = validate_state(pruner, state)
     engine.abort_step()
     for slot in engine.slots:
         slot.restore_initial_value()
     for slot in pruner.slots:
         slot.mask.copy_(masks[slot.name])
         if slot.last_flip is not None and slot.name in state["flipped"]:
-            slot.last_flip.copy_(state["flipped"][slot.name])
+            slot.last_flip.copy_(slot.own_part(state["flipped"][slot.name]))
     for slot in engine.slots:
         if slot.latent is not None:
-            slot.latent.copy_(state["latents"][slot.name])
+            slot.latent.copy_(slot.own_part(state["latents"][slot.name]))
         if slot.weight is not None:
             restore_random_weights(slot, state)
         if slot.calibration is not None:
-            slot.calibration.copy_(state["gauges"][slot.name])
+            slot.calibration.copy_(slot.own_calibration(state["gauges"][slot.name]))
         if slot.is_hard or state["at_rest"]:
             slot.copy_output_mask()
     if same_weights:
@@ -81,7 +96,7 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     for key in COUNTERS:
         setattr(pruner, key, state[key])
     pruner.zeros_at_attach = 0.0
-    pruner.replace_history([dict(entry) for entry in state["history"]])
+    pruner.replace_history(history)
     pruner.memory = copy.deepcopy(state["memory"])
     engine.enforce_masks()
     pruner.set_next_sparsity()
@@ -93,14 +108,16 @@ def restore_random_weights(slot: Slot, state: dict[str, Any]) -> None:
     assert slot.weight is not None
     assert slot.observed_mask is not None
     if slot.draw_number is not None:
-        slot.draw_number.copy_(state["drawn"][slot.name])
-    like = slot.parameter.detach()
-    slot.weight.copy_(slot.method.stream.weights(slot.name, slot.target.fan_in, like, slot.draw_number))
-    slot.observed_mask.copy_(unpack_bits(state["seen"][slot.name].to(slot.mask.device), slot.mask.shape))
+        slot.draw_number.copy_(slot.own_part(state["drawn"][slot.name]))
+    like = slot.values.detach()
+    slot.weight.copy_(
+        slot.method.stream.weights(slot.name, slot.target.fan_in, like, slot.draw_number, slot.positions())
+    )
+    slot.observed_mask.copy_(read_mask(slot, state["seen"][slot.name]))
 
 
-def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
-    """Return the masks in a state, or raise PomonaError where anything in it is not this pruner's."""
+def validate_state(pruner: Pruner, state: dict[str, Any]) -> tuple[Masks, UpdateHistory]:
+    """Return the masks and the history in a state, or raise PomonaError where anything in it is not this pruner's."""
     require(isinstance(state, Mapping), f"a pruner's state is a dictionary, got {shorten(state)}.")
     version = state.get("version")
     require(
@@ -116,12 +133,15 @@ def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
         require(
             given == expected, f"the state is of a method with {key} = {shorten(given)}, this pruner has {expected}."
         )
-    require_same_shapes("load", {s.name: s.mask.shape for s in pruner.slots}, state["shapes"])
-    for key, field in (("latents", "latent"), ("gauges", "calibration")):
-        held = {s.name: t.shape for s in pruner.attached_engine().slots if (t := getattr(s, field)) is not None}
+    require_same_shapes("load", {s.name: s.parameter.shape for s in pruner.slots}, state["shapes"])
+    every_slot = pruner.attached_engine().slots
+    latents = {s.name: s.parameter.shape for s in every_slot if s.latent is not None}
+    gauges = {s.name: t.shape for s in every_slot if (t := s.place_calibration()) is not None}
+    for key, held in (("latents", latents), ("gauges", gauges)):
         require_same_shapes("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
-    require_valid(pruner, state)
-    return {s.name: unpack_bits(state["masks"][s.name].to(s.mask.device), s.mask.shape) for s in pruner.slots}
+    history = UpdateHistory.from_state(state["history"], len(pruner.slots))
+    require_valid(pruner, state, history)
+    return {s.name: read_mask(s, state["masks"][s.name]) for s in pruner.slots}, history
 
 
 def require_same_shapes(action: str, own: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import require, shorten
+from ..sharding import local_part
 
 if TYPE_CHECKING:
+    from .history import UpdateHistory
     from .pruner import Pruner
     from .slot import Slot
 
@@ -19,10 +21,10 @@ MAX_OVERTIME = 10  # how many times its length a training may have been continue
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def require_valid(pruner: Pruner, state: Mapping[str, Any]) -> None:
+def require_valid(pruner: Pruner, state: Mapping[str, Any], history: UpdateHistory) -> None:
     """Raise PomonaError unless the numbers and tensors of a state can be those of this pruner."""
     require_valid_counters(pruner, state)
-    require_valid_history(state["history"], state["step"])
+    require_valid_history(history, state["step"])
     memory, numbers = state["memory"], pruner.method.memory_keys
     known = isinstance(memory, Mapping) and set(numbers) <= memory.keys()
     numbers = (*numbers, *(slot.name for slot in pruner.slots))
@@ -41,7 +43,7 @@ def require_valid(pruner: Pruner, state: Mapping[str, Any]) -> None:
         for slot in every_slot:
             if getattr(slot, field) is not None:
                 require_finite(key, slot, find_tensor(state, key, slot))
-    kept = [find_tensor(state, "masks", slot).any() for slot in pruner.slots]
+    kept = [local_part(find_tensor(state, "masks", slot)).any() for slot in pruner.slots]
     require(
         bool(torch.stack([one.cpu() for one in kept]).any()), "the pruner's state is damaged: its masks keep no weight."
     )
@@ -69,12 +71,11 @@ def require_valid_counters(pruner: Pruner, state: Mapping[str, Any]) -> None:
     require(valid, f"the pruner's state is damaged: it has reached {shorten(reached)}, at rest {shorten(at_rest)}.")
 
 
-def require_valid_history(history: Any, step: int) -> None:
-    """Raise PomonaError unless a history is a list of entries with steps up to a step."""
-    require(isinstance(history, list | tuple), f"the pruner's state is damaged: its history is {shorten(history)}.")
-    for entry in history:
-        valid = isinstance(entry, Mapping) and type(entry.get("step")) is int and is_number(entry.get("sparsity"))
-        valid = valid and 0 <= entry["step"] <= step and isinstance(entry.get("layers", []), list)
+def require_valid_history(history: UpdateHistory, step: int) -> None:
+    """Raise PomonaError unless the entries of a history have possible figures and steps up to a step."""
+    for entry in history.entries:
+        valid = type(entry["step"]) is int and 0 <= entry["step"] <= step and is_number(entry["sparsity"])
+        valid = valid and isinstance(entry["layers"], list)
         require(valid, f"the pruner's state is damaged: its history has the entry {shorten(entry)}.")
 
 
@@ -104,7 +105,7 @@ def require_integers(name: str, slot: Slot, stored: Tensor, limit: int) -> None:
     """Raise PomonaError unless a tensor has a whole number from 0 to a limit for each weight of a slot."""
     fits = stored.dtype in INTEGERS and stored.shape == slot.parameter.shape
     require(
-        fits and bool(((stored >= 0) & (stored <= limit)).all()),
+        fits and bool(((local_part(stored) >= 0) & (local_part(stored) <= limit)).all()),
         f"the pruner's state is damaged: the {name} of {slot.name} are not numbers of steps from 0 to {limit}.",
     )
 
@@ -112,6 +113,6 @@ def require_integers(name: str, slot: Slot, stored: Tensor, limit: int) -> None:
 def require_finite(name: str, slot: Slot, stored: Tensor) -> None:
     """Raise PomonaError unless all values of a tensor are finite."""
     require(
-        stored.is_floating_point() and bool(stored.isfinite().all()),
+        stored.is_floating_point() and bool(local_part(stored).isfinite().all()),
         f"the pruner's state is damaged: its {name} of {slot.name} are not finite numbers; go back to an earlier one.",
     )

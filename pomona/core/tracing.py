@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..sharding import is_fully_sharded
 from .layer_kind import layer_kind
 
 
@@ -22,6 +23,10 @@ class LayerTracer(torch.fx.Tracer):
         """Return whether a module is one call of the graph: torch's own, and layers and norms derived from them."""
         derived = layer_kind(m) != "other" and not any(m.children())
         return derived or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module without the hooks of FSDP2, which would gather its weights."""
+        return super().call_module(m, m.forward if is_fully_sharded(m) else forward, args, kwargs)
 
 
 def trace(model: nn.Module) -> torch.fx.Graph | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..allocation import parse_allocation
+from ..sharding import is_sharded, replicate, sharding_mesh, whole_reads
 from . import guards
 from .connectivity import reconnect
 from .fused.flat_buffers import FlatBuffers
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
 def read_targets(pruner: PrunedTraining, gradients: dict[str, Tensor] | None = None) -> Targets:
     """Return the tensors that the pruner's method may read, with their output dimension in front."""
 
+    mesh = sharding_mesh(slot.parameter for slot in pruner.slots)
+
     def view(pick: Callable[[Slot], Tensor | None]) -> dict[str, Tensor]:
         picked = ((slot, pick(slot)) for slot in pruner.slots)
-        return {s.name: outputs_first(value, s.target.output_dim) for s, value in picked if value is not None}
+        values = {slot: value for slot, value in picked if value is not None}
+        if mesh is not None:  # where one layer is sharded all are, and those that every rank has are copies
+            placed = {s: value if is_sharded(value) else s.place(value.detach()) for s, value in values.items()}
+            values = {s: value if is_sharded(value) else replicate(value, mesh) for s, value in placed.items()}
+        return {s.name: outputs_first(value, s.target.output_dim) for s, value in values.items()}
 
     momentum = {}
     if pruner.method.keeps_pruned_momentum:
@@ -50,8 +57,9 @@ def compute_masks(
     A replayed step does not wait for the device, so that its masks are not checked for blocked layers.
     """
     targets = read_targets(pruner, gradients)
-    masks = pruner.method.restrict(targets, pruner.method.update(targets, sparsity))
-    return replace(targets, masks=masks if replayed else connect_masks(pruner, targets, masks))
+    with whole_reads(pruner.attached_engine().is_sharded):
+        masks = pruner.method.restrict(targets, pruner.method.update(targets, sparsity))
+        return replace(targets, masks=masks if replayed else connect_masks(pruner, targets, masks))
 
 
 def connect_masks(pruner: PrunedTraining, targets: Targets, masks: Masks) -> Masks:

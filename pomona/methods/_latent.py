@@ -12,6 +12,7 @@ from torch import Tensor
 from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection, SoftThreshold
 from ..core.method import GradientBound, Method
 from ..errors import require
+from ..sharding import whole
 
 WEAK = 0.1  # the share of its layer's typical norm at which an output is weak: see BoundedFeedback
 
@@ -102,5 +103,6 @@ class BoundedFeedback(Method):
 
 def median_where(values: Tensor, chosen: Tensor) -> Tensor:
     """Return the lower median of the chosen values, inf for none, without a host sync (`torch.nanmedian` has one)."""
+    values, chosen = whole(values), whole(chosen)
     ranked = values.masked_fill(~chosen, torch.inf).flatten().sort().values
     return ranked.take((chosen.sum() - 1).clamp(min=0) // 2)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
-from ..scores import magnitude
 from ._drop_grow import Regrowing
 
 
@@ -34,4 +33,4 @@ class ACDC(Regrowing):
         return self.scheduled_sparsity(before) != self.scheduled_sparsity(progress)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)
+        return self.select_magnitudes(targets, sparsity)

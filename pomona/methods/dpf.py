@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from ..compressors import Compressor
 from ..core.method import Masks, Targets, method
 from ..errors import require
-from ..scores import magnitude
 from ._latent import BoundedFeedback, Compressed
 from ._periodic import Periodic
 
@@ -60,4 +59,4 @@ class DPF(Compressed, BoundedFeedback, Periodic):
         return 1 - self.settle
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)  # line 3: m ← m_t(w_t)
+        return self.select_magnitudes(targets, sparsity)  # line 3: m ← m_t(w_t)

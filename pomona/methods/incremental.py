@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..core.method import Masks, Targets, TrainingProgress, method
-from ..scores import magnitude
 from ._periodic import Periodic
 
 
@@ -23,4 +22,4 @@ class Incremental(Periodic):
         return super().is_update_due(progress) and not reached
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)
+        return self.select_magnitudes(targets, sparsity)

@@ -18,7 +18,6 @@ from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
-from ..scores import magnitude
 from ._mask_holder import MaskHolder
 from ._round_store import RoundStore
 from .finetune import Finetune
@@ -63,7 +62,7 @@ class Lottery(Method):
         raise PomonaError("lottery trains several times: call pm.Lottery(…).rounds(model, train) instead of attach.")
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.restrict(targets, self.select(targets, magnitude(targets.latent), sparsity))
+        return self.restrict(targets, self.select_magnitudes(targets, sparsity))
 
 
 class LotteryRounds(Pruner):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
-from ..scores import magnitude
 from ._single_update import SingleUpdate
 
 
@@ -33,4 +32,4 @@ class OneShot(SingleUpdate):
         return progress.step == round(self.at * progress.total)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)
+        return self.select_magnitudes(targets, sparsity)

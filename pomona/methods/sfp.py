@@ -9,7 +9,6 @@ from ..core.method import Masks, Method, Targets, TrainingProgress, method, vali
 from ..core.targets import DENSE
 from ..patterns import Filter, Pattern
 from ..schedules import Constant, Schedule
-from ..scores import magnitude
 
 
 @method("sfp", paper="He et al., IJCAI 2018", weights="free")
@@ -33,4 +32,4 @@ class SFP(Method):
         return progress.step <= progress.total and progress.is_multiple_of(self.every)
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)
+        return self.select_magnitudes(targets, sparsity)

@@ -11,6 +11,7 @@ from ..errors import require
 from ..masking import matrix_shape
 from ..patterns import Balanced, Pattern
 from ..patterns.selection import select_largest, select_largest_per_row
+from ..sharding import is_sharded, place_like
 from .rigl import RigL
 
 
@@ -31,6 +32,8 @@ class SRigL(RigL):
 
     def rewire(self, name: str, targets: Targets) -> torch.Tensor:
         """Return one layer's new mask; kept weights and those of the largest gradients are salient."""
+        if is_sharded(targets.masks[name]):  # the ranking of a neuron's weights needs the whole layer
+            return place_like(self.rewire(name, targets.whole_layer(name)), targets.masks[name])
         weight, mask, shape = targets.latent[name], targets.masks[name], matrix_shape(targets.masks[name].shape)
         total, active = targets.memory.setdefault(name, int(mask.sum())), mask.reshape(shape).any(1)
         kept = self.drop(weight, mask, targets.progress).reshape(shape)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from ..compressors import Compressor, SoftThreshold
 from ..core.method import Masks, Targets, method
-from ..scores import magnitude
 from ._latent import BoundedFeedback, Compressed
 from ._periodic import Periodic
 
@@ -27,4 +26,4 @@ class ST3(Compressed, BoundedFeedback, Periodic):
     compressor: Compressor | None = SoftThreshold()
 
     def update(self, targets: Targets, sparsity: float) -> Masks:
-        return self.select(targets, magnitude(targets.latent), sparsity)
+        return self.select_magnitudes(targets, sparsity)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Registry
+from .score_reader import rank_scores
 
 
 class Pattern(ABC):
@@ -73,6 +74,17 @@ class Pattern(ABC):
             ],
             sparsity,
         )
+
+    def select_ranked(
+        self,
+        scores: Sequence[Tensor],
+        sparsity: float,
+        floors: Sequence[int],
+        magnitudes: bool = False,
+        within: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return masks as `select_masks_with_floors` does, of |score| or with −inf off the masks `within`, if asked."""
+        return self.select_masks_with_floors(rank_scores(scores, magnitudes, within), sparsity, floors)
 
 
 PATTERNS: Registry[Pattern] = Registry("pattern")

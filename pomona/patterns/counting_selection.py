@@ -1,25 +1,24 @@
 """Exact top-k selection by counts, in a few megabytes beside the scores and across the ranks of a distributed training.
 
-A score becomes an integer key of the same order (`selection.keys_of`). The threshold, which is the key of the smallest
-score that is kept, is found a few bits at a time, from the highest: each pass counts that digit in the keys whose
-higher bits equal the threshold's. The counts of all ranks are added, so that ranks which hold parts of the same tensors
-agree on one threshold and never exchange scores. Scores are read in chunks; on CUDA the host does not wait.
+A score becomes an integer key of the same order (`score_reader.keys_of`). The threshold, which is the key of the
+smallest score that is kept, is found a few bits at a time, from the highest: each pass counts that digit in the keys
+whose higher bits equal the threshold's. The counts of all ranks are added, so that ranks which hold parts of the same
+tensors agree on one threshold and never exchange scores. Scores are read in chunks; on CUDA the host does not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import require
 from ..native import step
-from .selection import keys_of
+from .score_reader import ScoreReader, keys_of, read_scores
 
 DIGITS = {32: (11, 11, 10), 64: (11, 11, 11, 11, 11, 9)}  # the bits of a key that each pass counts, by its width
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}  # scores whose keys are held at a time
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Ranks:
     sum_lower: Callable[[Tensor], Tensor]  # its sum over the ranks before this one
 
 
+Groups = Sequence[Sequence[ScoreReader]]  # tensors, by those that have a threshold in common
 ONE_RANK = Ranks(sum_all=lambda count: count, sum_lower=torch.zeros_like)
 
 
@@ -52,6 +52,7 @@ def select_by_counting(
     floors: Sequence[int] | None = None,
     *,
     magnitudes: bool = False,
+    within: Sequence[Tensor] | None = None,
     ranks: Ranks = ONE_RANK,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
@@ -62,65 +63,40 @@ def select_by_counting(
         keep: how many entries are kept over all tensors, or a number for each of them; of all ranks together.
         floors: how many entries of each tensor are kept at least, except those of −inf; of all ranks together.
         magnitudes: whether |score| is ranked in place of the score, without a copy of it.
+        within: masks; entries off them rank as −inf.
         ranks: how counts are added over the ranks that hold parts of these tensors.
         out: masks to write, in place of new ones.
     """
     masks = [torch.empty(s.shape, dtype=torch.bool, device=s.device) for s in scores] if out is None else list(out)
     require(all(mask.is_contiguous() for mask in masks), "masks with gaps cannot be written: give contiguous ones.")
-    readers = [Reader(score, magnitudes) for score in scores]
+    readers = read_scores(scores, magnitudes, within)
     alone = [[reader] for reader in readers]
     if not isinstance(keep, int):
-        _mark(alone, find_thresholds(alone, keep, ranks), masks, ranks)
+        mark_by_counting(alone, keep, masks, ranks)
         return masks
-    together = [readers]
-    _mark(together, find_thresholds(together, [keep], ranks), masks, ranks)
+    mark_by_counting([readers], [keep], masks, ranks)
     if floors is None or not any(floors) or not scores:
         return masks
     kept = ranks.sum_all(torch.stack([mask.count_nonzero() for mask in masks]))
     if (kept >= kept.new_tensor(floors)).all():  # as almost always: they change nothing
         return masks
-    _mark(alone, find_thresholds(alone, floors, ranks), masks, ranks)
-    raised = [[Reader(s, magnitudes, m.clone()) for s, m in zip(scores, masks, strict=True)]]
-    _mark(raised, find_thresholds(raised, [keep], ranks), masks, ranks)
+    mark_by_counting(alone, floors, masks, ranks)
+    raised = [[replace(reader, raised=mask.clone()) for reader, mask in zip(readers, masks, strict=True)]]
+    mark_by_counting(raised, [keep], masks, ranks)
     return masks
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A score tensor that is read in chunks, row by row."""
-
-    score: Tensor
-    magnitudes: bool = False
-    raised: Tensor | None = None  # entries that rank as +inf, except those of −inf
-
-    def chunks(self, mask: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield flat runs of the scores, each with a view of its part of a contiguous mask where one is given."""
-        score = self.score.detach()
-        size = CHUNK["cuda" if score.is_cuda else "cpu"]
-        whole = self.raised is None and step.is_float(score)  # the C kernels take any number at once
-        if score.is_contiguous():
-            score, rows = score.view(-1), max(1, score.numel()) if whole else size
-        else:
-            rows = max(1, size // max(1, score[0].numel()))
-        flat_masks = [None if m is None else m.view(score.shape) for m in (mask, self.raised)]
-        for at in range(0, len(score), rows):
-            part = score[at : at + rows].reshape(-1)
-            own, raised = (None if m is None else m[at : at + rows].reshape(-1) for m in flat_masks)
-            if raised is not None:
-                part = part.masked_fill(raised & (part != -torch.inf), torch.inf)
-            yield part, own
-
-    def keys(self, part: Tensor) -> Tensor:
-        """Return the keys of a run of scores."""
-        return keys_of(part.abs() if self.magnitudes else part)
+def mark_by_counting(groups: Groups, keep: Sequence[int], masks: Sequence[Tensor], ranks: Ranks = ONE_RANK) -> None:
+    """Write the masks of the `keep[i]` largest scores of each group i of tensors."""
+    _mark(groups, find_thresholds(groups, keep, ranks), masks, ranks)
 
 
-def find_thresholds(groups: Sequence[Sequence[Reader]], keep: Sequence[int], ranks: Ranks = ONE_RANK) -> Thresholds:
+def find_thresholds(groups: Groups, keep: Sequence[int], ranks: Ranks = ONE_RANK) -> Thresholds:
     """Return the thresholds above which `keep[i]` scores of group i lie, together with the first ties."""
-    first = groups[0][0].score
-    width = 64 if first.dtype == torch.float64 else 32
+    kinds = {(reader.dtype or reader.score.dtype, reader.score.device) for group in groups for reader in group}
+    first, width = groups[0][0].score, 64 if any(dtype == torch.float64 for dtype, _ in kinds) else 32
     require(
-        all(r.score.dtype == first.dtype and r.score.device == first.device for group in groups for r in group),
+        len(kinds) == 1,
         "scores of several dtypes or devices have no common threshold here: convert them to one.",
     )
     wanted = torch.tensor(list(keep)).to(first.device, non_blocking=True)
@@ -142,22 +118,25 @@ def find_thresholds(groups: Sequence[Sequence[Reader]], keep: Sequence[int], ran
     return Thresholds(torch.where(wanted > 0, base, largest), torch.where(wanted > 0, remaining, 0))
 
 
-def _count(reader: Reader, shift: int, base: Tensor, counts: Tensor) -> None:
+def _count(reader: ScoreReader, shift: int, base: Tensor, counts: Tensor) -> None:
     """Add to `counts` how many keys have each value of the digit (key >> shift) − base."""
-    host_base = int(base) if base.device.type == "cpu" else None
+    if not counts.is_cuda:
+        values = reader.whole()
+        if values is not None and step.count_digits(values, reader.magnitudes, shift, int(base), counts):
+            return
     for part, _ in reader.chunks():
-        if host_base is not None and step.count_digits(part, reader.magnitudes, shift, host_base, counts):
+        if not counts.is_cuda and step.count_digits(part, False, shift, int(base), counts):
             continue
-        digit = (reader.keys(part) >> shift) - base
+        digit = (keys_of(part) >> shift) - base
         inside = (digit >= 0) & (digit < len(counts))
-        if counts.is_cuda:  # one more place for those outside; bincount would wait for the device
+        if counts.is_cuda:  # bincount would wait for the device; −1 is in no bin
             counted = torch.where(inside, digit, -1).int()
             counts += torch.histc(counted, len(counts), 0, len(counts) - 1).long()
         else:
             counts += torch.bincount(digit[inside], minlength=len(counts))
 
 
-def _mark(groups: Sequence[Sequence[Reader]], thresholds: Thresholds, masks: Sequence[Tensor], ranks: Ranks) -> None:
+def _mark(groups: Groups, thresholds: Thresholds, masks: Sequence[Tensor], ranks: Ranks) -> None:
     """Write the masks of all scores above the threshold of their group and of its first ties."""
     readers, sizes = [reader for group in groups for reader in group], [len(group) for group in groups]
     of_readers = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)).to(thresholds.keys.device)
@@ -171,31 +150,32 @@ def _mark(groups: Sequence[Sequence[Reader]], thresholds: Thresholds, masks: Seq
         _mark_ties(reader, key, quota, mask)
 
 
-def _mark_above(reader: Reader, key: Tensor, mask: Tensor) -> Tensor:
+def _mark_above(reader: ScoreReader, key: Tensor, mask: Tensor) -> Tensor:
     """Mark all scores above a threshold; return how many equal it."""
+    values = None if key.is_cuda else reader.whole()
+    found = None if values is None else step.mark_keys(values, reader.magnitudes, int(key), mask)
+    if found is not None:
+        return key.new_tensor(found)
     ties = torch.zeros_like(key)
     for part, own in reader.chunks(mask):
         assert own is not None
-        found = None if key.is_cuda else step.mark_keys(part, reader.magnitudes, int(key), own)
-        if found is None:
-            keys = reader.keys(part)
-            torch.gt(keys, key, out=own)
-            ties += (keys == key).sum()
-        else:
-            ties += found
+        keys = keys_of(part)
+        torch.gt(keys, key, out=own)
+        ties += (keys == key).sum()
     return ties
 
 
-def _mark_ties(reader: Reader, key: Tensor, quota: Tensor, mask: Tensor) -> None:
+def _mark_ties(reader: ScoreReader, key: Tensor, quota: Tensor, mask: Tensor) -> None:
     """Mark the first `quota` scores that equal a threshold."""
+    if not key.is_cuda:
+        values = reader.whole()
+        if values is not None and step.mark_ties(values, reader.magnitudes, int(key), int(quota), mask):
+            return
     for part, own in reader.chunks(mask):
         assert own is not None
-        if not key.is_cuda:
-            if not quota:
-                return
-            if len(part) == mask.numel() and step.mark_ties(part, reader.magnitudes, int(key), int(quota), own):
-                return
-        equal = reader.keys(part) == key
+        if not key.is_cuda and not quota:
+            return
+        equal = keys_of(part) == key
         first = equal & (equal.cumsum(0) <= quota)
         own.logical_or_(first)
         quota = quota - first.sum()

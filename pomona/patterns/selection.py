@@ -6,7 +6,8 @@ on the machine that made it, and the number of zeros is exactly the requested on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -18,23 +19,29 @@ from torch import Tensor
 
 from ..errors import PomonaError, require
 from ..native import step
+from .counting_selection import mark_by_counting
+from .score_reader import CHUNK, ScoreReader, keys_of, rank_scores, read_scores
 
 Array = NDArray[Any]
 
-CHUNK = 1 << 18  # entries processed at a time on the CPU, so that a chunk and its masks stay in the cache
 MAX_RANKED_COLUMNS = 8  # row length up to which comparing all pairs is faster than a partition on the CPU
 MAX_KERNEL_ENTRIES = 2**30  # the kernels index entries with 32 bits
 
-# The integer type as wide as a float type, and the bits of the float's infinity: all larger bit patterns are NaNs.
-_INTEGER_VIEWS = {torch.float32: (torch.int32, 0x7F80_0000), torch.float64: (torch.int64, 0x7FF0_0000_0000_0000)}
-
 
 @torch.no_grad()
-def select_largest(scores: Sequence[Tensor], keep: int, floors: Sequence[int] | None = None) -> list[Tensor]:
+def select_largest(
+    scores: Sequence[Tensor],
+    keep: int,
+    floors: Sequence[int] | None = None,
+    *,
+    magnitudes: bool = False,
+    within: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """Return one boolean mask per score tensor, true for the `keep` largest entries over all tensors.
 
     With `floors` at least `floors[i]` entries of tensor i are kept, its largest ones without −inf, and all other places
-    go to the largest entries over all tensors.
+    go to the largest entries over all tensors. With `magnitudes`, |score| is ranked, and entries off the masks `within`
+    rank as −inf, on a CPU without a copy of the scores.
 
     Ties are broken by position: tensor order, then row-major order. On CUDA the host does not wait for the device,
     and the masks are views of one buffer. Raises PomonaError for a count out of range, scores that are not floats,
@@ -44,16 +51,12 @@ def select_largest(scores: Sequence[Tensor], keep: int, floors: Sequence[int] | 
     _validate(keep, total, "entries", *scores)
     if keep in (0, total):
         return [torch.full_like(score, keep > 0, dtype=torch.bool) for score in scores]
-    on_cpu = scores[0].device.type == "cpu"
+    if scores[0].device.type == "cpu":
+        return _select_with_floors(read_scores(scores, magnitudes, within), keep, floors)
+    scores = rank_scores(scores, magnitudes, within)
     if floors is not None and any(floors):
-        if on_cpu:  # where all floors are reached without them, as almost always, they change nothing
-            masks = _select_on_cpu(scores, keep)
-            if all(int(mask.count_nonzero()) >= count for mask, count in zip(masks, floors, strict=True)):
-                return masks
         mask = select_largest([raise_floor_scores(scores, floors)], keep)[0]
         return _split_like(mask, scores)
-    if on_cpu:
-        return _select_on_cpu(scores, keep)
     flat = [score.reshape(-1) for score in scores]
     if kernels := _kernels_for(*scores):
         mask = kernels.select_largest(flat, keep)
@@ -107,7 +110,7 @@ def select_largest_per_row(scores: Tensor, keep: int | Tensor) -> Tensor:
         return torch.full(scores.shape, keep > 0, device=scores.device)
     if scores.device.type == "cpu":
         mask = torch.empty(scores.shape, dtype=torch.bool)
-        size = max(1, CHUNK // columns)
+        size = max(1, CHUNK["cpu"] // columns)
         select_rows = _select_by_rank if columns <= MAX_RANKED_COLUMNS else _select_by_partition
         for part, out in zip(scores.split(size), mask.split(size), strict=True):
             select_rows(keys_of(part).numpy(), keep, out.numpy())
@@ -147,17 +150,6 @@ def _kernels_for(*scores: Tensor) -> ModuleType | None:
     return _import_kernels() if fits and sum(score.numel() for score in scores) < MAX_KERNEL_ENTRIES else None
 
 
-def keys_of(scores: Tensor) -> Tensor:
-    """Return integers in the order of the scores, computed from their bits without a comparison."""
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    kind, infinity = _INTEGER_VIEWS[wide.dtype]
-    bits, top = wide.view(kind), torch.iinfo(kind).max
-    sign = bits >> (torch.iinfo(kind).bits - 1)
-    keys = (bits ^ (sign & top)).sub_(sign)  # −magnitude where the sign bit is set, so both zeros become 0
-    gap = top + 1 - infinity
-    return keys.sub_(gap).clamp_(max=infinity - gap + 1)  # negative NaNs wrap around to the positive ones
-
-
 def _select_by_topk(keys: Tensor, keep: int) -> Tensor:
     """Return the mask of the `keep` largest keys of each row in plain torch, without waiting for the device."""
     return _mask_from_threshold(keys, keys.topk(keep, dim=1, sorted=False).values.amin(dim=1, keepdim=True), keep)
@@ -175,24 +167,36 @@ def _mask_from_threshold(keys: Tensor, threshold: Tensor, keep: int | Tensor) ->
     return above | (ties & (ties.cumsum(1) <= keep - above.sum(1, keepdim=True)))
 
 
-def _select_on_cpu(scores: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """Return the masks of `select_largest` for scores on the CPU, computed with numpy."""
-    wide = torch.float64 if any(score.dtype == torch.float64 for score in scores) else torch.float32
-    parts = [score.detach().to(wide).reshape(-1).numpy() for score in scores]
-    masks = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
-    chunks = list(_chunks(parts))
-    outs = list(_chunks([mask.view(-1).numpy() for mask in masks]))
+def _select_with_floors(readers: Sequence[ScoreReader], keep: int, floors: Sequence[int] | None) -> list[Tensor]:
+    """Return the masks of `select_largest` for scores on the CPU."""
+    masks = _select_on_cpu(readers, keep)
+    if floors is None or all(int(mask.count_nonzero()) >= count for mask, count in zip(masks, floors, strict=True)):
+        return masks  # where all floors are reached without them, as almost always, they change nothing
+    sizes = [reader.score.numel() for reader in readers]
+    first = [
+        _select_on_cpu([reader], count)[0] if 0 < count < size else torch.full_like(mask, count > 0)
+        for reader, count, size, mask in zip(readers, floors, sizes, masks, strict=True)
+    ]
+    return _select_on_cpu([replace(reader, raised=mask) for reader, mask in zip(readers, first, strict=True)], keep)
+
+
+def _select_on_cpu(readers: Sequence[ScoreReader], keep: int) -> list[Tensor]:
+    """Return the masks of the `keep` largest scores on the CPU, computed with numpy."""
+    wide = torch.float64 if any(reader.score.dtype == torch.float64 for reader in readers) else torch.float32
+    masks = [torch.empty(reader.score.shape, dtype=torch.bool) for reader in readers]
+
+    def read() -> Iterator[tuple[Array, Array]]:
+        for reader, mask in zip(readers, masks, strict=True):
+            for part, own in reader.chunks(mask):
+                yield part.to(wide).numpy(), own.numpy()  # type: ignore[union-attr]
+
     with np.errstate(invalid="ignore"):
-        if not _mark(chunks, outs, _estimate_threshold(parts, chunks, keep), keep):
-            _mark(chunks, outs, _kth_largest(np.concatenate(parts), keep), keep)
+        if not _mark(read, _estimate_threshold(readers, read, keep, wide), keep):
+            mark_by_counting([[replace(reader, dtype=wide) for reader in readers]], [keep], masks)
     return masks
 
 
-def _chunks(parts: list[Array]) -> Iterator[Array]:
-    """Yield views of at most `CHUNK` entries of each array."""
-    for part in parts:
-        for start in range(0, part.size, CHUNK):
-            yield part[start : start + CHUNK]
+Read = Callable[[], Iterator[tuple[Array, Array]]]  # all scores in chunks, each with its part of the mask
 
 
 def _kth_largest(values: Array, k: int) -> Any:
@@ -200,56 +204,55 @@ def _kth_largest(values: Array, k: int) -> Any:
     return np.partition(values, values.size - k)[values.size - k]
 
 
-def _estimate_threshold(parts: list[Array], chunks: list[Array], keep: int) -> Any:
+def _estimate_threshold(readers: Sequence[ScoreReader], read: Read, keep: int, wide: torch.dtype) -> Any:
     """Return the `keep`-th largest value; it is wrong only if the sample's bracket misses it, which `_mark` detects.
 
     A random sample brackets the value to four standard deviations (Floyd and Rivest, 1975). One pass over the values
     counts those above the bracket and collects the few inside, among which the value is found.
     """
-    total = sum(part.size for part in parts)
+    sizes = [reader.score.numel() for reader in readers]
+    total = sum(sizes)
     share, draw = keep / total, total ** (-1 / 3)
     generator = np.random.default_rng(0)
-    sample = np.concatenate(
-        [part[generator.integers(part.size, size=int(part.size * draw) + 1)] for part in parts if part.size]
-    )
+    places = [torch.from_numpy(generator.integers(size, size=int(size * draw) + 1)) for size in sizes if size]
+    drawn = [reader for reader, size in zip(readers, sizes, strict=True) if size]
+    sample = np.concatenate([r.sample(at).to(wide).numpy() for r, at in zip(drawn, places, strict=True)])
     sample.sort()
     rank = sample.size * (1 - share)
     slack = 4 * (sample.size * share * (1 - share)) ** 0.5 + 1
     low = sample[int(rank - slack)] if rank > slack else -np.inf
     high = sample[int(rank + slack)] if rank + slack < sample.size else np.inf
 
-    below, middle = _collect_between(parts, chunks, low, high)
+    below, middle = _collect_between(read, low, high)
     k = keep - (total - below)
     if 0 < k <= middle.size:
         return _kth_largest(middle, k)
     return high if k <= 0 else low
 
 
-def _collect_between(parts: list[Array], chunks: list[Array], low: Any, high: Any) -> tuple[int, Array]:
+def _collect_between(read: Read, low: Any, high: Any) -> tuple[int, Array]:
     """Return the number of values below `high`, and those of them above `low`; NaN counts as above."""
     below, inside = 0, []
-    room = np.empty(max(part.size for part in parts), parts[0].dtype)
-    for part in parts:
-        found = step.collect_between(part, low, high, room)
-        if found is None:
-            break
-        inside.append(room[: found[0]].copy())
-        below += found[1]
-    else:
-        return below, np.concatenate(inside)
-    below, inside = 0, []
-    for chunk in chunks:
+    room = np.empty(0, np.float32)
+    for chunk, _ in read():
+        if room.size < chunk.size:
+            room = np.empty(chunk.size, np.float32)
+        found = step.collect_between(chunk, low, high, room)
+        if found is not None:
+            inside.append(room[: found[0]].copy())
+            below += found[1]
+            continue
         under = chunk < high  # false for NaN, which counts as above
         below += int(np.count_nonzero(under))
         inside.append(chunk[under > (chunk <= low)])
     return below, np.concatenate(inside)
 
 
-def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) -> bool:
+def _mark(read: Read, threshold: Any, keep: int) -> bool:
     """Mark all entries above the threshold and the first ties; return whether these are `keep` entries."""
     is_nan = np.isnan(threshold)  # if so nothing is above the threshold, and the NaNs are the ties
     remaining = keep
-    for chunk, mask in zip(chunks, masks, strict=True):
+    for chunk, mask in read():
         marked = None if is_nan else step.mark_above(chunk, threshold, mask)
         if marked is None:
             np.logical_not(np.less_equal(chunk, threshold, out=mask), out=mask)
@@ -257,12 +260,14 @@ def _mark(chunks: list[Array], masks: list[Array], threshold: Any, keep: int) ->
                 mask[:] = False
             marked = int(np.count_nonzero(mask))
         remaining -= marked
-    for chunk, mask in zip(chunks, masks, strict=True):
-        if remaining <= 0:
-            break
+    if remaining <= 0:
+        return remaining == 0
+    for chunk, mask in read():
         ties = np.flatnonzero(np.isnan(chunk) if is_nan else chunk == threshold)[:remaining]
         mask[ties] = True
         remaining -= ties.size
+        if remaining <= 0:
+            break
     return remaining == 0
 
 

@@ -19,23 +19,29 @@ from ..sharding import dtensor_module, is_sharded, local_part, place_like, shard
 from .balanced import NM, Balanced, scale_pruned_to_block, select_per_block
 from .base import Pattern
 from .counting_selection import Ranks, select_by_counting
+from .score_reader import rank_scores
 from .units import UnitPattern
 
 
 def select_masks(
-    pattern: Pattern, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int] | None = None
+    pattern: Pattern,
+    scores: Sequence[Tensor],
+    sparsity: float,
+    floors: Sequence[int] | None = None,
+    magnitudes: bool = False,
+    within: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return the masks of `pattern.select_masks`, or of `select_masks_with_floors`, placed like the scores."""
+    """Return the masks of `pattern.select_ranked`, placed like the scores."""
+    floors = floors or [0] * len(scores)
     if not any(map(is_sharded, scores)):
-        if floors is None:
-            return pattern.select_masks(scores, sparsity)
-        return pattern.select_masks_with_floors(scores, sparsity, floors)
+        return pattern.select_ranked(scores, sparsity, floors, magnitudes, within)
+    scores = rank_scores(scores, magnitudes, within)
     mesh = sharding_mesh(scores)
     if any(score.device_mesh != mesh for score in scores):  # type: ignore[attr-defined]
         raise PomonaError("the layers lie on several device meshes, whose ranks share no counts: use one mesh for all.")
     rows = RowShards.of(scores)
     by_rows = [rows.place(score) for score in scores]
-    masks = rows.select(pattern, by_rows, sparsity, floors or [0] * len(scores))
+    masks = rows.select(pattern, by_rows, sparsity, floors)
     return [place_like(mask, score) for mask, score in zip(masks, scores, strict=True)]
 
 

@@ -94,8 +94,19 @@ class Unstructured(Pattern):
     def select_masks_with_floors(
         self, scores: Sequence[Tensor], sparsity: float, floors: Sequence[int]
     ) -> list[Tensor]:
+        return self.select_ranked(scores, sparsity, floors)
+
+    def select_ranked(
+        self,
+        scores: Sequence[Tensor],
+        sparsity: float,
+        floors: Sequence[int],
+        magnitudes: bool = False,
+        within: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         count = sum(s.numel() for s in scores)
-        return select_largest(scores, count - count_pruned(sparsity, count), floors)
+        keep = count - count_pruned(sparsity, count)
+        return select_largest(scores, keep, floors, magnitudes=magnitudes, within=within)
 
 
 @PATTERNS.register("block")

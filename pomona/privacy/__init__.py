@@ -12,7 +12,9 @@ from .budget_split import Split, best_split, splits
 from .canary_audit import audit
 from .exponential_schedule import Exponential
 from .index_mechanism import IndexMechanism
+from .ledger import Ledger, digest_rows
 from .model_validation import fix, problems, validate
+from .poisson_loader import poisson_loader
 from .private_step import METHODS, PrivateStep, gip
 from .random_source import Source
 
@@ -21,14 +23,17 @@ __all__ = [
     "Budget",
     "Exponential",
     "IndexMechanism",
+    "Ledger",
     "Pair",
     "PrivateStep",
     "Source",
     "Split",
     "audit",
     "best_split",
+    "digest_rows",
     "fix",
     "gip",
+    "poisson_loader",
     "problems",
     "splits",
     "validate",

@@ -10,14 +10,17 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 from scipy.optimize import brentq
 
 from ..errors import require
-from .accounting import Pair, validate_delta
+from .accounting import ROUNDING_DELTA, Pair, validate_delta
 
 CURVE_POINTS = 12  # steps at which the spent ε is computed in advance
 RELATIVE_TOLERANCE = 1e-4  # between a solved σ and the smallest one that meets the target
 MIN_COST_RATIO = 1e-3  # cost over target is clipped here: far below the target the logarithm is not linear
+
+_solved: set[Budget] = set()  # by this process, and therefore right
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,32 @@ class Budget:
         return _solve_budget(float(epsilon), delta, rows, batch_size, steps, float(share))
 
     def verify(self) -> None:
-        """Raise PomonaError if the steps cost more than the budget; do nothing if dp-accounting is not installed."""
-        if find_spec("dp_accounting") is None:
+        """Raise PomonaError if the steps cost more than the budget, or more than its curve says.
+
+        Without dp-accounting a single step is verified, by its closed form.
+        """
+        if self in _solved:
             return
-        pair = Pair(self.rate, self.sigma, (self.index,) if self.index else ())
-        cost = pair.delta(self.steps, self.epsilon)
+        validate_target(self.epsilon, self.delta, self.rows, self.batch_size, self.steps, self.share)
+        points = ((self.steps, self.epsilon), *self.curve)
         require(
-            cost <= self.delta * (1 + RELATIVE_TOLERANCE),
-            f"a budget with σ={self.sigma:g} and index draws of ε={self.index:g} gives δ={cost:.2g} at "
-            f"ε={self.epsilon:g}, not {self.delta:g}: solve the budget again.",
+            [step for step, _ in self.curve] == sorted({step for step, _ in self.curve})
+            and all(1 <= step <= self.steps for step, _ in self.curve),
+            f"the curve of a budget has increasing steps from 1 to {self.steps}, got {self.curve}.",
         )
+        if find_spec("dp_accounting") is None:
+            points = tuple((1, epsilon) for _, epsilon in points)
+        cost, epsilon = max(zip(costs_at(self.pair, points), (epsilon for _, epsilon in points), strict=True))
+        require(
+            cost + ROUNDING_DELTA <= self.delta * (1 + RELATIVE_TOLERANCE),
+            f"a budget with σ={self.sigma:g} and index draws of ε={self.index:g} gives δ={cost:.2g} at "
+            f"ε={epsilon:g}, not {self.delta:g}: solve the budget again.",
+        )
+
+    @property
+    def pair(self) -> Pair:
+        """Return the releases of one step."""
+        return Pair(self.rate, self.sigma, (self.index,) if self.index else ())
 
     @property
     def rate(self) -> float:
@@ -82,6 +101,17 @@ class Budget:
 
 
 @lru_cache(maxsize=64)
+def costs_at(pair: Pair, points: tuple[tuple[int, float], ...]) -> list[float]:
+    """Return the δ of so many steps at an ε, for each point; of a single step in closed form."""
+    if {steps for steps, _ in points} == {1}:
+        losses = np.array([epsilon for _, epsilon in points])
+        return [float(delta) for delta in np.maximum(pair.delta_if_removed(losses), pair.delta_if_added(losses))]
+    steps = sorted({steps for steps, _ in points})
+    composed = dict(zip(steps, pair.compose(*steps), strict=True))
+    return [float(composed[count].get_delta_for_epsilon(epsilon)) for count, epsilon in points]
+
+
+@lru_cache(maxsize=64)
 def _solve_budget(epsilon: float, delta: float, rows: int, batch_size: int, steps: int, share: float) -> Budget:
     """Solve a validated target, once for each set of arguments."""
     rate = batch_size / rows
@@ -89,9 +119,11 @@ def _solve_budget(epsilon: float, delta: float, rows: int, batch_size: int, step
     sigma = solve_noise_multiplier(epsilon, delta, rate, steps, index)
     pair = Pair(rate, sigma, (index,) if index else ())
     places = sorted({math.ceil(steps * k / CURVE_POINTS) for k in range(1, CURVE_POINTS + 1)})
-    costs = [min(float(loss.get_epsilon_for_delta(delta)), epsilon) for loss in pair.compose(*places)]
+    costs = [min(float(loss.get_epsilon_for_delta(delta - ROUNDING_DELTA)), epsilon) for loss in pair.compose(*places)]
     curve = tuple(zip(places, costs, strict=True))
-    return Budget(epsilon, delta, rows, batch_size, steps, share, sigma, index, curve)
+    budget = Budget(epsilon, delta, rows, batch_size, steps, share, sigma, index, curve)
+    _solved.add(budget)
+    return budget
 
 
 def validate_target(epsilon: float, delta: float, rows: int, batch_size: int, steps: int, share: float) -> None:

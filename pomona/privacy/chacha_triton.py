@@ -19,11 +19,13 @@ def fill_chacha20(state: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def rotate(words, COUNT: tl.constexpr):
+    """Return the words rotated left by COUNT bits."""
     return (words << COUNT) | (words >> (32 - COUNT))
 
 
 @triton.jit
 def quarter_round(a, b, c, d):
+    """Return four words after a quarter round."""
     a += b
     d = rotate(d ^ a, 16)
     c += d
@@ -37,6 +39,7 @@ def quarter_round(a, b, c, d):
 
 @triton.jit
 def chacha20_kernel(state, out, blocks, BLOCKS: tl.constexpr):
+    """Compute the blocks of one program from the state and its counter, and write them to `out`."""
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = index < blocks
     zero = (index * 0).to(tl.uint32)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
 
 from ..errors import PomonaError, require
 from ..models.layers import GROUP_NORM_GROUPS
+from .example_batches import Batch, call_model, count_rows, map_tensors
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,10 @@ def problems(model: nn.Module) -> list[Problem]:
     found = []
     for name, module in model.named_modules():
         layer = type(module).__name__
-        if isinstance(module, _BatchNorm):
-            found.append(Problem(name, layer, "mixes the examples of a batch", "group norm"))
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+            found.append(Problem(name, layer, "mixes the examples of a batch", "group norm or freeze it with eval()"))
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found.append(Problem(name, layer, "rescales the rows that examples use, without noise", "max_norm=None"))
         elif isinstance(module, _InstanceNorm) and module.track_running_stats:
             found.append(
                 Problem(name, layer, "keeps statistics of the examples without noise", "track_running_stats=False")
@@ -55,17 +60,18 @@ def validate(model: nn.Module) -> None:
 
 
 def fix(model: nn.Module) -> nn.Module:
-    """Replace batch norm by group norm and remove running statistics, in place, and return the model.
+    """Replace batch norm by group norm and remove running statistics and max_norm, in place, and return the model.
 
     An optimizer that was made before holds the parameters of the replaced layers: make it afterwards.
     """
     if isinstance(model, _BatchNorm):
         return convert_to_group_norm(model)
-    for problem in problems(model):
-        parent, _, last = problem.name.rpartition(".")
-        holder, module = model.get_submodule(parent), model.get_submodule(problem.name)
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
         if isinstance(module, _BatchNorm):
-            setattr(holder, last, convert_to_group_norm(module))
+            setattr(model.get_submodule(parent), last, convert_to_group_norm(module))
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.max_norm = None
         elif isinstance(module, _InstanceNorm):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
@@ -86,20 +92,21 @@ def convert_to_group_norm(norm: _BatchNorm) -> nn.GroupNorm:
 
 
 @torch.no_grad()
-def refuse_mixed_examples(model: nn.Module, inputs: Tensor) -> None:
+def refuse_mixed_examples(model: nn.Module, inputs: Batch) -> None:
     """Raise PomonaError if an example changes a buffer of the model or the output of another example.
 
     A copy of the model runs on the first example twice: beside the second example, and beside itself. Nothing is
     tested with fewer than two examples.
     """
-    if len(inputs) < 2:
+    if count_rows(inputs) < 2:
         return
+    device = next(model.parameters()).device
     trial = copy.deepcopy(model)
     before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
-    beside_second, beside_itself = inputs[[0, 1]], inputs[[0, 0]]
-    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
-        state = torch.get_rng_state(), torch.cuda.get_rng_state(inputs.device) if inputs.is_cuda else None
-        first = trial(beside_second)
+    beside_second, beside_itself = (map_tensors(itemgetter([0, k]), inputs) for k in (1, 0))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        first = call_model(trial, beside_second)
         changed = [name for name, buffer in trial.named_buffers() if not torch.equal(buffer, before[name])]
         require(
             not changed,
@@ -108,10 +115,14 @@ def refuse_mixed_examples(model: nn.Module, inputs: Tensor) -> None:
         )
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], inputs.device)
-        second = trial(beside_itself)
+            torch.cuda.set_rng_state(state[1], device)
+        second = call_model(trial, beside_itself)
     require(
-        torch.allclose(first[0], second[0], rtol=1e-3, atol=1e-4, equal_nan=True),
+        all(
+            torch.allclose(one[0], other[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+            for one, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
+            if isinstance(one, Tensor) and one.dim() and len(one) == 2
+        ),
         f"in {type(model).__name__} the output for one example depends on the others of its batch: "
         "remove the layer that mixes them.",
     )

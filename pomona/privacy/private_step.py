@@ -15,7 +15,7 @@ The method decides which coordinates of the gradient are kept. All but the first
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,24 +24,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import require, unknown_name_error
+from ..errors import require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import Budget
 from .clipping import GradientGrid, flatten
+from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors, pad_rows, split_rows
+from .fixed_shapes import micro_batch_rows, repeatable_kernels
 from .index_mechanism import IndexMechanism
+from .ledger import Ledger
 from .model_validation import refuse_mixed_examples, validate
-from .per_example_gradients import Gradients, Loss, compute_per_example_gradients, compute_summed_gradients
+from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
+from .per_example_gradients import (
+    Gradients,
+    Loss,
+    choose_gradients,
+    compute_gradients_one_by_one,
+    compute_summed_gradients,
+)
+from .private_options import METHODS, validate_options
+from .processes import Processes
 from .random_source import Source
+from .step_journal import StepJournal
 
-METHODS = ("dpsgd", "random", "public", "gip")
+__all__ = ["DEFAULT_SCHEDULE", "METHODS", "PrivateStep", "gip"]
+
 DEFAULT_SCHEDULE = Linear(until=1.0)  # of Yang et al. (2023): fewer coordinates at every step, until the end
 
 
 class PrivateStep:
-    """Private training steps of a model and an optimizer within a budget.
+    """Private training steps of a model and an optimizer within a budget: sampler, clipping, noise and account in one.
 
-    Iterating over the object yields the rows of each step; calling it on these rows takes the step.
+    Iterating over the object yields the rows of each step; calling it on these rows takes the step. A step is charged
+    when its rows are drawn, whether it is taken or not. In several processes of torch.distributed each gets its part
+    of the rows.
     """
 
     def __init__(
@@ -60,6 +76,8 @@ class PrivateStep:
         views: int = 1,
         public: tuple[Tensor, Tensor] | None = None,
         source: Source | None = None,
+        data: tuple[Batch, Batch] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """Validate the arguments and prepare the first step.
 
@@ -72,13 +90,16 @@ class PrivateStep:
             schedule: how the share falls from 1 to `keep`.
             group: coordinates that share a top-k; None is one top-k for all.
             clip: C, the norm to which the gradient of each example is clipped.
-            loss: the mean loss of a batch.
+            loss: the mean loss of a batch, from the model's output and the targets.
             micro: rows whose gradients are held in memory at a time; the result does not depend on it.
             views: augmented copies of a row. Inputs are then (rows, views, …), and the gradient of an example is the
                 mean over its views.
             public: inputs and targets of public data, for method "public".
             source: the random source; by default its key is the operating system's.
+            data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
+            ledger: of the data set; each step is journalled in it before its release.
         """
+        budget.verify()
         validate_options(budget, method, keep, group, clip, micro, views, public)
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
@@ -91,19 +112,36 @@ class PrivateStep:
         first = next(iter(self.parameters.values()))
         self.zeros = partial(torch.zeros, device=first.device, dtype=first.dtype)
         self.source = source or Source(first.device)
+        self.processes = Processes(model)
+        self.source.key = self.processes.share_key(self.source.key)
+        self.guard = OptimizerGuard.of(optimizer)
+        self.micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
+        self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
+        require(
+            self.data is None or count_rows(*self.data) == budget.rows,
+            f"the budget is for {budget.rows} rows, and the data has another number.",
+        )
+        self.journal = StepJournal(ledger, self.source, self.processes, budget)
+        self.compute_gradients: Callable[..., tuple[Gradients, Tensor]] | None = None  # known after the first
+        self.drawn = 0  # steps that are charged
         self.steps_taken = 0
-        self.pending_rows: int | None = None  # size of the sample that was drawn for the next step
+        self.pending: Tensor | None = None  # the rows that were drawn for the next step
 
     # ---- the budget
 
     @property
     def spent(self) -> float:
         """Return the ε spent so far."""
-        return self.budget.spent(self.steps_taken)
+        return self.budget.spent(self.drawn)
+
+    @property
+    def next_step(self) -> int:
+        """Return the number of the next step to be taken, from 0."""
+        return self.drawn - (self.pending is not None)
 
     def kept_share(self, step: int | None = None) -> float:
         """Return the share of coordinates that a step keeps; by default of the next step."""
-        step = self.steps_taken if step is None else step
+        step = self.next_step if step is None else step
         return 1.0 if self.method == "dpsgd" else 1 - (1 - self.keep) * self.schedule(step, self.budget.steps)
 
     def mechanism(self, step: int | None = None) -> IndexMechanism:
@@ -127,46 +165,72 @@ class PrivateStep:
     # ---- steps
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.steps_taken < self.budget.steps:
+        while self.drawn < self.budget.steps:
             yield self.draw()
 
     def draw(self) -> Tensor:
-        """Draw the rows of the next step: a Poisson sample, as the accounting assumes."""
+        """Draw and charge the rows of the next step: a Poisson sample, as the accounting assumes."""
         require(
-            self.steps_taken < self.budget.steps,
+            self.drawn < self.budget.steps,
             f"the budget of ε={self.budget.epsilon:g} is spent after {self.budget.steps} steps: "
             "solve one for more steps before the training begins.",
         )
+        self.journal.enter_draw(self.drawn, self.steps_taken)
+        self.drawn += 1
         rows = self.source.poisson(self.budget.rows, self.budget.rate)
-        self.pending_rows = len(rows)
-        return rows
+        self.pending = self.processes.own_rows(rows)
+        return self.pending.clone()
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Take one step on the rows that were drawn for it and return their mean loss, which is not private."""
-        require(
-            self.pending_rows == len(inputs) == len(targets),
-            f"a step got {len(inputs)} rows where {self.pending_rows or 'none'} were drawn: pass the rows of draw(), "
-            "once each; batches of a fixed size or accumulated batches are no Poisson sample and void the accounting.",
-        )
+    def __call__(self, inputs: Batch = None, targets: Batch = None, rows: Tensor | None = None) -> Tensor:
+        """Take one step on the rows that were drawn for it and return their mean loss, which is not private.
+
+        `rows` may be passed to have them compared with the drawn ones. With `data` no argument is needed.
+        """
+        inputs, targets = self.check_examples(inputs, targets, rows)
+        validate(self.model)
+        refuse_other_parameters(self.model, self.optimizer, self.parameters)
         if self.steps_taken == 0:
-            refuse_mixed_examples(self.model, inputs.flatten(0, 1) if self.views > 1 else inputs)
-        mechanism, self.pending_rows = self.mechanism(), None
-        self.steps_taken += 1  # a step that fails from here on is spent
-        with self.source.seeded_torch():
+            flat_views = map_tensors(lambda part: part.flatten(0, 1), inputs) if self.views > 1 else inputs
+            refuse_mixed_examples(self.model, flat_views)
+        mechanism, self.pending = self.mechanism(), None
+        before = self.journal.digest_weights(self.parameters.values())
+        with repeatable_kernels(), self.source.seeded_torch():
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
+        self.journal.enter_release(self.drawn, before, total)
+        self.steps_taken = self.drawn
         # The divisor is the expected size: the actual size is not public.
         gradient = self.grid.to_gradient(total, self.budget.batch_size)
         for parameter, part in zip(self.parameters.values(), gradient.split(self.sizes), strict=True):
             parameter.grad = part.view(parameter.shape).to(parameter.dtype)
-        self.optimizer.step()
+        with self.guard.opened():
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return losses.mean() if len(losses) else losses.sum()
 
-    def sum_clipped_gradients(
-        self, inputs: Tensor, targets: Tensor, mechanism: IndexMechanism
-    ) -> tuple[Tensor, Tensor]:
+    def check_examples(self, inputs: Batch, targets: Batch, rows: Tensor | None) -> tuple[Batch, Batch]:
+        """Return the examples of a step; raise PomonaError unless they are those of the rows that were drawn."""
+        drawn = self.pending
+        own = None
+        if self.data is not None and drawn is not None:
+            own = map_tensors(lambda part: part[drawn.to(part.device)], self.data)
+        if inputs is None and own is not None:
+            return own[0], own[1]
+        require(inputs is not None and targets is not None, "a step needs inputs and targets, or data given before.")
+        inputs, targets = as_batch(inputs), as_batch(targets)
+        count = count_rows(inputs, targets)
+        require(
+            drawn is not None and count == len(drawn),
+            f"a step got {count} rows where {'none' if drawn is None else len(drawn)} were drawn: pass the rows of "
+            "draw(), once each; batches of a fixed size or accumulated batches are no Poisson sample and void the "
+            "accounting.",
+        )
+        is_drawn = (rows is None or are_equal(drawn, rows)) and (own is None or are_equal((inputs, targets), own))
+        require(is_drawn, f"a step got {count} rows that are not the drawn ones: pass those of draw(), in their order.")
+        return inputs, targets
+
+    def sum_clipped_gradients(self, inputs: Batch, targets: Batch, mechanism: IndexMechanism) -> tuple[Tensor, Tensor]:
         """Return the noisy sum of masked and clipped gradients as a flat tensor of grid units, and the losses."""
-        chunks = list(zip(inputs.split(self.micro), targets.split(self.micro), strict=True)) if len(inputs) else []
+        chunks = split_rows((inputs, targets), self.micro_rows)
         # The per-example gradients of a single chunk are used for both the index set and the sum.
         shared = self.per_example_gradients(*chunks[0]) if len(chunks) == 1 else None
         mask = self.choose_mask(chunks, mechanism, shared)
@@ -179,17 +243,27 @@ class PrivateStep:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
             self.grid.add_clipped(flat, total)
             losses.append(loss)
+        self.processes.add(total)
         noise = self.source.discrete_gaussian(self.size, self.grid.noise_variance(self.budget.sigma))
         total += noise if mask is None else noise.mul_(mask)
         return total, torch.cat(losses) if losses else self.zeros(0)
 
-    def per_example_gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Gradients, Tensor]:
-        """Return the gradients of each row by parameter name, and the losses."""
-        return compute_per_example_gradients(self.model, self.loss, self.parameters, inputs, targets, self.views)
+    def per_example_gradients(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
+        """Return the gradients of each row by parameter name, and the losses.
+
+        They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
+        """
+        count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
+        if self.compute_gradients is None:
+            self.compute_gradients = choose_gradients(*arguments, inputs, targets, self.views)
+        if self.compute_gradients is not compute_gradients_one_by_one:
+            inputs, targets = pad_rows((inputs, targets), self.micro_rows)
+        gradients, losses = self.compute_gradients(*arguments, inputs, targets, self.views)
+        return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
 
     def choose_mask(
         self,
-        chunks: list[tuple[Tensor, Tensor]],
+        chunks: list[tuple[Batch, Batch]],
         mechanism: IndexMechanism,
         shared: tuple[Gradients, Tensor] | None,
     ) -> Tensor | None:
@@ -209,6 +283,8 @@ class PrivateStep:
             for chunk in chunks:
                 summed = compute_summed_gradients(self.model, self.loss, self.parameters, *chunk, self.views)
                 gradient += flatten(summed)
+        if self.method == "gip":
+            self.processes.add(gradient)
         return mechanism.sample(gradient, self.source)
 
     # ---- state
@@ -217,12 +293,27 @@ class PrivateStep:
         """Return the state that a resumed run needs.
 
         It holds the key of all random numbers: whoever has it can subtract the noise, so it must be kept secret.
+        After the last step it holds no key.
         """
+        pending = self.pending is not None
         return {
             "done": self.steps_taken,
+            "drawn": self.drawn - pending,  # a step that was drawn and not taken is drawn again
             "method": self.method,
             "budget": self.budget.to_dict(),
-            "source": self.source.state_dict(),
+            "options": self.options(),
+            "source": self.source.state_dict(pending=pending, with_key=self.drawn - pending < self.budget.steps),
+            "ledger": self.journal.checksum,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that decide a step, which a resumed run must not change."""
+        return {
+            "clip": self.clip,
+            "keep": self.keep,
+            "group": self.group,
+            "views": self.views,
+            "schedule": spec_to_dict(self.schedule),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,13 +321,16 @@ class PrivateStep:
         mine, theirs = self.budget.to_dict(), state["budget"]
         other = [f"{key}: {mine[key]}, not {theirs.get(key)}" for key in mine if mine[key] != theirs.get(key)]
         other += [f"method: {self.method}, not {state['method']}"] * (self.method != state["method"])
+        own, before = self.options(), state.get("options", {})
+        other += [f"{key}: {own[key]}, not {before[key]}" for key in before if own.get(key) != before[key]]
         require(
             not other,
             f"these steps began with another budget ({'; '.join(other[:3])}): what is spent cannot be moved to a new "
             "one, so continue with the old one or begin a new run.",
         )
+        self.journal.resume(state.get("ledger"))
         self.source.load_state_dict(state["source"])
-        self.steps_taken, self.pending_rows = state["done"], None
+        self.steps_taken, self.drawn, self.pending = state["done"], state.get("drawn", state["done"]), None
 
     def facts(self) -> dict[str, Any]:
         """Return what may be published about the run; nothing in it depends on the data."""
@@ -289,43 +383,3 @@ def gip(
     budget = Budget.solve(epsilon=epsilon, delta=delta, rows=rows, batch_size=batch_size, steps=steps, share=share)
     source = Source(next(model.parameters()).device, seed=seed)
     return PrivateStep(model, optimizer, budget, source=source, **options)
-
-
-def validate_options(
-    budget: Budget,
-    method: str,
-    keep: float,
-    group: int | None,
-    clip: float,
-    micro: int,
-    views: int,
-    public: tuple[Tensor, Tensor] | None,
-) -> None:
-    """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
-    if method not in METHODS:
-        raise unknown_name_error("private method", method, METHODS)
-    require(0 < keep <= 1, f"keep is the share of coordinates that are kept, in (0, 1], got {keep:g}.")
-    require(
-        group is None or round(keep * group) >= 1,
-        f"keep={keep:g} leaves none of a group of {group}: give a larger keep or group, or group=None.",
-    )
-    require(0 < clip < math.inf, f"clip must be above 0 and finite, got {clip:g}: without it there is no privacy.")
-    require(micro >= 1 and views >= 1, f"micro and views must be 1 or more, got {micro} and {views}.")
-    require(
-        (budget.share > 0) == (method == "gip"),
-        f"the budget reserves share={budget.share:g} of ε for index draws, and '{method}' "
-        + ("needs one: give it a share above 0." if method == "gip" else "makes none that cost: set share to 0."),
-    )
-    require((public is None) == (method != "public"), "public data goes with method='public', and only with it.")
-
-
-def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer updates, by name; raise PomonaError if one is not the model's."""
-    updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    found = {name: p for name, p in model.named_parameters() if id(p) in updated}
-    require(
-        len(found) == len(updated) > 0,
-        f"the optimizer updates {len(updated)} parameters, of which {len(found)} are the model's: make it from "
-        "model.parameters(), after any layer was replaced.",
-    )
-    return found

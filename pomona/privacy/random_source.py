@@ -103,12 +103,21 @@ class Source:
         """
         self.step += 1
         self.calls.clear()
-        words = self.words(Purpose.ROWS, rows).bitwise_and_((1 << ROW_BITS) - 1)
+        self.calls[Purpose.ROWS] = 1
+        return self.sample_rows(self.step, rows, rate)
+
+    def sample_rows(self, step: int, rows: int, rate: float) -> Tensor:
+        """Return the Poisson sample of any step, which is a function of the key and the step."""
+        nonce = bytes([Purpose.ROWS]) + bytes(CALL_BITS // 8) + step.to_bytes(8, "little")
+        words = chacha20_words(self.key, nonce, rows, self.device).bitwise_and_((1 << ROW_BITS) - 1)
         return (words < int(rate * (1 << ROW_BITS))).nonzero().squeeze(1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the key and the step, which must be kept secret: they give away all numbers, past and future."""
-        return {"key": self.key.hex(), "step": self.step, "secure": self.secure}
+    def state_dict(self, pending: bool = False, with_key: bool = True) -> dict[str, Any]:
+        """Return the key and the step, which must be kept secret: they give away all numbers, past and future.
+
+        If the sample of the last step is `pending`, the state is that before it, so that it is drawn again.
+        """
+        return {"key": self.key.hex() if with_key else None, "step": self.step - pending, "secure": self.secure}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, whose numbers are drawn again; raise PomonaError if it is of the other kind."""
@@ -116,5 +125,7 @@ class Source:
             state.get("secure") == self.secure,
             "a secure run cannot continue a seeded one, nor a seeded run a secure one: leave the seed as it was.",
         )
-        self.key, self.step = bytes.fromhex(state["key"]), int(state["step"])
+        if state["key"] is not None:
+            self.key = bytes.fromhex(state["key"])
+        self.step = int(state["step"])
         self.calls.clear()

@@ -9,6 +9,7 @@ import pytest
 
 
 def test_shrink_writes_a_smaller_network(run_command):
+    pytest.importorskip("torch_pruning")
     settings = ["--set", 'method="oneshot(pattern=\\"filter\\", sparsity=0.5, at=0.5)"', "--set", "train.epochs=1"]
     code, _, err = run_command("train", "small.toml", *settings, "--out", "run")
     assert code == 0, err

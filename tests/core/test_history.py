@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_helpers import Net, make_adam, make_sgd, save_and_load, train
 from torch import Tensor, nn
 
 import pomona as pm
+from pomona.core import history
 from pomona.methods import METHODS, make_pruner
 
 TOTAL, EPOCH = 40, 5
@@ -242,5 +244,99 @@ def test_on_a_cpu_entries_hold_numbers_and_no_tensors():
     for _ in range(5):
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
-    assert len(pruner._history) == 6  # with the one at `attach`
-    assert all(isinstance(row, list) for entry in pruner._history for part in entry["parts"] for row in part["figures"])
+    entries = pruner._history.entries
+    assert len(entries) == 6  # with the one at `attach`
+    assert all(isinstance(row, list) for entry in entries for part in entry["parts"] for row in part["figures"])
+
+
+def train_small(steps: int, state: dict[str, Any] | None = None) -> tuple[pm.Pruner, dict[str, Any]]:
+    """Train a small model with an update at every step, from a state if one is given; return pruner and state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = pm.DPF(sparsity=0.5, every=1, settle=0.0).attach(model, optimizer, total_steps=200)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(pruner.step, steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+    return pruner, save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def test_a_long_history_keeps_the_latest_entries_and_some_early_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = train_small(60)
+    monkeypatch.setattr(history, "MAX_ENTRIES", 16)
+    thinned, _ = train_small(60)
+    assert thinned.update_count == whole.update_count == 61
+    assert len(thinned.history) <= 16
+    assert thinned.history[-8:] == whole.history[-8:]
+    steps = [entry["step"] for entry in thinned.history]
+    assert steps == sorted(set(steps))
+    assert steps[0] == 0
+    assert all(entry in whole.history for entry in thinned.history)
+
+
+def test_a_thinned_history_goes_on_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_ENTRIES", 16)
+    whole, _ = train_small(60)
+    _, state = train_small(37)
+    resumed, _ = train_small(60, state)
+    assert resumed.history == whole.history
+    assert resumed.update_count == 61
+
+
+def test_a_state_with_a_list_of_entries_still_loads() -> None:
+    pruner, _ = train_small(5)
+    state = copy.deepcopy(pruner.state_dict()) | {"history": pruner.history}
+    other, _ = train_small(0)
+    other.load_state_dict(state)
+    assert other.history == pruner.history
+    assert other.update_count == 6
+
+
+@pytest.mark.parametrize("damage", ["no column", "other layers", "other length", "text"])
+def test_a_damaged_history_is_refused_and_changes_nothing(damage: str) -> None:
+    pruner, _ = train_small(5)
+    state = copy.deepcopy(pruner.state_dict())
+    columns = state["history"]
+    if damage == "no column":
+        del columns["flips"]
+    elif damage == "other layers":
+        columns["layers"] = columns["layers"][:, :0]
+    elif damage == "other length":
+        columns["iou"] = columns["iou"][:-1]
+    else:
+        state["history"] = "none"
+    other, _ = train_small(2)
+    before, masks = other.history, {name: mask.clone() for name, mask in other.masks().items()}
+    with pytest.raises(pm.PomonaError, match="history is not that of this model"):
+        other.load_state_dict(state)
+    assert other.history == before
+    assert other.step == 2
+    assert all(torch.equal(masks[name], mask) for name, mask in other.masks().items())
+
+
+def test_a_saved_history_is_compact() -> None:
+    entry = {"step": 1, "sparsity": 0.5, "delta": 0.1, "flips": 3, "iou": 0.9, "layers": [0.5] * 54}
+    columns = history.UpdateHistory([entry] * 1000).to_columns([str(i) for i in range(54)])
+    buffer = io.BytesIO()
+    torch.save(columns, buffer)
+    assert buffer.tell() < 1000 * (54 + 5) * 8 + 10_000
+
+
+def test_a_large_model_is_measured_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_deltas() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = pm.DPF(sparsity=0.5, every=1, printed=True).attach(model, optimizer, total_steps=5)
+        model(torch.ones(4, 30)).sum().backward()
+        optimizer.step()
+        return [entry["delta"] for entry in pruner.history]
+
+    at_once = find_deltas()
+    monkeypatch.setattr(history, "MAX_COPIED_WEIGHTS", 1)
+    assert find_deltas() == pytest.approx(at_once, rel=1e-6)
+    assert at_once[-1] > 0

@@ -14,6 +14,7 @@ from engine_helpers import Net, is_identical, make_sgd, train
 import pomona as pm
 
 Edit = Callable[[dict[str, Any]], None]
+ENTRY = {"step": 1, "sparsity": 0.5, "delta": 0.1, "flips": 3, "iou": 0.9, "layers": [0.5]}  # of a history
 
 
 def set_key(key: str, value: Any) -> Edit:
@@ -58,8 +59,9 @@ DAMAGED: dict[str, tuple[Edit, str]] = {
     "mask too short": (edit_tensors("masks", lambda t: t[:-1]), "the mask of hidden.weight is torch.uint8 of shape"),
     "mask as numbers": (edit_tensors("masks", lambda t: t.float()), "the mask of hidden.weight is torch.float32"),
     "no masks": (set_key("masks", []), "masks has no tensor for conv1.weight"),
-    "history": (set_key("history", [{"step": 10**9, "sparsity": 0.5}]), "its history has the entry"),
-    "history as text": (set_key("history", "none"), "its history is none"),
+    "history": (set_key("history", [ENTRY | {"step": 10**9}]), "its history has the entry"),
+    "history without figures": (set_key("history", [{"step": 1}]), "its history is not that of this model"),
+    "history as text": (set_key("history", "none"), "its history is not that of this model"),
     "memory": (set_key("memory", 3), "its memory is 3"),
     "method": (set_key("method", "dpf"), "its method is dpf"),
     "version": (set_key("version", []), "version"),

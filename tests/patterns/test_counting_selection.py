@@ -15,9 +15,10 @@ from triton_interpreter import DEVICE
 
 from pomona.errors import PomonaError
 from pomona.native import library, step
-from pomona.patterns import counting_selection
+from pomona.patterns import score_reader
 from pomona.patterns.counting_selection import Ranks, select_by_counting
-from pomona.patterns.selection import keys_of, select_largest
+from pomona.patterns.score_reader import keys_of
+from pomona.patterns.selection import select_largest
 
 quick = settings(deadline=None, max_examples=150)
 parts_of_floats = st.lists(st.lists(floats, min_size=1, max_size=12), min_size=1, max_size=4)
@@ -29,7 +30,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "torch":
         for name, answer in (("count_digits", False), ("mark_keys", None), ("mark_ties", False), ("is_float", False)):
             monkeypatch.setattr(step, name, lambda *_, answer=answer: answer)
-        monkeypatch.setitem(counting_selection.CHUNK, "cpu", 3)
+        monkeypatch.setitem(score_reader.CHUNK, "cpu", 3)
     elif step.load_kernel("count_digits") is None:
         pytest.skip("needs the kernels")
     return request.param

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_interpreter import DEVICE
 
 from pomona.errors import PomonaError
-from pomona.patterns import selection
+from pomona.patterns import score_reader, selection
 from pomona.patterns.selection import select_largest, select_largest_per_row
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -89,13 +89,13 @@ def test_any_float_and_any_chunk_size(data: st.DataObject) -> None:
     values = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=200))
     keep = data.draw(st.integers(0, len(values)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "CHUNK", data.draw(st.sampled_from([1, 3, 64])))
+        patch.setitem(score_reader.CHUNK, "cpu", data.draw(st.sampled_from([1, 3, 64])))
         assert flatten_masks(select_largest([torch.tensor(values)], keep)) == reference_mask(values, keep)
 
 
 @pytest.mark.parametrize("kind", SCORE_KINDS)
 def test_large_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "CHUNK", 4096)
+    monkeypatch.setitem(score_reader.CHUNK, "cpu", 4096)
     scores = [make_scores(kind, (50, 111)), make_scores(kind, (7,), 1), make_scores(kind, (20_000,), 2)]
     values = torch.cat([score.flatten() for score in scores]).tolist()
     for keep in (1, 255, len(values) // 2, len(values) - 1):
@@ -110,10 +110,25 @@ def test_a_wrong_estimate_is_detected(wrong: float, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_estimate_is_right() -> None:
-    scores = make_scores("normal", (30_000,)).numpy()
+    scores = make_scores("normal", (30_000,))
+    values = scores.numpy()
     for keep in (3, 300, 3000, 15_000, 29_990):
-        estimate = selection._estimate_threshold([scores], [scores], keep)
-        assert estimate == np.sort(scores)[-keep]
+        readers = [score_reader.ScoreReader(scores)]
+        estimate = selection._estimate_threshold(readers, lambda: iter([(values, values)]), keep, torch.float32)
+        assert estimate == np.sort(values)[-keep]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.sampled_from(DTYPES))
+def test_magnitudes_within_masks_are_ranked_without_a_copy(data: st.DataObject, dtype: torch.dtype) -> None:
+    parts = data.draw(st.lists(st.lists(floats, min_size=1, max_size=12), min_size=1, max_size=4))
+    scores = [torch.tensor(part, dtype=torch.float64).to(dtype) for part in parts]
+    within = [torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(p), max_size=len(p)))) for p in parts]
+    keep = data.draw(st.integers(0, sum(map(len, parts))))
+    floors = [data.draw(st.integers(0, len(part))) for part in parts] if data.draw(st.booleans()) else None
+    ranked = [s.abs().masked_fill(~m, -INF) for s, m in zip(scores, within, strict=True)]
+    expected = reference_mask(selection.raise_floor_scores(ranked, floors).tolist(), keep)
+    assert flatten_masks(select_largest(scores, keep, floors, magnitudes=True, within=within)) == expected
 
 
 def test_mixed_dtypes_are_compared_in_the_widest() -> None:
@@ -207,7 +222,7 @@ def test_rows_match_sorting(data: st.DataObject, dtype: torch.dtype, columns: in
 @pytest.mark.parametrize("kind", SCORE_KINDS)
 @pytest.mark.parametrize("columns", [4, 32, 300])
 def test_many_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "CHUNK", 1024)
+    monkeypatch.setitem(score_reader.CHUNK, "cpu", 1024)
     scores = make_scores(kind, (columns, 77)).t()  # not contiguous
     for keep in (1, columns // 2, columns - 1):
         assert select_largest_per_row(scores, keep).tolist() == [reference_mask(row, keep) for row in scores.tolist()]

@@ -14,6 +14,8 @@ import pomona as pm
 from pomona.sparse import Change, shrink
 from pomona.sparse.shrink.padding_shortcut import UnevenPad
 
+pytest.importorskip("torch_pruning")
+
 # ---- one layer
 
 

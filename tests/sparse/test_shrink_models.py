@@ -12,6 +12,8 @@ from torch import nn
 import pomona as pm
 from pomona.sparse import shrink
 
+pytest.importorskip("torch_pruning")
+
 # Name, options, image side, and by how much the parameters must shrink at 40 %. Where all channels are
 # removable, (1 − 0.4)² of the weights are left; residual networks can only lose channels inside their blocks.
 CASES: list[tuple[str, dict[str, Any], int, float]] = [

@@ -17,6 +17,8 @@ import pomona as pm
 from pomona.sparse import shrink
 from pomona.sparse.shrink import latency
 
+pytest.importorskip("torch_pruning")
+
 # ---- refused models
 
 

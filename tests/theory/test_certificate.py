@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pruned_copies import perturbed_copy
 from torch import Tensor, nn
 
 import pomona as pm
@@ -21,21 +22,6 @@ from pomona.theory.certificate import Ball, Cube, certify
 from pomona.theory.certificate.certification import certify_graph
 from pomona.theory.certificate.norm_bounds import norm_bounds
 from pomona.theory.certificate.paired_graph import pair_networks
-
-
-def perturbed_copy(model: nn.Module, seed: int = 0, share: float = 0.5, noise: float = 0.1) -> nn.Module:
-    """Return a copy with a share of the weights pruned, and with other biases and batch-norm statistics."""
-    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(torch.rand(parameter.shape, generator=draw) >= share)
-            else:
-                parameter.add_(noise * torch.randn(parameter.shape, generator=draw))
-        for buffer in other.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(noise * torch.rand(buffer.shape, generator=draw))
-    return other
 
 
 def with_random_statistics(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from exact_maximum import exact_maximum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pruned_copies import perturbed_copy
 from torch import Tensor, nn
 
 from pomona.errors import PomonaError
@@ -28,21 +29,6 @@ from pomona.theory.certificate.rules.relu_pair import find_corners
 from pomona.theory.certificate.steps import DENSE, PRUNED, Step
 
 BOUNDS = {"interval": interval_bounds, "linear": linear_bounds}
-
-
-def pruned_copy(model: nn.Module, seed: int, share: float = 0.3) -> nn.Module:
-    """Return a copy with a share of the weights zero and with other biases and statistics."""
-    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(torch.rand(parameter.shape, generator=draw) >= share)
-            else:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
-        for buffer in other.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(0.1 * torch.rand(buffer.shape, generator=draw))
-    return other
 
 
 def draw_points(inputs: InputSet, count: int, draw: torch.Generator) -> Tensor:
@@ -141,7 +127,7 @@ def test_bounds_of_every_step_hold(name: str, norm: str) -> None:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
     model = build().double().eval()
-    graph = pair_networks(model, pruned_copy(model, 1), torch.zeros(1, *shape, dtype=torch.float64))
+    graph = pair_networks(model, perturbed_copy(model, 1, 0.3), torch.zeros(1, *shape, dtype=torch.float64))
     for radius in (0.0, 0.05, 1.0):
         x = torch.rand(2, *shape, dtype=torch.float64)
         assert_sound(graph, neighbourhoods(x, radius, norm=norm, low=0.0, high=1.0), count=6)
@@ -170,7 +156,7 @@ def test_bounds_of_random_perceptrons_hold(
     """Assert soundness for random widths, weights, radii and sparsities."""
     model = perceptron(widths, seed)
     x = torch.randn(2, widths[0], dtype=torch.float64)
-    graph = pair_networks(model, pruned_copy(model, seed, share), x[:1])
+    graph = pair_networks(model, perturbed_copy(model, seed, share), x[:1])
     assert_sound(graph, neighbourhoods(x, radius, norm=norm), seed)
 
 
@@ -184,7 +170,7 @@ def numpy_box(inputs: InputSet) -> tuple[np.ndarray, np.ndarray]:
 def test_linear_bounds_are_above_the_exact_maximum(seed: int, radius: float) -> None:
     """Compare with linear programs over all activation patterns: never below, and not above the intervals."""
     dense = perceptron([2, 3, 2, 1], seed)
-    pruned = pruned_copy(dense, seed)
+    pruned = perturbed_copy(dense, seed, 0.3)
     inputs = neighbourhoods(torch.randn(1, 2, dtype=torch.float64), radius)
     graph = pair_networks(dense, pruned, inputs.centre[0])
     bounds = linear_bounds(graph, inputs)[-1]
@@ -200,7 +186,7 @@ def test_linear_bounds_are_above_the_exact_maximum(seed: int, radius: float) -> 
 def test_linear_bounds_are_exact_where_no_neuron_changes_its_sign() -> None:
     """A small box around an input where all neurons keep their sign: both networks are affine, and so is the gap."""
     dense = perceptron([3, 4, 4, 2], 5)
-    pruned = pruned_copy(dense, 5)
+    pruned = perturbed_copy(dense, 5, 0.3)
     inputs = neighbourhoods(torch.tensor([[0.7, -0.2, 1.1]], dtype=torch.float64), 1e-3)
     graph = pair_networks(dense, pruned, inputs.centre[0])
     bounds = linear_bounds(graph, inputs)
@@ -303,7 +289,7 @@ def test_planes_use_the_pruned_input() -> None:
 def test_margins_of_classes_are_rows_of_each_example() -> None:
     """Rows that differ between examples give the same bounds as each example alone; parts give the same as all."""
     dense = perceptron([3, 6, 4], 2)
-    pruned = pruned_copy(dense, 2)
+    pruned = perturbed_copy(dense, 2, 0.3)
     x = torch.randn(3, 3, dtype=torch.float64)
     inputs = neighbourhoods(x, 0.2)
     graph = pair_networks(dense, pruned, inputs.centre[0])
@@ -326,7 +312,7 @@ def test_margins_of_classes_are_rows_of_each_example() -> None:
 def test_fewer_refined_neurons_are_sound_and_wider() -> None:
     """With fewer neurons refined the bounds hold, and are not tighter."""
     dense = perceptron([3, 12, 12, 2], 3)
-    pruned = pruned_copy(dense, 3)
+    pruned = perturbed_copy(dense, 3, 0.3)
     inputs = neighbourhoods(torch.randn(2, 3, dtype=torch.float64), 0.3)
     graph = pair_networks(dense, pruned, inputs.centre[0])
     few, all_of_them = (linear_bounds(graph, inputs, Effort(neurons=n)) for n in (2, 4096))
@@ -355,7 +341,7 @@ def test_regions_as_sets_of_inputs() -> None:
 def test_ball_of_linear_layer_is_exact() -> None:
     """Over a ball, an entry of a linear layer is its row's norm away from the centre; intervals do not know that."""
     model = nn.Sequential(nn.Linear(4, 2)).double()
-    pruned = pruned_copy(model, 0)
+    pruned = perturbed_copy(model, 0, 0.3)
     inputs = Ball(1.0).inputs((4,))
     graph = pair_networks(model, pruned, inputs.centre[0])
     gap = linear_bounds(graph, inputs)[-1].gap

@@ -1,9 +1,8 @@
 """Certificates around an example of networks that people have: transformers, recurrent networks, norms."""
 
-import copy
-
 import pytest
 import torch
+from pruned_copies import without_small_weights
 from slow_cases import slow_unless
 from torch import nn
 
@@ -166,15 +165,6 @@ NETWORKS = {
 QUICK = ("encoder", "lstm_cell", "group_norm", "autoencoder", "sequence")
 
 
-def pruned_copy(model, share=0.2):
-    """Return a copy without the smallest weights of each matrix."""
-    pruned = copy.deepcopy(model)
-    for weight in pruned.parameters():
-        if weight.ndim > 1:
-            weight.data[weight.abs() <= weight.abs().quantile(share)] = 0
-    return pruned
-
-
 def attack(graph, example, radius, steps=12):
     """Return the largest difference of each output in a box around an example, by signed gradients on random signs."""
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +183,7 @@ def attack(graph, example, radius, steps=12):
 def setup(make):
     torch.manual_seed(0)
     model = make().double().eval().requires_grad_(False)
-    return model, pruned_copy(model)
+    return model, without_small_weights(model)
 
 
 @pytest.mark.parametrize("name", slow_unless(QUICK, NETWORKS))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from pruned_copies import without_small_weights
 from torch import Tensor, nn
 
 from pomona.errors import PomonaError
@@ -16,14 +16,6 @@ from pomona.theory.certificate.fused_steps import ROOT_MEAN_SQUARE_NORM
 from pomona.theory.certificate.paired_graph import pair_networks
 from pomona.theory.certificate.prediction_attack import attack_predictions
 from pomona.theory.certificate.regions import neighbourhoods
-
-
-def without_small_weights(model: nn.Module, share: float) -> nn.Module:
-    """Return a copy without the smallest weights of every matrix."""
-    pruned = copy.deepcopy(model)
-    for matrix in (p.data for p in pruned.parameters() if p.ndim == 2):
-        matrix[matrix.abs() < matrix.abs().quantile(share)] = 0
-    return pruned
 
 
 class Two(nn.Module):
@@ -95,7 +87,7 @@ def test_a_norm_by_root_mean_square_with_a_product_is_known() -> None:
 @pytest.mark.parametrize("function", [lambda a, b: a.sum(), lambda a, b: a[:, :1] + b[:, :1]], ids=["none", "one"])
 def test_a_prediction_needs_two_outputs(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Two(function)
-    with pytest.raises(PomonaError, match="at least two classes"):
+    with pytest.raises(PomonaError, match="of which there are at least two, .* of shape"):
         certify_predictions(model, model, torch.zeros(2, 4))
 
 

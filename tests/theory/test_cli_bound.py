@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -237,6 +238,16 @@ def test_certify_finds_the_largest_sparsity(call: Call, run: Path) -> None:
     assert 0 < one["sparsity"] < 1
     _, out, _ = call("certify", str(run), "--epsilon", "1e-9", "--json")
     assert json.loads(out)["sparsity"] is None
+
+
+def test_certify_says_what_is_proven_and_what_was_found(call: Call, run: Path) -> None:
+    code, out, _ = call("certify", str(run), "--sparsity", "0.5", "--steps", "0", "--radius", "0.5")
+    assert code == 0
+    assert re.search(r"certified +sup ‖f − F‖ ≤ [\d.]+, proven by (norms|intervals|linear)", out)
+    assert re.search(r"found +no attack", out)
+    code, _, err = call("certify", str(run), "--sparsity", "0.5", "--cube", "--radius", "2")
+    assert code != 0
+    assert "--cube and --radius 2.0 both choose the inputs: give one of them." in err
 
 
 def test_certify_proves_predictions(call: Call, run: Path) -> None:

@@ -66,6 +66,22 @@ def test_both_sides_compute_their_networks() -> None:
     assert dense[0].weight.dtype == torch.float32
 
 
+def test_only_operations_that_need_it_are_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decomposition takes most of the time of an export, and gives the same graph."""
+    dense = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten())
+    graphs = []
+    for inplace in (False, True):
+        dense[2] = nn.ReLU(inplace)
+        graphs.append(pair_networks(dense, dense, torch.zeros(1, 2, 4, 4)))
+    pair_networks(nn.Sequential(*dense[:2], nn.ReLU(), *dense[3:]), dense, torch.zeros(1, 2, 4, 4))
+    assert operations(graphs[0]) == operations(graphs[1])
+    monkeypatch.delattr(torch.export.ExportedProgram, "run_decompositions")
+    with pytest.raises(PomonaError, match="run_decompositions"):
+        pair_networks(dense, dense, torch.zeros(1, 2, 4, 4))
+    dense[2] = nn.ReLU()
+    pair_networks(dense, dense, torch.zeros(1, 2, 4, 4))
+
+
 def test_pruned_weights_are_exchanged_without_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = parametrizations.weight_norm(nn.Linear(6, 3))
     graph = pair_networks(dense, dense.state_dict(), torch.zeros(1, 6))

@@ -77,6 +77,7 @@ def certify(
         "say what RUN is compared with: --against RUN, or --sparsity S to prune it, or --epsilon E to find how much.",
     )
     require(not predictions or epsilon is None, "--epsilon bounds outputs: leave it out, or --predictions.")
+    require(not cube or radius is None, f"--cube and --radius {radius} both choose the inputs: give one of them.")
     ball_radius = 1.0 if radius is None or predictions else radius
     region: Region = certificate.Cube(low, high) if cube else certificate.Ball(ball_radius)
     model, shape = load_finished_model(run)
@@ -114,18 +115,19 @@ def certify(
 
 def print_certificate(found: Certificate, region: Region, sparsity: float | None, steps: int) -> None:
     """Print the layers of a certificate as a table, then its bound and the attack's result."""
-    table = Table("layer", "‖W*‖ dense", "‖W‖ pruned", "‖removed‖", "outputs apart by at most", box=None)
-    for layer in found.layers:
-        table.add_row(escape(layer.name), *(f"{v:.4g}" for v in dataclasses.astuple(layer)[1:]))
-    print_table(table)
+    if found.layers:  # known where the norms of all layers are
+        table = Table("layer", "‖W*‖ dense", "‖W‖ pruned", "‖removed‖", "outputs apart by at most", box=None)
+        for layer in found.layers:
+            table.add_row(escape(layer.name), *(f"{v:.4g}" for v in dataclasses.astuple(layer)[1:]))
+        print_table(table)
     print_table(
         facts_table(
             {
                 "region": region,
                 **({"sparsity": f"{sparsity:.4f}"} if sparsity is not None else {}),
-                "certified": f"sup ‖f − F‖ ≤ {found.error:.4g}",
-                "found": f"‖f − F‖ = {found.found:.4g} by {steps} steps of ascent",
-                "of outputs": f"that move by at most {found.output:.4g}",
+                "certified": f"sup ‖f − F‖ ≤ {found.error:.4g}, proven by {found.domain}",
+                "found": f"‖f − F‖ = {found.found:.4g} by {steps} steps of an attack" if steps else "no attack",
+                "of outputs": f"that move by at most {found.output:.4g} in the region",
             }
         )
     )

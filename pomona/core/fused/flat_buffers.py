@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...allocation import floor_counts, layer_sparsities, parse_allocation
+from ...sharding import local_part, place_like, whole_reads
 from ..slot import dense_strides
 from .bounded_rows import BoundedRows
 from .captured_graphs import CapturedGraphs
@@ -34,6 +35,7 @@ class FlatBuffers:
         self.targets = [slot for slot in self.slots if slot.leader is None]
         self.names = [slot.name for slot in self.targets]
         self.sizes = [slot.mask.numel() for slot in self.targets]
+        self.is_sharded = any(slot.is_sharded for slot in self.slots)  # whether this rank has parts of them only
         self.count = sum(self.sizes)
         self.last_entries = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
@@ -70,11 +72,13 @@ class FlatBuffers:
         slots = [slot for slot in self.slots if getattr(slot, field) is not None]
         if not slots:
             return None
-        tensors = [getattr(slot, field) for slot in slots]
-        buffer = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        first, count = getattr(slots[0], field), sum(getattr(slot, field).numel() for slot in slots)
+        buffer = torch.empty(count, dtype=first.dtype, device=first.device)
+        del first  # so that each tensor is freed once it is copied
         offset = 0
-        for slot, tensor in zip(slots, tensors, strict=True):
-            like = slot.parameter if tensor.shape == slot.parameter.shape else tensor
+        for slot in slots:
+            tensor = getattr(slot, field)
+            like = slot.values if tensor.shape == slot.values.shape else tensor
             view = buffer.as_strided(tensor.shape, dense_strides(like), offset)
             setattr(slot, field, view.copy_(tensor))
             offset += tensor.numel()
@@ -97,14 +101,14 @@ class FlatBuffers:
         if self.projection is None or self.method.weights == "free" or self.mask.numel() >= 2**31:
             return False
         return (
-            all(slot.parameter.stride() == slot.mask.stride() for slot in self.slots)
+            all(slot.values.stride() == slot.mask.stride() for slot in self.slots)
             and (self.projection_is_mask or all(map(threshold_count, self.slots)))
             and (self.weight is None or len(self.targets) == len(self.slots))
         )
 
     def parameter_addresses(self) -> tuple[int, ...]:
         """Return the memory address of every parameter."""
-        return tuple([slot.parameter.data_ptr() for slot in self.slots])
+        return tuple([slot.values.data_ptr() for slot in self.slots])
 
     def forget_moved_parameters(self) -> bool:
         """Return whether a parameter has a new address; the kernels' block table is then made again."""
@@ -134,7 +138,7 @@ class FlatBuffers:
 
     def _run_kernels(self, operation: str) -> None:
         """Launch the kernels of an operation."""
-        parameter, dense = self.slots[0].parameter, self.latent if self.weight is None else self.weight
+        parameter, dense = self.slots[0].values, self.latent if self.weight is None else self.weight
 
         def copy(name: str, values: Tensor | None) -> None:
             self.kernels.run_copy(name, self.block_table, values, self.mask, parameter, self.output_thresholds)  # type: ignore[union-attr]
@@ -191,13 +195,14 @@ class FlatBuffers:
             bound = self.method.fused_gradient_bound
             if bound is not None and self.bounded_rows.bound(slot, bound):
                 continue
-            slot.parameter.grad = self.method.transform_gradient(
-                slot.parameter.grad, slot.parameter.detach(), slot.mask, slot.target.output_dim
-            )
+            with whole_reads(slot.is_sharded):
+                slot.parameter.grad = self.method.transform_gradient(
+                    slot.parameter.grad, slot.parameter.detach(), slot.place(slot.mask), slot.target.output_dim
+                )
 
     def _bounds_gradients(self) -> bool:
         """Return whether kernels bound the gradients, after making their buffer where needed."""
-        if self.method.fused_gradient_bound is None or not self.kernels_ready():
+        if self.method.fused_gradient_bound is None or self.is_sharded or not self.kernels_ready():
             return False
         slots = [slot for slot in self.targets if slot.mask.ndim > 1]
         counts, sizes = [*map(output_count, slots)], [slot.mask.numel() for slot in slots]
@@ -220,7 +225,7 @@ class FlatBuffers:
         if len(slots) == len(self.slots) and self.kernels_ready():
             self.launch("load")
             return
-        torch._foreach_copy_([s.parameter for s in slots], [s.moved for s in slots])
+        torch._foreach_copy_([s.values for s in slots], [s.moved for s in slots])
 
     def store_latents(self, slots: Sequence[Slot]) -> None:
         """Copy parameters into latents, which the method may clip."""
@@ -234,7 +239,7 @@ class FlatBuffers:
         if len(slots) == len(self.slots) and self.kernels_ready():
             self.launch("store")
             return
-        torch._foreach_copy_([s.moved for s in slots], [s.parameter for s in slots])
+        torch._foreach_copy_([s.moved for s in slots], [s.values for s in slots])
         for slot in slots:
             slot.clip_latent()
 
@@ -278,7 +283,9 @@ class FlatBuffers:
         torch._foreach_copy_(
             [slot.mask for slot in self.targets],
             [
-                masks[s.name].movedim(0, s.target.output_dim) if s.target.output_dim else masks[s.name]
+                local_part(place_like(masks[s.name].movedim(0, s.target.output_dim), s.parameter))
+                if s.target.output_dim or s.is_sharded
+                else masks[s.name]
                 for s in self.targets
             ],
         )
@@ -291,7 +298,7 @@ class FlatBuffers:
 
     def calibrate(self) -> None:
         """Measure what the projection must know of the installed masks."""
-        if self.calibration is not None and self.kernels_ready():
+        if self.calibration is not None and not self.is_sharded and self.kernels_ready():
             self.launch("calibrate")
             return
         for slot in self.targets:
@@ -316,7 +323,7 @@ class FlatBuffers:
 
     def measure_update(self) -> Tensor | None:
         """Return the figures of an update for each target; None where kernels cannot measure them."""
-        if not self.kernels_ready():
+        if self.is_sharded or not self.kernels_ready():
             return None
         self.launch("measure_update")
         return self.update_figures.values.clone()
@@ -324,7 +331,7 @@ class FlatBuffers:
     def set_sparsity(self, sparsity: float) -> bool:
         """Set the sparsity that the kernels select for; return False where kernels cannot select."""
         pattern = self.method.pattern
-        if self.kernels is None or self.latent.dtype == torch.float64:
+        if self.kernels is None or self.is_sharded or self.latent.dtype == torch.float64:
             return False
         if not UnitSelection.can_select(pattern, self.targets):
             return False
@@ -354,20 +361,20 @@ class FlatBuffers:
     def redraw_weights(self, number: int) -> None:
         """Draw a share of the weights off the mask again; `number` counts the re-draws."""
         stream, limit = self.method.stream, self.method.redraw_limit  # type: ignore[attr-defined]
-        if self.kernels_ready() and has_known_layouts(self.targets):
+        if not self.is_sharded and self.kernels_ready() and has_known_layouts(self.targets):
             buffers = self.mask, self.weight, self.draw_number
             self.kernels.redraw(self.block_table, redraw_inputs(self.targets, stream), *buffers, stream, number, limit)  # type: ignore[union-attr]
             return
         for slot in self.targets:
             key = slot.name, slot.target.fan_in
-            stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit)
+            stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit, slot.positions())
 
 
 def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
     """Return one set of buffers for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
     for slot in slots:
-        groups.setdefault((slot.parameter.device, slot.parameter.dtype), []).append(slot)
+        groups.setdefault((slot.values.device, slot.values.dtype), []).append(slot)
     return [FlatBuffers(group) for group in groups.values()]
 
 

@@ -115,26 +115,44 @@ class RandomStream:
         drawn = [self.value(words[0], fan_in) for words in self.words(name, position, redraw)]
         return torch.cat(drawn) if drawn else torch.empty(0, device=position.device)
 
-    def weights(self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None) -> Tensor:
-        """Return all weights of a tensor; `redraw` has the number of each weight's last re-draw."""
-        number = 0 if redraw is None else redraw.reshape(-1)
-        return self.weights_at(name, fan_in, positions(like), number).view(like.shape).to(like.dtype)
+    def weights(
+        self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None, at: Tensor | None = None
+    ) -> Tensor:
+        """Return all weights of a tensor; `redraw` has the number of each weight's last re-draw.
 
-    def scores(self, name: str, fan_in: int, like: Tensor) -> Tensor:
-        """Return the scores that training begins with."""
+        With `at` they are those of a part of the tensor, whose positions in the whole are given.
+        """
+        number = 0 if redraw is None else redraw.reshape(-1)
+        place = positions(like) if at is None else at
+        return self.weights_at(name, fan_in, place, number).view(like.shape).to(like.dtype)
+
+    def scores(self, name: str, fan_in: int, like: Tensor, at: Tensor | None = None) -> Tensor:
+        """Return the scores that training begins with, of a tensor or of a part of it as for `weights`."""
         bound = round_to_float32(math.sqrt(6 / fan_in))
-        drawn = torch.cat([uniform(words[2], bound) for words in self.words(name, positions(like), 0)])
-        return drawn.view(like.shape).to(like.dtype)
+        place = positions(like) if at is None else at
+        drawn = [uniform(words[2], bound) for words in self.words(name, place, 0)]
+        return (torch.cat(drawn) if drawn else torch.empty(0, device=like.device)).view(like.shape).to(like.dtype)
 
     def redraw(
-        self, name: str, fan_in: int, weight: Tensor, draw_number: Tensor, off: Tensor, number: int, limit: int
+        self,
+        name: str,
+        fan_in: int,
+        weight: Tensor,
+        draw_number: Tensor,
+        off: Tensor,
+        number: int,
+        limit: int,
+        at: Tensor | None = None,
     ) -> None:
         """Draw weights again in place: those that are `off` and whose random bits lie below `limit`.
 
-        The `number` of the re-draw is written to `draw_number` for each of them.
+        The `number` of the re-draw is written to `draw_number` for each of them. Of a part of a tensor, its positions
+        are given as `at`.
         """
+        if not weight.numel():
+            return
         fresh, below = [], []
-        for words in self.words(name, positions(weight), number):
+        for words in self.words(name, positions(weight) if at is None else at, number):
             fresh.append(self.value(words[0], fan_in))
             below.append(words[1] >> 32 - DRAW_BITS < limit)
         chosen = torch.cat(below).view(off.shape) & off

@@ -18,6 +18,7 @@ DENSE = "dense"  # the name of the method that prunes nothing
 
 PRECISIONS = ("float32", "bf16")
 LOOPS = ("auto", "eager", "captured", "compiled")
+NONFINITE = ("stop", "skip")
 ORIGIN_WEIGHTS = ("final", "new")
 
 
@@ -51,10 +52,12 @@ class TrainOptions:
     loop: str = "auto"  # "eager", "captured" as a CUDA graph, or also "compiled"; "auto" is the fastest possible
     label_smoothing: float = 0.0
     clip: float = 0.0  # the largest gradient norm; 0 does not clip
+    nonfinite: str = "stop"  # at a NaN or an infinity; "skip" leaves out steps whose gradient is not finite
     eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
     eval_batch_size: int = 1000
     reestimate: int = 32  # training batches for new batch-norm statistics; 0 never re-estimates
     average: float = 0.0  # the share of a stage's epochs, counted from its end, whose final weights are averaged
+    ema: float = 0.0  # after each step, what an exponential moving average of the weights keeps of itself; 0: none
     checkpoint_every: int = 1  # epochs between checkpoints; 0 writes only the one at the end
     checkpoint_steps: int = 0  # steps between additional checkpoints within an epoch; 0 writes none
     log_every: int = 50  # steps between two readings of the loss
@@ -70,8 +73,15 @@ class TrainOptions:
             f"train.label_smoothing must be in [0, 1), got {self.label_smoothing}.",
         )
         require(0 <= self.average <= 1, f"train.average is a share of the epochs in [0, 1], got {self.average}.")
+        require(0 <= self.ema < 1, f"train.ema must be in [0, 1), such as 0.9999, got {self.ema}.")
+        require(
+            not (self.average and self.ema),
+            f"weights are averaged in one way: give train.average ({self.average}) or train.ema ({self.ema}).",
+        )
         if self.precision not in PRECISIONS:
             raise unknown_name_error("precision", self.precision, PRECISIONS)
+        if self.nonfinite not in NONFINITE:
+            raise unknown_name_error("train.nonfinite", self.nonfinite, NONFINITE)
         if self.loop not in LOOPS:
             raise unknown_name_error("loop", self.loop, LOOPS)
         try:

@@ -50,7 +50,7 @@ class PrivateOptions:
     micro: int = 256  # rows whose per-example gradients are held in memory at a time
     views: int = 1  # augmented copies of a row whose gradients are averaged
     average: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0 is none
-    secure: bool = False  # draw from a cryptographic generator; otherwise the recipe's seed decides the noise
+    secure: bool = True  # draw from the operating system's key; otherwise the seed decides the noise: not private
     budget: Budget | None = field(default=None, compare=False)  # the solved budget
 
     def __post_init__(self) -> None:
@@ -152,13 +152,29 @@ class PrivateRecipe:
             not recipe.train.clip and not recipe.train.label_smoothing and recipe.train.precision == "float32",
             "private training clips each example by private.clip: leave out train.clip, label_smoothing and precision.",
         )
+        require(
+            recipe.train.nonfinite == "stop",
+            "which steps a private training leaves out would tell about its examples: leave out train.nonfinite.",
+        )
         require(not recipe.train.average, "private training averages by private.average: leave out train.average.")
         eager = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, loop="eager"))
         return cls(eager, PrivateOptions.load(section))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the recipe and its section [private] as nested plain values."""
-        return self.recipe.to_dict() | {"private": self.private.to_dict()}
+        """Return the recipe and its section [private] as nested plain values.
+
+        A seed that was not asked for is left out. It decides the initial weights, and not the noise, unless
+        `private.secure` is false.
+        """
+        values = self.recipe.to_dict() | {"private": self.private.to_dict()}
+        if not self.names_seed:
+            del values["seed"]
+        return values
+
+    @property
+    def names_seed(self) -> bool:
+        """Return whether files of the run name the seed: if it is not the default, or if it decides the noise."""
+        return self.recipe.seed != Recipe.seed or not self.private.secure
 
     def to_toml(self) -> str:
         """Return the recipe and its section [private] as TOML."""
@@ -166,4 +182,5 @@ class PrivateRecipe:
 
     def fingerprint(self) -> str:
         """Return a short hash of the settings that decide the result of the run."""
-        return hash_settings([self.recipe.fingerprint(), self.private.settings()])
+        # Both kinds of randomness have the fingerprint of the first versions, in which seeds were the default.
+        return hash_settings([self.recipe.fingerprint(), self.private.settings() | {"secure": False}])

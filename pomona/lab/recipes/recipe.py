@@ -66,6 +66,8 @@ OBSERVING_SETTINGS = {"train.track": False}
 # fingerprint at that value, so that earlier runs keep theirs.
 NEUTRAL_DEFAULTS = [
     ("train.average", 0),
+    ("train.nonfinite", "stop"),
+    ("train.ema", 0),
     ("method.feedback", None),
     ("model.block", "basic"),
     ("data.stream", None),
@@ -117,9 +119,10 @@ class Recipe:
         finetune = given.pop("finetune", {})
         recipe = cls(**{key: SECTION_PARSERS[key](value) for key, value in given.items()})
         method = recipe.method["name"]
+        averaging = "average" if recipe.train.average else "ema" if recipe.train.ema else ""
         require(
-            not recipe.train.average or method == DENSE or METHODS[method].weights != "score",
-            f"train.average averages trained weights, and {method} selects among random ones: leave it out.",
+            not averaging or method == DENSE or METHODS[method].weights != "score",
+            f"train.{averaging} averages trained weights, and {method} selects among random ones: leave it out.",
         )
         second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)

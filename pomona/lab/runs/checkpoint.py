@@ -31,9 +31,10 @@ class DamagedCheckpoint(Exception):
     """A checkpoint that is incomplete or does not match its checksums."""
 
 
-def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
+def save(folder: Path | str, state: Mapping[Any, Any], *, secret: bool = False) -> None:
     """Write a state, nested tensors and plain values, as the current checkpoint of the folder.
 
+    Only its owner can read a secret checkpoint.
     Raises PomonaError if the disk refuses, and TypeError for a value that is neither.
     """
     folder = Path(folder)
@@ -48,9 +49,10 @@ def save(folder: Path | str, state: Mapping[Any, Any]) -> None:
                 _make_current(folder)
             else:
                 _remove(part)
-        part.mkdir(parents=True)
-        durable_files.write_file(part / TENSORS_FILE, data)
-        durable_files.write_file(part / STATE_FILE, f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'.encode())
+        part.mkdir(parents=True, mode=0o700 if secret else 0o777)
+        durable_files.write_file(part / TENSORS_FILE, data, secret=secret)
+        text = f'{json.dumps(head)[:-1]}, "state": {tree}}}\n'
+        durable_files.write_file(part / STATE_FILE, text.encode(), secret=secret)
         durable_files.sync_folder(part)
         _make_current(folder)
     except OSError as error:
@@ -81,6 +83,11 @@ def load(folder: Path | str, note: Callable[[str], None] | None = None) -> dict[
     raise PomonaError(
         f"no checkpoint of '{folder}' can be used: {' and '.join(damage)}. Start the run again in another folder."
     )
+
+
+def remove_previous(folder: Path | str) -> None:
+    """Remove the checkpoint before the current one."""
+    _remove(Path(folder) / PREVIOUS_FOLDER)
 
 
 def exists(folder: Path | str) -> bool:

@@ -10,10 +10,16 @@ from pathlib import Path
 
 from pomona.errors import PomonaError
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
+
+def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
+    """Write a file and flush it to the disk; only its owner can read a secret one."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666)
+    with os.fdopen(handle, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -21,15 +27,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; raise PomonaError if the disk refuses."""
-    _replace(path, data, path.with_name(f"{path.name}.part"))
-
-
-def replace_shared_file(path: Path, data: bytes) -> None:
-    """Write a file like `replace_file` where several processes may write it at once: the last one's file stays."""
-    _replace(path, data, path.with_name(f"{path.name}.{os.getpid()}.part"))
-
-
-def _replace(path: Path, data: bytes, part: Path) -> None:
+    part = path.with_name(f"{path.name}.part")
     try:
         write_file(part, data)
         part.replace(path)
@@ -38,6 +36,19 @@ def _replace(path: Path, data: bytes, part: Path) -> None:
         with suppress(OSError):  # a folder that cannot be written
             part.unlink(missing_ok=True)
         raise describe_write_error(error, path) from error
+
+
+def replace_shared_file(path: Path, data: bytes) -> None:
+    """Write a file that other processes may write at the same time; the last one to come is kept whole."""
+    with write_errors(path):
+        handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        replace_file(path, data)
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

@@ -36,17 +36,22 @@ LONGEST_LINE = 1 << 16  # more bytes than the line of an epoch has
 LOCK_ATTEMPTS, LOCK_SECONDS = 3, 0.02  # how often, and how far apart, a process tries to lock a folder
 
 
+class FolderInUse(PomonaError):
+    """Raised where another process trains in a folder."""
+
+
+class FolderNotEmpty(PomonaError):
+    """Raised where a run should begin in a folder that has files."""
+
+
 def refuse_used_folder(folder: Path) -> None:
-    """Raise PomonaError if a run was started in the folder.
+    """Raise FolderNotEmpty if a run was started in the folder.
 
     A partial recipe.toml does not count: a process killed while it wrote its first file leaves nothing else.
     """
     used = folder.is_dir() and any(path.name != f"{RECIPE_FILE}.part" for path in folder.iterdir())
-    require(not used, f"'{folder}' is not empty: go on with --resume, or give another folder.")
-
-
-class FolderInUse(PomonaError):
-    """Raised where another process trains in a folder."""
+    if used:
+        raise FolderNotEmpty(f"'{folder}' is not empty: go on with --resume, or give another folder.")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from .concurrency import CONCURRENT_RUN, SHARED_STATE_LOCK
 from .distillation import distillation_loss
 from .evaluate import autocast, cross_entropy
 from .graph_launcher import GRAPH_LAUNCHER
+from .numerical_safety import step_or_skip
 
 if TYPE_CHECKING:
     from .run import Run
@@ -87,6 +88,8 @@ def capture_obstacle(run: Run) -> str | None:
         return f"is for a single process, and {run.processes.world_size} train here together"
     if isinstance(run.batches, StreamedBatches):
         return "needs all images on the GPU, and these stay on the disk"
+    if run.options.nonfinite == "skip":
+        return 'cannot leave out single steps, which train.nonfinite = "skip" asks for'
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in run.model.modules()):
         return "would replay one and the same dropout"
     if any(isinstance(m, nn.RNNBase) for network in run.networks for m in network.modules()):
@@ -173,7 +176,7 @@ class CapturedLoop:
         A concurrent run takes all steps at once up to the next one after which the host has something to do.
         """
         run, launcher, count = self.run, GRAPH_LAUNCHER.get(), 1
-        if launcher is not None:
+        if launcher is not None and not run.options.ema:
             end = min(index + SYNC_INTERVAL, index + run.steps_to_checkpoint, run.steps_per_epoch)
             count = sum(self.batch_size_at(i) == size for i in range(index, end))
             count = count if run.pruner is None else run.pruner.steps_to_update(count)
@@ -285,7 +288,7 @@ def train_step(run: Run, forward: Forward, inputs: Tensor, targets: Tensor) -> T
     loss.backward()
     if run.options.clip:
         nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
-    run.optimizer.step()
+    step_or_skip(run)
     return loss.detach()
 
 

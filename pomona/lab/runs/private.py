@@ -4,7 +4,8 @@ A private run is a run (see `run`) with three differences. A batch is a Poisson 
 as contain all rows on average. The steps are those of `pomona.privacy`, with a noise multiplier σ and a cost of an
 index draw that the accountant solves; both are in the folder's recipe.toml under `budget`. And the folder contains
 nothing computed from the training data except what was made private: `ALLOWED_OUTPUTS` names everything that is
-recorded. A checkpoint of a run with seeded randomness determines the noise of its later steps: do not publish it.
+recorded. The key of the noise is in the checkpoints of a run that is not complete, and nowhere else; only their owner
+can read them. Every step is journalled in the ledger of the data set before anything of it is written.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pomona.data import ImageStream
+from pomona.data import Dataset, ImageStream
+from pomona.data import load as load_dataset
 from pomona.errors import PomonaError, require
-from pomona.privacy import PrivateStep, Source, problems
+from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems
 from pomona.privacy import splits as predict_splits
 from pomona.privacy.budget_split import SHARES
+from pomona.privacy.ledger import ledger_folder
 
 from ..recipes.private_recipe import PrivateRecipe
 from . import checkpoint
@@ -72,10 +75,15 @@ class PrivateStrategy(TrainingStrategy):
     """How a private run is trained: with private steps on Poisson samples, and only the allowed outputs recorded."""
 
     allowed_outputs = ALLOWED_OUTPUTS
+    has_secret_checkpoints = True
 
-    def __init__(self, recipe: PrivateRecipe) -> None:
+    def __init__(self, recipe: PrivateRecipe, ledger: Path | None = None) -> None:
         super().__init__(recipe.recipe)
         self.private_recipe = recipe  # with its budget solved once the run is validated
+        self.ledger_folder = ledger or ledger_folder()
+        if not recipe.names_seed:
+            allowed = self.allowed_outputs
+            self.allowed_outputs = dataclasses.replace(allowed, summary=allowed.summary - {"seed"})
 
     # ---- before training
 
@@ -151,6 +159,7 @@ class PrivateStrategy(TrainingStrategy):
             views=options.views,
             public=public_batch(run) if options.method == "public" else None,
             source=Source(run.device, seed=None if options.secure else run.recipe.seed),
+            ledger=Ledger(self.ledger_folder, digest_data(run.data), name=run.data.name, run_name=run.recipe.name),
         )
         return PoissonLoop(run, self)
 
@@ -178,6 +187,9 @@ class PrivateStrategy(TrainingStrategy):
     def stage_fields(self) -> dict[str, Any]:
         facts = self.step.facts()
         return {"method": facts["method"], "fingerprint": self.fingerprint(), "private": facts}
+
+    def finish(self, run: Run) -> None:
+        checkpoint.remove_previous(run.folder)  # it holds the key, which no step needs any more
 
     # ---- checkpoints
 
@@ -207,8 +219,9 @@ class PoissonLoop(EagerLoop):
         for step in range(epoch * run.steps_per_epoch + start, (epoch + 1) * run.steps_per_epoch):
             for group in run.optimizer.param_groups:
                 group["lr"] = run.rate(step)
-            inputs, targets = self.gather(private_step.draw())
-            self.losses.append(private_step(inputs, targets))
+            rows = private_step.draw()
+            inputs, targets = self.gather(rows)
+            self.losses.append(private_step(inputs, targets, rows))
             self.strategy.update_average(run)
             yield 1
 
@@ -223,6 +236,18 @@ class PoissonLoop(EagerLoop):
             augmentation = torch.from_numpy(params).to(rows.device)
         inputs, targets = batches.gather_batch(repeated, augmentation)
         return (inputs, targets) if views == 1 else (inputs.unflatten(0, (-1, views)), targets[::views])
+
+
+def digest_data(data: Dataset) -> str:
+    """Return the digest of the training data, with the held-out rows, so that it does not depend on their choice."""
+    splits = [data.train] if data.valid is None else [data.train, data.valid]
+    return digest_rows([torch.cat([split.x for split in splits]), torch.cat([split.y for split in splits])])
+
+
+def open_ledger(dataset: str, data_dir: Path | str | None = None) -> Ledger:
+    """Return the ledger of a data set that is loaded by its name, in the folder of all ledgers."""
+    data = load_dataset(dataset, root=data_dir)
+    return Ledger(ledger_folder(), digest_data(data), name=data.name)
 
 
 def public_batch(run: Run) -> tuple[Tensor, Tensor]:

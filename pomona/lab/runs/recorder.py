@@ -148,10 +148,12 @@ class Recorder:
         rows = [row for row in self.metrics.read_rows() if row.get("kind") == "epoch" and row.get("stage") == stage]
         return rows if len(rows) == count else []
 
-    def write_checkpoint(self, state: Mapping[str, Any], strategy_state: Mapping[str, Any]) -> None:
+    def write_checkpoint(
+        self, state: Mapping[str, Any], strategy_state: Mapping[str, Any], secret: bool = False
+    ) -> None:
         """Write a checkpoint with the allowed keys of a run's state and with the state of its strategy."""
         if self.enabled and self._allows("files", checkpoint.CURRENT_FOLDER):
-            checkpoint.save(self.folder, {**self._select("checkpoint", state), **strategy_state})
+            checkpoint.save(self.folder, {**self._select("checkpoint", state), **strategy_state}, secret=secret)
 
     def select_stage_result(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Return the allowed keys of a stage's result, which checkpoints and the summary contain."""

@@ -75,6 +75,7 @@ def _restore_state(run: Run, state: dict[str, Any]) -> None:
     if isinstance(run.pruner, MaskHolder) and state["rewind"]:
         run.pruner.snapshot = state["rewind"]
     run.step, run.loss_sum, run.updates_written = state["step"], state["loss"], state["updates"]
+    run.saved_step = run.step
     run.previous_seconds, run.metrics_size = state["seconds"], state["metrics"]
     _restore_random_state(run, state)
     run.strategy.load_state_dict(state)

@@ -43,7 +43,6 @@ from pomona import models
 from pomona.core.mask_file import encode_masks
 from pomona.core.method import Masks
 from pomona.data import Batches
-from pomona.errors import PomonaError
 from pomona.integrations.trackers import Tracking
 from pomona.methods._mask_holder import MaskHolder
 
@@ -54,8 +53,9 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, refuse_used_folder
+from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, FolderInUse, refuse_used_folder
 from .interruption import Interrupted
+from .numerical_safety import refuse_loss, refuse_weights
 from .recorder import NoteCallback, ProgressListener, Recorder
 from .resume import collect_state, restore_state
 from .run_evaluation import evaluate_run, install_average
@@ -111,6 +111,7 @@ class Run(TrainingRunView):
         self.stage_results: list[dict[str, Any]] = []  # of the stages that are complete
         self.saved_rewind_weights: dict[str, Tensor] = {}  # of a stage that is complete, or from a checkpoint
         self.step = 0  # over all stages
+        self.saved_step: int | None = None  # of the last checkpoint
         self.loss_sum = 0.0  # of the steps of this epoch whose loss was read
         self.previous_seconds = 0.0  # of the sessions before this one
         self.session_start = self.timing_start = time.perf_counter()
@@ -182,6 +183,8 @@ class Run(TrainingRunView):
         """Start the run's folder, or continue from the checkpoint in it."""
         if resume:
             self.recorder.lock_folder()  # before it is read: no other process may write a checkpoint meanwhile
+            if self.processes.is_first and self.strategy.read_finished_run(self.folder) is not None:
+                raise FolderInUse(f"another process has trained in '{self.folder}' meanwhile: repeat the command.")
         continues = resume and checkpoint.exists(self.folder)
         if not continues:
             self.begin_stage(0)  # refuses what does not work before there is a folder
@@ -196,6 +199,8 @@ class Run(TrainingRunView):
         lost = self.recorder.open_metrics(self.metrics_size)
         if lost:
             self.note(f"'{METRICS_FILE}' has lost {lost} bytes since the checkpoint: its last lines are missing.")
+        if self.strategy.has_secret_checkpoints and not continues:
+            self.save_checkpoint()
         self.start_tracking()
         self.recorder.report_start(self.epochs, self.steps_per_epoch, self.recipe.name, self.step)
 
@@ -209,20 +214,25 @@ class Run(TrainingRunView):
     def save_checkpoint(self) -> None:
         """Write a checkpoint, after all metrics up to this step are on the disk."""
         self.read_losses()
+        refuse_weights(self)
         if self.processes.is_first:
             self.write_updates()
-            self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict())
+            secret = self.strategy.has_secret_checkpoints
+            self.recorder.write_checkpoint(collect_state(self), self.strategy.state_dict(), secret)
+        self.saved_step = self.step
 
     def write_updates(self) -> None:
         """Write the mask updates since the last call to the metrics."""
-        history = [] if self.pruner is None or isinstance(self.pruner, MaskHolder) else self.pruner.history
-        if self.pruner is not None and history and not self.updates_written:
+        if self.pruner is None or isinstance(self.pruner, MaskHolder) or not self.pruner.update_count:
+            return
+        if not self.updates_written:
             sizes = {slot.name: slot.mask.numel() for slot in self.pruner.slots}
             self.recorder.write_metrics({"kind": "targets", "stage": self.stage.name, "sizes": sizes})
-        for entry in history[self.updates_written :]:
+        new = self.pruner.update_count - self.updates_written  # the history may have dropped earlier ones
+        for entry in self.pruner.history[-new:] if new else ():
             step = self.stage_start + entry["step"]
             self.recorder.write_metrics({"kind": "update", "stage": self.stage.name, **entry, "step": step})
-        self.updates_written = len(history)
+        self.updates_written = self.pruner.update_count
 
     def close(self) -> None:
         """Close the files, the lock and the progress listener."""
@@ -250,6 +260,8 @@ class Run(TrainingRunView):
                 self.timed_steps += taken
                 last = self.step % self.steps_per_epoch == 0
                 loss = self.read_losses() if last or (interval and self.step % interval == 0) else None
+                if self.options.ema:
+                    self.average.add(1 - self.options.ema)
                 if last:
                     self.measure_speed()
                     self.update_average()
@@ -286,10 +298,9 @@ class Run(TrainingRunView):
         first = self.step - len(losses) + 1
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
-                raise PomonaError(
-                    f"the loss is {loss} at step {step} of {self.total_steps}: lower optimizer.lr "
-                    f"({self.recipe.optimizer.lr:g}), or add rate.warmup or train.clip, and start again."
-                )
+                if self.options.nonfinite == "stop":
+                    refuse_loss(self, loss, step)
+                loss = self.loss_sum / max(1, (step - 1) % self.steps_per_epoch)  # the mean of the epoch so far
             self.loss_sum += loss
         return float(losses[-1])
 
@@ -372,7 +383,10 @@ class Run(TrainingRunView):
             self.recorder.write_file(MODEL_FILE, safetensors.torch.save(weights, metadata))
             if self.masks is not None:
                 self.recorder.write_file(MASKS_FILE, encode_masks(self.masks))
-        return self.recorder.write_summary(summary)
+        written = self.recorder.write_summary(summary)
+        if self.processes.is_first:
+            self.strategy.finish(self)
+        return written
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from pomona import models
 from pomona.errors import require
 
 from ..recipes.recipe import Recipe
+from ..recipes.stored_text import is_whole
 from . import loops
-from .folder import RECIPE_FILE, require_same_recipe
+from .folder import RECIPE_FILE, read_finished_run, require_same_recipe
 from .recorder import AllowedOutputs
 from .stages import Stage, make_stages
 
@@ -28,6 +29,9 @@ class TrainingStrategy:
     """How a plain run is trained: as its recipe says, with every output recorded. A strategy belongs to one run."""
 
     allowed_outputs: AllowedOutputs | None = None  # None allows everything
+    # Whether checkpoints hold a key that every step needs: only their owner can read them, and one is written before
+    # the first step.
+    has_secret_checkpoints = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -45,6 +49,11 @@ class TrainingStrategy:
     def require_same_recipe(self, folder: Path) -> None:
         """Raise PomonaError unless the run in a folder was started with the settings of this one."""
         require_same_recipe(self.recipe, Recipe.load_stored(folder / RECIPE_FILE), folder)
+
+    def read_finished_run(self, folder: Path) -> dict[str, Any] | None:
+        """Return the summary of this run in a folder; None unless it is complete, with its recipe."""
+        whole = is_whole(folder / RECIPE_FILE)
+        return read_finished_run(folder, self.recipe, self.fingerprint()) if whole else None
 
     def validate_run(self, run: Run) -> None:
         """Raise PomonaError unless the run's data and model can be trained this way. Nothing is written before."""
@@ -92,6 +101,9 @@ class TrainingStrategy:
     def stage_fields(self) -> dict[str, Any]:
         """Return additional fields of a stage's result."""
         return {}
+
+    def finish(self, run: Run) -> None:
+        """Do what is left after the summary is written."""
 
     # ---- checkpoints
 

@@ -1,4 +1,4 @@
-"""The average of a model's weights over the last epochs of a stage."""
+"""The average of a model's weights: over the last epochs of a stage, or an exponential one over its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """The mean of the weights that a model had at each call of `add`, on the model's device."""
+    """A mean of the weights that a model had at each call of `add`, on the model's device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(model.named_parameters())
@@ -18,13 +18,13 @@ class WeightAverage:
         self.count = 0
 
     @torch.no_grad()
-    def add(self) -> None:
-        """Add the present weights to the mean."""
+    def add(self, share: float | None = None) -> None:
+        """Add the present weights to the mean, with a share of it; by default all weights have the same share."""
         self.count += 1
         if self.count == 1:
             self.values = {name: parameter.clone() for name, parameter in self.parameters.items()}
         else:
-            torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 / self.count)
+            torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), share or 1 / self.count)
 
     @torch.no_grad()
     def install(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pomona.errors import PomonaError
 
 from ..recipes.recipe import Recipe
-from ..runs.folder import FolderInUse, is_in_use
+from ..runs.folder import FolderInUse, FolderNotEmpty, is_in_use
 from ..runs.interruption import Interrupted
 from ..runs.recorder import NoteCallback, ProgressListener
 from ..runs.train import is_begun, train
@@ -46,6 +46,9 @@ class Job:
                     return train(self.recipe, self.folder, resume=is_begun(self.folder), **options)
                 except FolderInUse:
                     self.wait_for_folder(stop or (lambda: False))
+                except FolderNotEmpty:
+                    if not is_begun(self.folder):  # else another process has begun it just now
+                        raise
         except Interrupted:
             raise
         except Exception as error:  # ends this run only, not the sweep

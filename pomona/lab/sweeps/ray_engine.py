@@ -6,6 +6,8 @@ A task whose worker or machine vanishes is submitted again, and its run continue
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from .job import Job
 from .remote_job import RemoteJob, RemoteResult, make_remote, needs_gpu
 
 POLL_SECONDS = 0.5  # how often the sweep looks for Ctrl-C while it waits for results
+CONNECT_SECONDS = 10  # how long the head of a cluster may take to accept a connection
 STOP_SECONDS = 120  # how long tasks may take to write their checkpoints after Ctrl-C
 
 
@@ -124,8 +127,9 @@ def connected(ray: Any, address: str | None) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        reach(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise PomonaError(
             f"there is no Ray cluster at '{address}' ({reason}): start one with `ray start --head`, or give another "
@@ -135,3 +139,10 @@ def connected(ray: Any, address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def reach(address: str | None) -> None:
+    """Open a connection to the host and port of an address, if it has one: Ray itself would try for minutes."""
+    found = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
+    if found is not None:
+        socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()

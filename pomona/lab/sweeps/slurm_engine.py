@@ -213,7 +213,7 @@ def read_jobs(folder: Path) -> dict[str, str]:
 def write_jobs(folder: Path, jobs: Mapping[str, str]) -> None:
     """Add jobs to those that are stored."""
     folder.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(folder / JOBS_FILE, json.dumps({**read_jobs(folder), **jobs}, indent=1).encode())
+    durable_files.replace_shared_file(folder / JOBS_FILE, json.dumps({**read_jobs(folder), **jobs}, indent=1).encode())
 
 
 def shorten(error: Exception) -> str:

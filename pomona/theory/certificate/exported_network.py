@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +69,9 @@ def export_network(model: nn.Module, *examples: Tensor) -> ExportedProgram:
     try:
         with warnings.catch_warnings(), without_fast_attention(), without_logs():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, examples, strict=False).run_decompositions(decompositions())
+            program = torch.export.export(model, examples, strict=False)
+            if any(needs_decomposition(node) for node in program.graph.nodes):  # which takes most of the time
+                program = program.run_decompositions(decompositions())
     except Exception as error:
         raise PomonaError(
             f"{name} cannot be exported, so there is no graph to certify ({first_line(error)}): leave out control "
@@ -80,6 +83,28 @@ def export_network(model: nn.Module, *examples: Tensor) -> ExportedProgram:
             f"{name} writes to '{spec.target}' in its forward pass, so its output depends on earlier inputs.",
         )
     return program
+
+
+def needs_decomposition(node: fx.Node) -> bool:
+    """Return whether an operation of an exported network writes to its inputs or is made of others without a bound."""
+    if node.op in ("placeholder", "output") or node.target is operator.getitem:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return True
+    if operation_name(node) in KEPT_WHOLE or is_flatten(node) or is_switched_off_dropout(node):
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+    return composite or node.target in decompositions()
+
+
+def is_flatten(node: fx.Node) -> bool:
+    """Return whether a node joins some axes of a tensor."""
+    return node.target is torch.ops.aten.flatten.using_ints
+
+
+def is_switched_off_dropout(node: fx.Node) -> bool:
+    """Return whether a node is dropout in evaluation mode, whose result is its input."""
+    return node.target is torch.ops.aten.dropout.default and node.args[2:] == (False,)
 
 
 def output_node(program: ExportedProgram) -> fx.Node:
@@ -116,6 +141,7 @@ def require_deterministic(node: fx.Node) -> None:
     """Raise PomonaError for an operation whose result is random or uninitialized."""
     name = operation_name(node)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    random = random and not is_switched_off_dropout(node)
     if name == "scaled_dot_product_attention":  # which may have dropout, and so always has the tag
         random = bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0)
     require(

@@ -35,8 +35,8 @@ class NetworkPair:
         shape = graph.steps[-1].shape
         require(
             len(shape) > 0 and shape[:-1].numel() == 1 and shape[-1] > 1,
-            f"a prediction needs one output for each of at least two classes, and the networks have outputs of shape "
-            f"{tuple(shape[1:])}.",
+            "a prediction needs one output for each class, of which there are at least two, and the networks have "
+            f"outputs of shape {tuple(shape[1:])}.",
         )
         return NetworkPair(first, second.to(graph.device), graph)
 

@@ -23,6 +23,8 @@ from .exported_network import (
     device_of,
     evaluation_copy,
     export_network,
+    is_flatten,
+    is_switched_off_dropout,
     live_nodes,
     load_copy,
     operation_name,
@@ -178,6 +180,11 @@ def build_step(node: fx.Node, known: Mapping[fx.Node, Value | Weight]) -> Step:
     aten = torch.ops.aten
     if source.target is aten.view.default:  # which needs the strides of the exported tensors; a reshape takes any
         return replace(step, function=aten.reshape.default)
+    if is_switched_off_dropout(source):
+        return replace(step, op="clone", function=aten.clone.default, args=args[:1], kwargs={})
+    if is_flatten(source):
+        sides = fx.immutable_collections.immutable_list(step.shape)  # as those of a view, to compare equal
+        return replace(step, op="view", function=aten.reshape.default, args=(args[0], sides), kwargs={})
     if source.target is aten.copy.default and node.meta["val"].is_floating_point():
         # The values of one tensor in the shape of another; it has no derivative.
         return replace(step, op="expand", function=aten.expand.default, args=(args[1], list(step.shape)), kwargs={})

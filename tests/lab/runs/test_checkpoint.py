@@ -151,11 +151,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file
     two(tmp_path)
     write = durable_files.write_file
 
-    def full(path, data):
+    def full(path, data, **options):
         if path.name == file:
             path.write_bytes(data[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, data)
+        write(path, data, **options)
 
     monkeypatch.setattr(durable_files, "write_file", full)
     with pytest.raises(PomonaError, match="the disk is full.*free some space"):

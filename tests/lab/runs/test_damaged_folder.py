@@ -102,7 +102,7 @@ def private_recipe(**options) -> PrivateRecipe:
     """Return a private recipe of four steps with its budget."""
     budget = Budget(8.0, 1e-5, 1347, 400, 4, 0.0, 1.0, 0.0, ((4, 8.0),)).to_dict()
     training = {"epochs": 1, "batch_size": 400, "device": "cpu"}
-    section = {"method": "dpsgd", "epsilon": 8.0, "budget": budget, **options}
+    section = {"method": "dpsgd", "epsilon": 8.0, "budget": budget, "secure": False, **options}
     return PrivateRecipe.load({"data": "digits", "model": "mlp(hidden=[8])", "train": training, "private": section})
 
 
@@ -124,9 +124,9 @@ def test_a_private_checkpoint_is_not_continued_without_privacy(tmp_path):
 def test_a_private_run_writes_its_recipe_once_and_first(tmp_path, monkeypatch):
     write, written = durable_files.write_file, []
 
-    def record(path, data):
+    def record(path, data, **options):
         written.append((path.name, data))
-        write(path, data)
+        write(path, data, **options)
 
     monkeypatch.setattr(durable_files, "write_file", record)
     with pytest.raises(Interrupted):
@@ -187,10 +187,10 @@ def test_a_part_that_cannot_be_made_current_is_one_sentence(tmp_path, monkeypatc
 
 
 def test_a_file_on_a_folder_that_became_read_only_is_refused_with_one_sentence(tmp_path, monkeypatch):
-    def refuse(self, *args, **options):
+    def refuse(*args, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)  # a file system that is read-only refuses this too
     with pytest.raises(PomonaError, match="cannot be written: Read-only file system"):
         durable_files.replace_file(tmp_path / "file", b"")

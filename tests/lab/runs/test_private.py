@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -25,7 +26,8 @@ from pomona.lab.runs.private import PrivateStrategy
 from pomona.lab.runs.run import Run
 from pomona.lab.runs.run_evaluation import evaluate_run
 from pomona.lab.runs.stages import Stage
-from pomona.privacy import Budget, accounting, budget
+from pomona.privacy import Budget, accounting, budget, random_source
+from pomona.privacy.ledger import ledger_folder
 
 SIGMA = 1.0  # will do for ε = 8
 STEPS = 12  # 3 epochs of 1347 rows in samples of 400
@@ -42,7 +44,7 @@ SETTINGS = {
 
 def settled(share: float = 0.0, epsilon: float = 8.0, **change) -> dict:
     """A budget as it was solved elsewhere, σ rounded up, with a simple curve."""
-    curve = ((6, epsilon / 2), (STEPS, epsilon))
+    curve = ((6, 0.75 * epsilon), (STEPS, epsilon))
     return Budget(epsilon, 1e-5, 1347, 400, STEPS, share, SIGMA, 0.0273 if share else 0.0, curve).to_dict() | change
 
 
@@ -68,7 +70,7 @@ def test_a_private_run_learns_and_records_what_it_spent(tmp_path, method):
     if method == "gip":
         assert summary["private"]["lost"]["end"] == pytest.approx(summary["private"]["random_loses"]["end"], abs=0.01)
     epochs = read_metrics(tmp_path / "run", "epoch")
-    assert [row["epsilon"] for row in epochs] == [4.0, 8.0, 8.0]
+    assert [row["epsilon"] for row in epochs] == [6.0, 8.0, 8.0]
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["fingerprint"] == recipe(method).fingerprint()
 
 
@@ -158,7 +160,13 @@ def test_a_new_output_of_plain_runs_is_not_recorded_unless_allowed(tmp_path, mon
     assert "secret" not in (tmp_path / "allowed" / "summary.json").read_text()
 
 
-def test_a_resumed_private_run_is_bit_identical(tmp_path):
+@pytest.fixture
+def fixed_key(monkeypatch):
+    """Give all runs of a test the same key, as if one was the continuation of the other."""
+    monkeypatch.setattr(random_source, "os", SimpleNamespace(urandom=lambda count: bytes(range(count))))
+
+
+def test_a_resumed_private_run_is_bit_identical(tmp_path, fixed_key):
     whole = train_private(recipe(average=0.9, views=1), tmp_path / "whole")
     with pytest.raises(Interrupted):
         train_private(recipe(average=0.9), tmp_path / "parts", stop=StopAfter(5))
@@ -233,9 +241,9 @@ def test_views_are_augmented_copies(tmp_path):
     made = PrivateRecipe.load({**shaped, "private": section})
     seen = []
 
-    def watch(self, inputs, targets):
+    def watch(self, inputs, targets, rows):
         seen.append((inputs.shape[1:], len(inputs), len(targets)))
-        return step(self, inputs, targets)
+        return step(self, inputs, targets, rows)
 
     step = private.PrivateStep.__call__
     with pytest.MonkeyPatch.context() as patch:
@@ -253,8 +261,39 @@ def test_the_key_of_a_secure_run_is_in_its_checkpoint_only(tmp_path):
     key = state["private"]["source"]["key"].encode()
     assert len(key) == 64
     holders = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and key in path.read_bytes()]
-    assert {path.parent.name for path in holders} == {"checkpoint"}
+    assert {path.parent.name for path in holders} == {"checkpoint", "checkpoint.previous"}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").glob("checkpoint*/*")} == {0o600}
     train_private(recipe(secure=True), tmp_path / "run", resume=True)
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and key in path.read_bytes()]
+    assert not [path for path in ledger_folder().rglob("*") if key in path.read_bytes()]
+
+
+def test_the_ledger_shows_every_step_once_and_its_limit_is_kept(tmp_path, capsys):
+    with pytest.raises(Interrupted):
+        train_private(recipe("dpsgd"), tmp_path / "one", stop=StopAfter(2))
+    (tmp_path / "one" / "checkpoint").rename(tmp_path / "kept")  # back to the checkpoint before the first step
+    train_private(recipe("dpsgd"), tmp_path / "one", resume=True)
+    train_private(recipe("dpsgd", secure=False), tmp_path / "seeded")
+    assert main(["private", "ledger", "digits", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [(run["steps"], run["planned"], run["name"]) for run in found["runs"]] == [(STEPS, STEPS, "tiny")]
+    assert found["not_private"] == 1
+    assert found["epsilon"] == found["runs"][0]["epsilon"] <= 8.0
+    assert main(["private", "ledger", "digits", "--limit", "9"]) == 0
+    assert "of 9 at δ = 1e-05" in capsys.readouterr().out
+    with pytest.raises(PomonaError, match="'digits' would cost ε=.*its limit is 9"):
+        train_private(recipe("dpsgd"), tmp_path / "two")
+    assert main(["private", "ledger", "digits", "--limit", "1"]) == 2
+    assert "have already spent" in capsys.readouterr().err
+
+
+def test_files_of_a_private_run_name_no_seed_unless_asked(tmp_path):
+    train_private(recipe("dpsgd"), tmp_path / "run")
+    for name in ("recipe.toml", "summary.json", "metrics.jsonl"):
+        assert "seed" not in (tmp_path / "run" / name).read_text()
+    train_private(recipe("dpsgd", secure=False), tmp_path / "seeded")
+    assert json.loads((tmp_path / "seeded" / "summary.json").read_bytes())["seed"] == 0
+    assert "seed = 0" in (tmp_path / "seeded" / "recipe.toml").read_text()
 
 
 @pytest.mark.parametrize(

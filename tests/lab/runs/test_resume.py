@@ -177,13 +177,13 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_resume_from(tmp_path, monkeyp
     folder, write = tmp_path / "run", durable_files.write_file
     calls = 0
 
-    def full(path, data):
+    def full(path, data, **options):
         nonlocal calls
         calls += path.name == "tensors.safetensors"
         if calls == 2:
             path.write_bytes(data[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, data)
+        write(path, data, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(durable_files, "write_file", full)

@@ -28,6 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_exported_program_computes_the_same_as_the_run(run: Path) -> None:
+    pytest.importorskip("torch_pruning")
     shrunk, file = shrink.shrink_run(run)
     assert shrunk.params.after < shrunk.params.before
     model, shape = shrink.load_finished_model(run)
@@ -44,6 +45,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_without_whole_filters_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    pytest.importorskip("torch_pruning")
     method = {"name": "oneshot", "sparsity": 0.5, "at": 0.5}
     lab.train(lab.Recipe.load({**RECIPE, "method": method}), tmp_path / "run")
     with pytest.raises(PomonaError, match="no whole channel is zero"):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,7 +92,7 @@ def test_two_processes_share_each_batch_and_the_evaluation(folder: Path, tmp_pat
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     train(recipe, tmp_path / "alone", data_dir=folder)
     statement = f"train(Recipe.load('{tmp_path}/recipe.toml'), '{tmp_path}/pair', data_dir='{folder}')"
-    run_in_two_processes(statement)
+    run_in_two_processes(statement, timeout=300)
     for one, two in zip(*(read_metrics(tmp_path / run, "epoch") for run in ("alone", "pair")), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-4)
@@ -99,7 +103,7 @@ def test_two_processes_share_each_batch_and_the_evaluation(folder: Path, tmp_pat
 def test_two_processes_resume_bit_for_bit(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "recipe.toml").write_text(streamed_recipe(average=0.5, log_every=1).to_toml())
     call = f"Recipe.load('{tmp_path}/recipe.toml'), '{tmp_path}/{{run}}', data_dir='{folder}'"
-    run_in_two_processes(f"train({call.format(run='whole')})")
+    run_in_two_processes(f"train({call.format(run='whole')})", timeout=300)
     stopped = f"""
 from pomona.lab import Interrupted
 from run_helpers import StopAfter
@@ -111,8 +115,8 @@ else:
     raise SystemExit("the run was not stopped")
 """
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    run_in_two_processes(stopped)
-    run_in_two_processes(f"train({call.format(run='parts')}, resume=True)")
+    run_in_two_processes(stopped, timeout=300)
+    run_in_two_processes(f"train({call.format(run='parts')}, resume=True)", timeout=300)
     assert have_same_weights(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -148,3 +152,29 @@ def test_a_damaged_image_ends_a_run_that_goes_on_once_it_is_replaced(undisturbed
     bad.write_bytes(intact)
     train(streamed_recipe(checkpoint_steps=1), tmp_path / "run", resume=True, data_dir=images)
     assert have_same_weights(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the test finds processes in /proc")
+def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path):
+    (tmp_path / "recipe.toml").write_text(streamed_recipe(epochs=8, ema=0.9, eval_every=8, norms=False).to_toml())
+
+    def command(run: str) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        train = ["-m", "pomona", "train", str(tmp_path / "recipe.toml"), "--auto-resume", "--data-dir", str(folder)]
+        return [*torchrun, "--max-restarts", "2", *train, "--json", "--out", str(tmp_path / run)]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command("whole"), check=True, env=environment, capture_output=True, timeout=300)
+    with subprocess.Popen(command("killed"), env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "killed" / "checkpoint").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert not (tmp_path / "killed" / "summary.json").exists()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors.decode()
+    assert b"exitcode: -9" in errors
+    assert have_same_weights(tmp_path / "killed", tmp_path / "whole")

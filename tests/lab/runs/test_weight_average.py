@@ -212,3 +212,39 @@ def test_fingerprints_of_earlier_runs_are_unchanged() -> None:
 def test_bad_averages_are_refused(change, message) -> None:
     with pytest.raises(PomonaError, match=message):
         recipe(**change)
+
+
+def test_an_exponential_average_by_hand() -> None:
+    layer = nn.Linear(2, 1)
+    mean = WeightAverage(layer)
+    for weight in ([1.0, 2.0], [2.0, 4.0], [6.0, 0.0]):
+        layer.weight.data.copy_(torch.tensor([weight]))
+        mean.add(0.25)
+    mean.install()
+    assert layer.weight.tolist() == [[0.75 * 1.25 + 0.25 * 6, 0.75 * 2.5]]
+
+
+def test_a_run_ends_with_its_exponential_average_and_is_resumed_bit_for_bit(tmp_path) -> None:
+    given = recipe("dense", average=0.0, ema=0.9, epochs=2)
+    whole = train(given, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(given, tmp_path / "parts", stop=StopAfter(4))  # within the second epoch
+    assert train(given, tmp_path / "parts", resume=True)["accuracy"] == whole["accuracy"]
+    found = [load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts")]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    train(recipe("dense", average=0.0, epochs=2), tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert any(not torch.equal(value, plain[name]) for name, value in found[0].items())
+    assert "accuracy_last" in whole
+
+
+def test_an_exponential_average_is_part_of_the_fingerprint_and_checked() -> None:
+    plain = recipe("dense", average=0.0)
+    assert recipe("dense", average=0.0, ema=0.0).fingerprint() == plain.fingerprint()
+    assert recipe("dense", average=0.0, ema=0.999).fingerprint() != plain.fingerprint()
+    with pytest.raises(PomonaError, match=r"train.ema must be in \[0, 1\), such as 0.9999, got 1.0"):
+        recipe("dense", average=0.0, ema=1.0)
+    with pytest.raises(PomonaError, match=r"give train.average \(0.5\) or train.ema \(0.99\)"):
+        recipe("dense", ema=0.99)
+    with pytest.raises(PomonaError, match="train.ema averages trained weights"):
+        recipe("edge_popup", average=0.0, ema=0.99)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from pomona.lab import Recipe
 from pomona.lab.sweeps.axes import expand_runs
 from pomona.lab.sweeps.engine import MAX_ATTEMPTS
 from pomona.lab.sweeps.job import Job
-from pomona.lab.sweeps.ray_engine import RayEngine
+from pomona.lab.sweeps.ray_engine import RayEngine, connected
 from pomona.lab.sweeps.sweep import SweepInterrupted, sweep
 
 ray = pytest.importorskip("ray")
@@ -179,3 +181,11 @@ def test_what_an_engine_cannot_do_is_refused(tmp_path, engine, settings, message
         sweep(SMALL_RECIPE, {"seed": [0]}, tmp_path, overrides=settings, engine=engine)
     with pytest.raises(PomonaError, match="an engine has its own jobs and concurrent"):
         sweep(SMALL_RECIPE, {"seed": [0]}, tmp_path, engine=engine, jobs=2)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1"])
+def test_an_address_without_a_cluster_is_refused_at_once(address):
+    message = rf"there is no Ray cluster at '{re.escape(address)}' \(.*refused\): start one with `ray start --head`"
+    disconnected = SimpleNamespace(is_initialized=lambda: False)
+    with pytest.raises(PomonaError, match=message), connected(disconnected, address):
+        pass

@@ -48,6 +48,21 @@ def test_runs_are_found_by_the_settings_that_affect_the_result(place):
     assert store.find_result(LONG).folder == place / "inner" / "long"
 
 
+def test_a_folder_with_the_expected_recipe_is_not_parsed_again(place, monkeypatch):
+    folder = place / "short"
+    plain = RunStore((place,), ())
+    parsed = []
+    load = Recipe.load_stored
+    monkeypatch.setattr(Recipe, "load_stored", lambda source, *rest: parsed.append(source) or load(source, *rest))
+    store = RunStore((place,), (), expected={folder: SHORT})
+    assert parsed == [place / "inner" / "long" / "recipe.toml"]
+    assert store.runs == plain.runs
+    # A folder that has another recipe than the expected one is read as it is.
+    other = RunStore((place,), (), expected={folder: Recipe.load(BASE, ["seed=1"])})
+    assert other.runs == plain.runs
+    assert len(parsed) == 3
+
+
 def test_a_finetuned_run_contains_the_result_before_fine_tuning(place):
     """On a CPU the result equals that of a separate run, bit for bit."""
     alone, within = (

@@ -7,17 +7,21 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from run_helpers import InterruptAtStep, run_in_two_processes
+from run_helpers import InterruptAtStep, RecordingListener, run_in_two_processes
 from sweep_recipe import SMALL_RECIPE
 
 from pomona.errors import PomonaError
-from pomona.lab import Recipe
+from pomona.lab import Interrupted, Recipe, train
+from pomona.lab.runs import run as run_module
+from pomona.lab.runs.folder import FolderInUse, read_summary
 from pomona.lab.sweeps import job
 from pomona.lab.sweeps.axes import expand_runs
 from pomona.lab.sweeps.run_store import RECORDS
@@ -187,6 +191,88 @@ def test_ctrl_c_lets_every_process_write_a_checkpoint(tmp_path):
         sweep(base, axes, tmp_path, jobs=2)
     assert [run.state() for run in runs] == ["begun", "begun", "missing"]
     assert all((run.folder / "checkpoint" / "state.json").is_file() for run in runs[:2])
+
+
+def test_a_run_that_another_process_began_first_is_waited_for(tmp_path, monkeypatch):
+    recipe, order = Recipe.load(SMALL_RECIPE), []
+
+    def train_after_the_other(*arguments, **options):
+        order.append(options["resume"])
+        if len(order) == 1:  # between the look at the folder and the training, the other process trains the run
+            train(recipe, tmp_path / "run")
+        return train(*arguments, **options)
+
+    monkeypatch.setattr(job, "train", train_after_the_other)
+    result = job.Job(recipe, tmp_path / "run").run()
+    assert result == read_summary(tmp_path / "run")
+    assert order == [False, True]
+
+
+def test_a_folder_with_foreign_files_fails_the_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    assert "is not empty" in job.Job(Recipe.load(SMALL_RECIPE), tmp_path / "run").run()["error"]
+
+
+def test_a_run_that_another_process_ended_meanwhile_is_not_trained_again(tmp_path, monkeypatch):
+    recipe = Recipe.load(SMALL_RECIPE, ["train.checkpoint_every=0"])
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "run", stop=lambda: True)
+    load, started = run_module.load_data, []
+
+    def load_while_the_other_ends(*arguments, **options):
+        if not started:
+            started.append(True)
+            train(recipe, tmp_path / "run", resume=True)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(run_module, "load_data", load_while_the_other_ends)
+    with pytest.raises(FolderInUse, match="another process has trained in '.*run' meanwhile: repeat the command"):
+        train(recipe, tmp_path / "run", resume=True)
+    started.clear()
+    listener = RecordingListener()
+    (tmp_path / "run" / "summary.json").unlink()
+    result = job.Job(recipe, tmp_path / "run").run(progress=listener)
+    assert result == read_summary(tmp_path / "run")
+    assert not [call for call in listener.calls if call[0] == "start"]  # the other process has finished it
+
+
+TWO_SWEEPS = """
+import os, sys, time
+from pathlib import Path
+from pomona.lab.sweeps.sweep import sweep
+from run_helpers import RecordingListener
+
+listener = RecordingListener()
+Path({out!r} + sys.argv[1]).touch()
+while not Path({out!r} + sys.argv[2]).exists():  # until the other sweep is ready too
+    time.sleep(0.01)
+result = sweep({recipe!r}, {axes!r}, {out!r}, only_missing=True, jobs=1, progress=lambda: listener)
+assert not result["failed"], result["failed"]
+print(len([call for call in listener.calls if call[0] == "start"]), result["cells"][0]["mean"])
+"""
+
+
+@pytest.mark.slow
+def test_two_sweeps_share_the_runs_of_a_folder(tmp_path):
+    options = SMALL_RECIPE["train"] | {"epochs": 200, "eval_every": 200}
+    recipe, axes, out = SMALL_RECIPE | {"train": options}, {"seed": [0, 1, 2, 3, 4]}, str(tmp_path / "out")
+    script = TWO_SWEEPS.format(recipe=recipe, axes=axes, out=out)
+    paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *pair],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        for pair in ("ab", "ba")
+    ]
+    trained, means = zip(*(process.communicate(timeout=300)[0].split() for process in both), strict=True)
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(map(int, trained)) == 5  # no run was trained twice
+    assert min(map(int, trained)) >= 1
+    assert means[0] == means[1]
 
 
 @pytest.mark.slow

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..affine_map import CONVOLUTIONS, TRANSPOSED, batch_norm_coefficients
 from ..intervals import EPS, Interval, PairBounds
 from ..linear_form import Form, Substitution, contract
 from ..steps import DENSE, PRUNED, Step, Value, Weight
 from .calls import transpose
 from .registry import Rule, register, unsupported
 
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_no_training")
 
 
@@ -122,22 +121,17 @@ def batch_norm(step: Step) -> AffineLayer:
     """Return a batch norm in evaluation mode as a scale and a shift of each channel."""
     if step.op == "batch_norm" and step.args[5]:
         raise unsupported(step, "a batch norm that uses the statistics of the batch")
-    weight, bias, mean, variance = step.args[1:5]
-    eps = float(step.args[7] if step.op == "batch_norm" else step.args[6])
-    if mean is None or variance is None or not isinstance(step.args[0], Value):
+    settings = step.settings
+    known = settings["running_mean"] is not None and settings["running_var"] is not None
+    if not known or not isinstance(step.args[0], Value):
         raise unsupported(step, "a batch norm without running statistics depends on the batch")
     axes = [1] * (len(step.shape) - 2)
     scales, shifts, sizes = [], [], []
-    for side in (DENSE, PRUNED):
-        scale = (variance.of(side) + eps).rsqrt()
-        scale = scale if weight is None else scale * weight.of(side)
-        moved = -mean.of(side) * scale
-        added = torch.zeros_like(moved) if bias is None else bias.of(side)
-        scales.append(scale.view(-1, *axes))
-        shifts.append((moved + added).view(-1, *axes))
-        sizes.append((moved.abs() + added.abs()).view(-1, *axes))
-    parts = [part for part in (weight, bias, mean, variance) if part is not None]
-    same = torch.stack([part.dense == part.pruned for part in parts]).all(0).view(-1, *axes)
+    for norm in (batch_norm_coefficients(step, side) for side in (DENSE, PRUNED)):
+        scales.append(norm.scale.view(-1, *axes))
+        shifts.append(norm.shift.view(-1, *axes))
+        sizes.append(norm.size.view(-1, *axes))
+        same = norm.same.view(-1, *axes)
     size = scales[0].abs() + scales[1].abs(), sizes[0] + sizes[1]
     return AffineLayer(torch.mul, (scales[0], scales[1]), (shifts[0], shifts[1]), 8, size, same)
 

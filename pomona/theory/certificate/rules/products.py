@@ -88,9 +88,9 @@ def constant_bounds(constant: Any, like: Tensor) -> PairBounds:
     """Return a weight or a number as bounds of zero width."""
     sides = [constant.dense, constant.pruned] if isinstance(constant, Weight) else [constant, constant]
     dense, pruned = (torch.as_tensor(side, dtype=like.dtype, device=like.device) for side in sides)
-    sides = Interval(dense, dense), Interval(pruned, pruned)
     gap = dense - pruned
-    return PairBounds(*sides, Interval(gap, gap).widen_by(EPS * gap.abs()))
+    rounded = Interval(gap, gap).widen_by(EPS * gap.abs())
+    return PairBounds(Interval(dense, dense), Interval(pruned, pruned), rounded)
 
 
 register(Rule(product_bounds, product_substitute), "mul", "matmul", "bmm", "mm", when=is_product)

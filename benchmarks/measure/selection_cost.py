@@ -1,0 +1,114 @@
+"""Measure what the selection over ranks costs in the training of a ResNet-50, with a mask update every 16 steps.
+
+    python benchmarks/measure/selection_cost.py --json results/selection-cost.json          # on a GPU
+    python benchmarks/measure/selection_cost.py --batch 2 --size 32 --steps 34              # on a CPU
+
+The model is sharded by FSDP2 in a group of one process, so that masks are selected by counts that ranks would add. The
+time of a step with a mask update, less that of the other steps, is the cost of the update; it is given as a share of
+one step, and of the 16 steps between two updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from record_file import write_record
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from pomona import models
+from pomona.methods import make_pruner
+
+EVERY = 16
+
+
+def make_model(device: torch.device) -> nn.Module:
+    """Return a ResNet-50 that is sharded over the processes of the group, block by block."""
+    torch.manual_seed(0)
+    model = models.build("resnet50").to(device)  # FSDP2 takes contiguous weights only
+    for block in [m for m in model.modules() if "Block" in type(m).__name__ or "Bottleneck" in type(m).__name__]:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def time_steps(options: argparse.Namespace, device: torch.device, method: str | None) -> tuple[list[float], int]:
+    """Train some steps on one batch; return the seconds of each, and how many weights are pruned by a method."""
+    model = make_model(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    count = 0
+    if method is not None:
+        pruner = make_pruner(method).attach(model, optimizer, total_steps=10 * options.steps)
+        count = sum(mask.numel() for mask in pruner.masks().values())
+    x = torch.randn(options.batch, 3, options.size, options.size, device=device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.randint(1000, (options.batch,), device=device)
+    seconds = []
+    for _ in range(options.steps):
+        synchronize(device)
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds, count
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the times of steps and the cost of an update."""
+    warm = EVERY  # the first update compiles kernels
+    plain, _ = time_steps(options, device, None)
+    pruned, count = time_steps(options, device, options.method)
+    updates = [pruned[i] for i in range(warm, options.steps) if (i + 1) % EVERY == 0]
+    others = [pruned[i] for i in range(warm, options.steps) if (i + 1) % EVERY]
+    step = statistics.median(plain[min(3, warm) :])
+    cost = statistics.median(updates) - statistics.median(others)
+    return {
+        "weights": count,
+        "updates": len(updates),
+        "plain_step_seconds": step,
+        "pruned_step_seconds": statistics.median(others),
+        "update_seconds": cost,
+        "share_of_one_step": cost / step,
+        "share_of_the_steps_between_updates": cost / (EVERY * step),
+    }
+
+
+def main() -> None:
+    """Measure, print the figures and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--method", default=f"dpf(sparsity=0.9, every={EVERY}, printed=True)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        distributed.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        figures = measure(options, device)
+        distributed.destroy_process_group()
+    for key, value in figures.items():
+        print(f"{key}: {value:.6g}")
+    settings = {"batch": options.batch, "size": options.size, "steps": options.steps, "method": options.method}
+    write_record(options.json, every=EVERY, **settings, **figures)
+
+
+if __name__ == "__main__":
+    main()

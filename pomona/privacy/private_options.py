@@ -1,0 +1,39 @@
+"""The options of private steps: the methods, and what contradicts itself."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import require, unknown_name_error
+from .budget import Budget
+from .example_batches import Batch
+
+METHODS = ("dpsgd", "random", "public", "gip")
+
+
+def validate_options(
+    budget: Budget,
+    method: str,
+    keep: float,
+    group: int | None,
+    clip: float,
+    micro: int,
+    views: int,
+    public: tuple[Batch, Batch] | None,
+) -> None:
+    """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
+    if method not in METHODS:
+        raise unknown_name_error("private method", method, METHODS)
+    require(0 < keep <= 1, f"keep is the share of coordinates that are kept, in (0, 1], got {keep:g}.")
+    require(
+        group is None or round(keep * group) >= 1,
+        f"keep={keep:g} leaves none of a group of {group}: give a larger keep or group, or group=None.",
+    )
+    require(0 < clip < math.inf, f"clip must be above 0 and finite, got {clip:g}: without it there is no privacy.")
+    require(micro >= 1 and views >= 1, f"micro and views must be 1 or more, got {micro} and {views}.")
+    require(
+        (budget.share > 0) == (method == "gip"),
+        f"the budget reserves share={budget.share:g} of ε for index draws, and '{method}' "
+        + ("needs one: give it a share above 0." if method == "gip" else "makes none that cost: set share to 0."),
+    )
+    require((public is None) == (method != "public"), "public data goes with method='public', and only with it.")
