@@ -29,7 +29,7 @@ class PomonaError(ValueError):
         text = super().__str__()
         if len(text) > MAX_MESSAGE_LENGTH:
             text = f"{text[: MAX_MESSAGE_LENGTH // 2]} … {text[-MAX_MESSAGE_LENGTH // 2 :]}"
-        return escape_unprintable(text)
+        return escape_unprintable(text.replace("\n", " "))
 
 
 def escape_unprintable(text: str) -> str:

@@ -29,6 +29,7 @@ MIB = 1 << 20
 MAX_DEPTH = 64  # of nested lists, tables and objects
 MAX_TOML_BYTES = MIB // 4
 MAX_JSON_BYTES = 64 * MIB
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 MAX_REASON_LENGTH = 200  # characters of a parser's message
 GZIP = 16 + zlib.MAX_WBITS  # zlib's code for a gzip header and trailer
 
@@ -79,7 +80,8 @@ def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
     with os.fdopen(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         require_regular(path, status.st_mode)
-        require_size(f"'{path}'", status.st_size, limit)
+        small = limit is None or status.st_size <= limit
+        require(small, f"'{path}' has {status.st_size:,} bytes, and at most {limit or 0:,} are read.")
         return file.read() if limit is None else file.read(limit)
 
 
@@ -95,21 +97,10 @@ def describe_mode(mode: int) -> str:
     return next((name for name, check in kinds.items() if check(mode)), "device")
 
 
-def require_size(what: str, size: int, limit: int | None) -> None:
-    """Raise PomonaError for more bytes than are read."""
-    require(limit is None or size <= limit, f"{what} has {size:,} bytes, and at most {limit or 0:,} are read.")
-
-
-def read_json(path: Path | str, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file."""
-    return parse_json(read_bytes(path, limit), limit)
-
-
 def read_object(path: Path | str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file; raise PomonaError with the file's name where it holds anything else."""
     with reading(f"'{path}'"):
-        value = read_json(path, limit)
-        return require_object(value)
+        return require_object(parse_json(read_bytes(path, limit), limit))
 
 
 def require_object(value: Any) -> dict[str, Any]:
@@ -138,64 +129,72 @@ def read_tensor_metadata(path: Path | str) -> dict[str, str]:
 
 
 def parse_json(data: bytes | str, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the value of a JSON text of limited size and depth; raise PomonaError or ValueError for any other text."""
+    """Return the value of a JSON text of limited size and depth; raise ValueError for any other text."""
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    require_size("the JSON text", len(data), limit)
+    require_length(len(data), limit)
     require_shallow_json(data)
     return json.loads(data)
 
 
 def require_shallow_json(data: bytes) -> None:
-    """Raise PomonaError for a JSON text that is nested more than `MAX_DEPTH` deep."""
+    """Raise ValueError for a JSON text that is nested more than `MAX_DEPTH` deep."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
     outside = re.sub(rb'"[^"]*+"', b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
     depth = 0
     for start in range(0, len(outside), MIB):
         depths = np.cumsum(NESTING[np.frombuffer(outside, np.uint8, min(MIB, len(outside) - start), start)])
-        require(depth + depths.max() <= MAX_DEPTH, f"the JSON text is nested more than {MAX_DEPTH} deep.")
+        if depth + depths.max() > MAX_DEPTH:
+            raise ValueError(TOO_DEEP)
         depth += int(depths[-1])
 
 
 def parse_toml(text: str, limit: int = MAX_TOML_BYTES) -> dict[str, Any]:
-    """Return the table of a TOML text of limited size and depth; raise PomonaError or ValueError for any other text."""
-    require_size("the TOML text", len(text), limit)
-    nested = f"the TOML text is nested more than {MAX_DEPTH} deep."
+    """Return the table of a TOML text of limited size and depth; raise ValueError for any other text."""
+    require_length(len(text), limit)
     plain = text.replace("\\\\", "").replace('\\"', "")
-    require(LONG_KEY.search(QUOTED.sub("quoted", plain)) is None, nested)
+    if LONG_KEY.search(QUOTED.sub("quoted", plain)):
+        raise ValueError(TOO_DEEP)
     try:
         value = tomllib.loads(text)
     except RecursionError as error:
-        raise PomonaError(nested) from error
-    require_shallow(value, nested)
+        raise ValueError(TOO_DEEP) from error
+    require_shallow(value)
     return value
 
 
-def require_shallow(value: Any, message: str) -> None:
-    """Raise `PomonaError(message)` for lists and mappings that are nested more than `MAX_DEPTH` deep."""
+def require_length(size: int, limit: int) -> None:
+    """Raise ValueError for a text that is longer than those that are read."""
+    if size > limit:
+        raise ValueError(f"it has {size:,} bytes, and at most {limit:,} are read")
+
+
+def require_shallow(value: Any) -> None:
+    """Raise ValueError for lists and mappings that are nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         lists = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, (Mapping, list))]
         level = [one for values in lists for one in values]
         if not level:
             return
-    raise PomonaError(message)
+    raise ValueError(TOO_DEEP)
 
 
 # ---- compression
 
 
 def inflate(data: bytes, limit: int, format: int = zlib.MAX_WBITS) -> bytes:
-    """Return what zlib or, with `GZIP`, gzip has compressed; raise PomonaError for more than `limit` bytes of it."""
+    """Return what zlib or, with `GZIP`, gzip has compressed; raise ValueError for more than `limit` bytes of it."""
     parts, left = [], limit
     while data:
         stream = zlib.decompressobj(format)
         parts.append(stream.decompress(data, left + 1))
         left -= len(parts[-1])
-        require(left >= 0, f"the compressed data have more than the {limit:,} bytes that are read.")
+        if left < 0:
+            raise ValueError(f"its compressed data have more than the {limit:,} bytes that are read")
         if not stream.eof:
-            raise EOFError("the compressed data end too early")
+            raise EOFError("its compressed data end too early")
         data = stream.unused_data.lstrip(b"\0") if format == GZIP else b""
     if not parts:
-        raise EOFError("the compressed data are empty")
+        raise EOFError("its compressed data are empty")
     return b"".join(parts)

@@ -80,14 +80,14 @@ class Session:
         if self.pid:
             os.close(writer)
             return
-        result: dict[str, Any] = {"status": "crashed", "text": "", "notes": []}
+        result: dict[str, Any] = {"status": "crashed", "text": ""}
         try:
             os.setsid()  # so that its workers can be found
             silence()
             if file_size is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
             self.arm(disk, clock)
-            subject.go_on(folder, result["notes"].append)
+            subject.go_on(folder, lambda text: send(writer, {"note": text}))  # a kill must not lose what was said
             result["status"] = "done"
         except PomonaError as error:
             result |= {"status": "refused", "text": str(error)}
@@ -96,7 +96,7 @@ class Session:
         except BaseException:
             result["text"] = traceback.format_exc()
         finally:
-            os.write(writer, json.dumps(result).encode()[: 1 << 15])
+            send(writer, result)
             os._exit(0)
 
     def arm(self, disk: DiskFault | None, clock: ClockJump | None) -> None:
@@ -136,13 +136,19 @@ class Session:
             os.kill(self.pid, signal.SIGKILL)
         status = os.waitpid(self.pid, 0)[1]
         with os.fdopen(self.pipe, "rb") as pipe:
-            text = pipe.read()
+            told = [json.loads(line) for line in pipe.read().splitlines()]
+        notes = [one["note"] for one in told if "note" in one]
         struck, _, *calls = struct.unpack("8q", self.counters[:64])
         if hung or not wait_for_workers(self.pid):
             return Outcome("hung", f"{'it' if hung else 'a worker of it'} still ran after {LONGEST:g} s")
         if os.WIFSIGNALED(status):
-            return Outcome("killed", str(os.WTERMSIG(status)), [], bool(struck), tuple(calls))
-        return Outcome(**json.loads(text), struck=bool(struck), calls=tuple(calls))
+            return Outcome("killed", str(os.WTERMSIG(status)), notes, bool(struck), tuple(calls))
+        return Outcome(**told[-1], notes=notes, struck=bool(struck), calls=tuple(calls))
+
+
+def send(pipe: int, message: dict[str, Any]) -> None:
+    """Write a message to a pipe as one line."""
+    os.write(pipe, json.dumps(message).encode() + b"\n")
 
 
 def silence() -> None:

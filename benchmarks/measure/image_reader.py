@@ -81,8 +81,17 @@ def read_with_stream(data: Dataset, with_simplejpeg: bool) -> None:
         pass
 
 
+def processor_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 def measure_speed(data: Dataset, workers: int, turns: int) -> dict[str, dict[str, Any]]:
-    """Return the images per second of every reader: the median and each turn."""
+    """Return the images per second of every reader: the median and each turn, and the processor time for an image.
+
+    Processor time hardly depends on what else the machine does.
+    """
     readers: dict[str, Callable[[], None]] = {
         "loader": lambda: read_with_loader(data, workers, normalize=True),
         "loader_bytes": lambda: read_with_loader(data, workers, normalize=False),
@@ -90,9 +99,26 @@ def measure_speed(data: Dataset, workers: int, turns: int) -> dict[str, dict[str
     }
     if SIMPLEJPEG() is not None:
         readers["stream"] = lambda: read_with_stream(data, with_simplejpeg=True)
-    seconds = time_in_turns(readers, turns, len(data.train), "cpu")
+    used: dict[str, list[float]] = {name: [] for name in readers}
+
+    def timed(name: str) -> Callable[[], None]:
+        def read() -> None:
+            start = processor_seconds()
+            readers[name]()
+            used[name].append((processor_seconds() - start) / len(data.train))
+
+        return read
+
+    seconds = time_in_turns({name: timed(name) for name in readers}, turns, len(data.train), "cpu")
     speeds = {name: [1 / value for value in values] for name, values in seconds.items()}
-    return {name: {"median": statistics.median(values), "turns": values} for name, values in speeds.items()}
+    return {
+        name: {
+            "median": statistics.median(values),
+            "turns": values,
+            "processor_ms_per_image": 1000 * statistics.median(used[name][1:]),
+        }
+        for name, values in speeds.items()
+    }
 
 
 def read_memory() -> int:
@@ -184,7 +210,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         }
         results["images_per_second"] = measure_speed(data, given.workers, given.turns)
         for name, speed in results["images_per_second"].items():
-            print(f"{name:14} {speed['median']:8.0f} images/s")
+            print(f"{name:14} {speed['median']:8.0f} images/s, {speed['processor_ms_per_image']:.2f} ms of a core each")
         results["memory"] = measure_memory(data, given.epochs, given.interval)
         print(f"memory         {[round(used / 1e6) for used in results['memory']['most_in_each_epoch']]} MB, by epoch")
         results["resume"] = measure_resume(folder, given.workers)

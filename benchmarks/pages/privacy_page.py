@@ -155,9 +155,11 @@ def format_arithmetic() -> str:
     for record, row in read_rows(ARITHMETIC_RECORDS, "arithmetic"):
         machine = machine_name(record) if row["device"] == "cuda" else "CPU, 1 thread"
         times = (f"{row[key]:.1f}" for key in ("exact_ms", "floats_ms"))
-        cost, change = f"{row['cost_percent']:+.1f} %", f"{row['other_rows']:.0e}"
-        rows.append([machine, row["model"], f"{row['size']:,}", f"{row['batch']:,}", *times, cost, change])
-    heads = ["machine", "model", "coordinates", "batch", "exact, ms", "floats, ms", "cost", "other rows move by"]
+        fixed = f"{row['other_rows_padded']:.0e}" if "other_rows_padded" in row else "–"
+        cost, changes = f"{row['cost_percent']:+.1f} %", [f"{row['other_rows']:.0e}", fixed]
+        rows.append([machine, row["model"], f"{row['size']:,}", f"{row['batch']:,}", *times, cost, *changes])
+    heads = ["machine", "model", "coordinates", "batch", "exact, ms", "floats, ms", "cost"]
+    heads += ["other rows, growing batch", "fixed shape"]
     return format_table(heads, rows)
 
 

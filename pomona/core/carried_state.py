@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,19 @@ def pop_state(saved: dict[str, Any], key: str) -> dict[str, Any] | None:
     return saved.pop(key, first.get(key))
 
 
+def fits_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Return whether a state has the parameter groups of an optimizer, which `load_state_dict` requires."""
+    own, groups = optimizer.param_groups, saved.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(own):
+        return False
+    return all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and len(group["params"]) == len(mine["params"])
+        for group, mine in zip(groups, own, strict=True)
+    )
+
+
 def without_states(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without the states of pruners."""
     return {key: value for key, value in group.items() if not STATE_KEY.fullmatch(key)}
@@ -58,6 +71,12 @@ class WaitingState:
     group: dict[str, Any]
     key: str
     state: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters that the pruner had; none where the state is damaged."""
+        shapes = self.state.get("shapes") if isinstance(self.state, dict) else None
+        return [str(name) for name in shapes] if isinstance(shapes, dict) else []
 
     def put_back(self) -> None:
         """Put the state back into its parameter group."""
@@ -73,7 +92,7 @@ def list_waiting(optimizers: Sequence[Optimizer]) -> list[WaitingState]:
 def take_waiting(optimizers: Sequence[Optimizer], slots: Iterable[Slot]) -> list[WaitingState]:
     """Remove the waiting states that prune any of the same parameters as the slots, and return them."""
     names = {slot.name for slot in slots}
-    taken = [one for one in list_waiting(optimizers) if names & set(one.state.get("shapes", names))]
+    taken = [one for one in list_waiting(optimizers) if names & set(one.names or names)]
     for one in taken:
         del one.group[one.key]
     return taken
@@ -84,6 +103,7 @@ def continue_from(pruner: Pruner, waiting: Sequence[WaitingState], total_steps: 
     try:
         require(len(waiting) == 1, f"it has the states of {len(waiting)} pruners for these parameters.")
         state = waiting[0].state
+        require(isinstance(state, dict), "it is no dictionary.")
         lengths = {"steps_per_epoch": pruner.steps_per_epoch} | ({"total": total_steps} if total_steps else {})
         for key, given in lengths.items():
             name = "total_steps" if key == "total" else key
@@ -106,7 +126,7 @@ def continue_from(pruner: Pruner, waiting: Sequence[WaitingState], total_steps: 
 def warn_waiting(optimizers: Sequence[Optimizer]) -> None:
     """Warn of states that still wait when training begins."""
     for waiting in list_waiting(optimizers):
-        names = ", ".join(waiting.state.get("shapes", ()))
+        names = ", ".join(waiting.names)
         warnings.warn(
             f"the optimizer was loaded with the state of a pruner of {names}, and no pruner has taken it: attach one, "
             f"or drop the state with optimizer.param_groups[0].pop('{waiting.key}').",

@@ -100,7 +100,9 @@ class Engine:
         def on_save(_: Optimizer, state: dict[str, Any]) -> None:
             carried_state.add_state(state, self.key, save())
 
-        def on_load(_: Optimizer, state: dict[str, Any]) -> None:
+        def on_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            if not carried_state.fits_groups(optimizer, state):
+                return  # the optimizer is about to refuse it, and then nothing may have changed
             carried = carried_state.pop_state(state, self.key)
             if carried is not None:
                 load(carried)

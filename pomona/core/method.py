@@ -97,6 +97,7 @@ class Method:
     keeps_pruned_momentum: ClassVar[bool] = False  # whether it reads momentum off the mask, which is then kept
     updates_before_step: ClassVar[bool] = False  # whether an update sees a step's gradient and replaces the step
     ranks_by_magnitude: ClassVar[bool] = False  # whether an update is `select(magnitude(latent))` and nothing else
+    memory_keys: ClassVar[tuple[str, ...]] = ()  # the numbers that an update finds in its memory
 
     sparsity: float | None = field(default=None, kw_only=False)  # the pruned fraction; None: what the pattern fixes
     pattern: Pattern = Unstructured()  # which weights are kept or pruned together

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import PomonaError, require
+from ..errors import PomonaError, require, shorten
 from ..registry import spec_to_dict
 from ..sharding import whole
+from ..untrusted import reading
 from .history import UpdateHistory
 from .mask_bits import pack_bits, unpack_bits
 from .method import Masks
 from .score_method import ScoreMethod
 from .slot import Slot
+from .state_checks import require_valid
 
 if TYPE_CHECKING:
     from .pruner import Pruner
@@ -67,8 +69,8 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     are changed then, and the model is not.
     """
     engine = pruner.attached_engine()
-    masks = validate_state(pruner, state)
-    history = UpdateHistory.from_state(state["history"], len(pruner.slots))
+    with reading("the pruner's state"):
+        masks, history = validate_state(pruner, state)
     engine.abort_step()
     for slot in engine.slots:
         slot.restore_initial_value()
@@ -114,26 +116,32 @@ def restore_random_weights(slot: Slot, state: dict[str, Any]) -> None:
     slot.observed_mask.copy_(read_mask(slot, state["seen"][slot.name]))
 
 
-def validate_state(pruner: Pruner, state: dict[str, Any]) -> Masks:
-    """Return the masks in a state, or raise PomonaError where anything in it is not this pruner's."""
+def validate_state(pruner: Pruner, state: dict[str, Any]) -> tuple[Masks, UpdateHistory]:
+    """Return the masks and the history in a state, or raise PomonaError where anything in it is not this pruner's."""
+    require(isinstance(state, Mapping), f"a pruner's state is a dictionary, got {shorten(state)}.")
     version = state.get("version")
     require(
         version == VERSION,
-        f"the pruner's state has version {version}, this is version {VERSION}: use the Pomona that wrote it.",
+        f"the pruner's state has version {shorten(version)}, this is version {VERSION}: use the Pomona that wrote it.",
     )
     for key in collect_state(pruner):
         require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
-    own = spec_to_dict(pruner.method)
-    for key in sorted(own.keys() | state["method"].keys(), key=lambda key: (key != "name", key)):
-        given, expected = state["method"].get(key), own.get(key)
-        require(given == expected, f"the state is of a method with {key} = {given}, this pruner has {expected}.")
+    own, stored = spec_to_dict(pruner.method), state["method"]
+    require(isinstance(stored, Mapping), f"the pruner's state is damaged: its method is {shorten(stored)}.")
+    for key in sorted(own.keys() | stored.keys(), key=lambda key: (key != "name", key)):
+        given, expected = stored.get(key), own.get(key)
+        require(
+            given == expected, f"the state is of a method with {key} = {shorten(given)}, this pruner has {expected}."
+        )
     require_same_shapes("load", {s.name: s.parameter.shape for s in pruner.slots}, state["shapes"])
     every_slot = pruner.attached_engine().slots
     latents = {s.name: s.parameter.shape for s in every_slot if s.latent is not None}
     gauges = {s.name: t.shape for s in every_slot if (t := s.place_calibration()) is not None}
     for key, held in (("latents", latents), ("gauges", gauges)):
         require_same_shapes("load", held, {name: t.shape for name, t in state.get(key, {}).items()})
-    return {s.name: read_mask(s, state["masks"][s.name]) for s in pruner.slots}
+    history = UpdateHistory.from_state(state["history"], len(pruner.slots))
+    require_valid(pruner, state, history)
+    return {s.name: read_mask(s, state["masks"][s.name]) for s in pruner.slots}, history
 
 
 def require_same_shapes(action: str, own: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pomona.errors import PomonaError, require, unknown_name_error
+from pomona.untrusted import describe
 
 from .sources import SOURCES, DataRoot, Download, data_folders
 
@@ -29,6 +30,8 @@ except ImportError:  # Windows has no such locks
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, total bytes if known
 
+MAX_MEMBERS = 1_000_000  # of an archive; the largest published one has 100 000
+MAX_UNPACKED = 10 << 30  # bytes of its files
 TIMEOUT = 60  # seconds without an answer from the server
 COPY_BLOCK = 1 << 20  # bytes read at a time
 MAX_ATTEMPTS = 20  # connections for one file; one that brings nothing is the last
@@ -201,15 +204,29 @@ def _checksum(path: Path, algorithm: str) -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
+def require_plausible_members(archive: Path, tar: tarfile.TarFile) -> None:
+    """Raise PomonaError for an archive with more files, or more bytes in them, than a published data set has."""
+    count = size = 0
+    for member in tar:
+        count, size = count + 1, size + member.size
+        fits = count <= MAX_MEMBERS and size <= MAX_UNPACKED
+        require(fits, f"{archive.name} holds more than {MAX_MEMBERS:,} files or {MAX_UNPACKED:,} bytes: it is refused.")
+
+
 def _unpack(archive: Path, folder: Path) -> None:
     """Replace `folder` by the folder of the same name in the archive; raise PomonaError if there is none."""
     scratch = folder.with_name("unpacked")
     shutil.rmtree(scratch, ignore_errors=True)  # what an unpacking that was killed has left
     try:
         with tarfile.open(archive) as tar:
+            require_plausible_members(archive, tar)
             tar.extractall(scratch, filter="data")  # refuses links and names outside the target folder
-    except (tarfile.TarError, EOFError) as error:
-        raise PomonaError(f"{archive.name} cannot be unpacked ({error}): try again.") from error
+    except PomonaError:
+        raise
+    except Exception as error:  # a hostile file can make anything fail, and must do no more than that
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        raise PomonaError(f"{archive.name} cannot be unpacked ({describe(error)}): try again.") from error
     if not (scratch / folder.name).is_dir():
         raise PomonaError(
             f"{archive.name} holds no folder '{folder.name}': the publisher changed the archive; put the files into a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -65,7 +66,7 @@ class Idx(Source):
     def read_array(self, folder: Path, name: str, axes: int) -> tuple[np.ndarray, Path]:
         """Read an IDX file: a magic number, a big-endian 32-bit length for each axis, then the bytes."""
         path = folder / name
-        data = self.read_bytes(path) if path.exists() else self.read_gzip(folder / f"{name}.gz")
+        data = self.read_bytes(path) if path.exists() else self.read_gzip(folder / f"{name}.gz", axes)
         magic, start = 0x800 + axes, 4 + 4 * axes
         if len(data) < start or int.from_bytes(data[:4], "big") != magic:
             raise self.damaged_error(path, f"magic number {data[:4].hex() or 'missing'}", f"{magic:08x}")
@@ -75,11 +76,13 @@ class Idx(Source):
         with self.parsing(path, f"an array of shape {shape}"):
             return np.frombuffer(data, np.uint8, offset=start).reshape(shape), path
 
-    def read_gzip(self, path: Path) -> bytes:
-        """Return the decompressed bytes of a gzip file."""
+    def read_gzip(self, path: Path, axes: int) -> bytes:
+        """Return the decompressed bytes of a gzip file, no more of them than its first bytes announce."""
         data = self.read_bytes(path)
         with self.parsing(path, "a complete gzip file"):
-            return untrusted.inflate(data, MAX_BYTES, untrusted.GZIP)
+            head = zlib.decompressobj(untrusted.GZIP).decompress(data, 4 + 4 * axes)
+            announced = len(head) + math.prod(int(n) for n in np.frombuffer(head[4:], ">u4"))
+            return untrusted.inflate(data, min(announced, MAX_BYTES), untrusted.GZIP)
 
 
 @SOURCES.register("mnist")

@@ -35,6 +35,7 @@ from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..sparse import files
 from ..sparse.layers import PackedLayer
+from ..untrusted import describe, read_object
 from ..version import __version__
 from .model_card import CardFacts, iterate_weights, measure_weights, render_card
 
@@ -181,7 +182,7 @@ def push_to_hub(
             create_pr=create_pr,
         )
     except Exception as error:  # of the network, the Hub's answer, or the login
-        raise PomonaError(f"'{folder}' was not uploaded to {repository}: {files.first_line(error)}.") from error
+        raise PomonaError(f"'{folder}' was not uploaded to {repository}: {describe(error)}.") from error
     return str(commit.commit_url)
 
 
@@ -201,14 +202,7 @@ def encode_config(config: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file from a stranger; raise PomonaError if it is missing, too large or no object."""
     require(path.is_file(), f"'{path.parent}' has no {path.name}: give a folder that hub.save_pretrained has written.")
-    size = path.stat().st_size
-    require(size <= MAX_CONFIG_BYTES, f"'{path}' has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read.")
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise PomonaError(f"'{path}' is damaged: {files.first_line(error)}.") from error
-    require(isinstance(value, dict), f"'{path}' is damaged: it holds no object.")
-    return value
+    return read_object(path, MAX_CONFIG_BYTES)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -258,7 +252,7 @@ def build_network(folder: Path, config: Mapping[str, Any], model: Builder | None
     try:
         return model(**options)
     except TypeError as error:
-        reason = files.first_line(error)
+        reason = describe(error)
         raise PomonaError(f"{getattr(model, '__name__', model)} does not take the saved options: {reason}.") from error
 
 
@@ -301,7 +295,7 @@ def load_transformers_model(folder: Path, class_name: str, model: Builder | None
     try:
         return found.from_pretrained(folder, use_safetensors=True, local_files_only=True)
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that
-        raise PomonaError(f"'{folder}' was not read by transformers: {files.first_line(error)}.") from error
+        raise PomonaError(f"'{folder}' was not read by transformers: {describe(error)}.") from error
 
 
 # ---- the Hub
@@ -332,4 +326,4 @@ def download(repository: str, revision: str | None, token: str | None, cache_dir
             )
         )
     except Exception as error:  # of the network, or the Hub's answer
-        raise PomonaError(f"{repository} was not downloaded: {files.first_line(error)}.") from error
+        raise PomonaError(f"{repository} was not downloaded: {describe(error)}.") from error

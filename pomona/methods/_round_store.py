@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import PomonaError, require
+from ..untrusted import read_object, read_tensors, reading
 
 
 class RoundStore:
@@ -33,7 +34,9 @@ class RoundStore:
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors stored under a name."""
         if name not in self.memory:
-            self.memory[name] = load_file(self.folder / f"{name}.safetensors")  # type: ignore[operator]
+            path = self.folder / f"{name}.safetensors"  # type: ignore[operator]
+            with reading(f"'{path}'"):
+                self.memory[name] = read_tensors(path)[1]
         return self.memory[name]
 
     def write_results(self, results: list[dict[str, Any]]) -> None:
@@ -49,10 +52,14 @@ class RoundStore:
         path = None if self.folder is None else self.folder / "rounds.json"
         if path is None or not path.exists():
             return []
-        stored = json.loads(path.read_text())
-        for key, own in self.settings.items():
-            require(stored.get(key) == own, f"{path} is of a lottery with other {key}: choose another folder.")
-        return stored["rounds"]
+        with reading(f"'{path}'"):
+            stored = read_object(path)
+            for key, own in self.settings.items():
+                require(stored.get(key) == own, f"{path} is of a lottery with other {key}: choose another folder.")
+            rounds = stored["rounds"]
+            valid = isinstance(rounds, list) and all(isinstance(one, dict) for one in rounds)
+            require(valid, f"'{path}' is damaged: its rounds are no list of results.")
+            return rounds
 
 
 def to_json(value: Any) -> Any:

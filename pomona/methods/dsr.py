@@ -26,6 +26,7 @@ class DSR(DropGrow):
     """
 
     left_dense: ClassVar[frozenset[str]] = DENSE | {"first", "downsample"}
+    memory_keys: ClassVar[tuple[str, ...]] = ("kept", "threshold")
 
     every: int = 100  # steps between updates at first; the interval doubles during training (DOUBLE_INTERVAL_AT)
     churn: float = 0.0137  # the share of all weights that an update drops: the authors' N_p = 20,000 of WideResNet-28-2

@@ -29,6 +29,7 @@ class SparseMomentum(DropGrow):
 
     left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
     keeps_pruned_momentum: ClassVar[bool] = True
+    memory_keys: ClassVar[tuple[str, ...]] = ("kept",)
 
     rate: float = 0.5  # the part of a layer that is dropped at first; it falls to `floor` along a cosine
     floor: float = 0.005  # the part of a layer that is still dropped at the end

@@ -20,7 +20,7 @@ from . import (  # noqa: F401  (importing them registers them)
     vgg,
     wide_resnet,
 )
-from .registry import ModelInfo, build, info, names
+from .registry import ModelInfo, build, build_for_state, build_on_meta, info, names
 from .summary import Layer, Summary, summary
 
-__all__ = ["Layer", "ModelInfo", "Summary", "build", "info", "names", "summary"]
+__all__ = ["Layer", "ModelInfo", "Summary", "build", "build_for_state", "build_on_meta", "info", "names", "summary"]

@@ -12,7 +12,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import PomonaError, require, shorten, unknown_name_error
 from ..registry import validate_type
@@ -120,3 +122,35 @@ def info(name: str) -> ModelInfo:
 def build(name: str, **options: Any) -> nn.Module:
     """Build a network; its initial weights are drawn from torch's random generator."""
     return info(name).constructor(**options)
+
+
+def build_on_meta(name: str, **options: Any) -> nn.Module:
+    """Build a network on the meta device, which takes no memory."""
+    with torch.device("meta"), _SkipInitialization():
+        return build(name, **options)
+
+
+def build_for_state(what: str, options: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """Build a network with a state; names and shapes are compared before anything of their size is made.
+
+    `what` names the file of the state in messages.
+    """
+    own = {name: tensor.shape for name, tensor in build_on_meta(**options).state_dict().items()}
+    for name in {**own, **state}:
+        require(name in state, f"{what} has no {name}, which its network '{options['name']}' has.")
+        require(name in own, f"{what} has {name}, which its network '{options['name']}' has not.")
+        stored, expected = tuple(state[name].shape), tuple(own[name])
+        require(stored == expected, f"{what} has {name} as {stored}, its network '{options['name']}' as {expected}.")
+    model = build(**options)
+    model.load_state_dict(dict(state))
+    return model
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skip weight initialization: meta tensors have no values, and torch would load its compiler to find that out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        in_init = getattr(func, "__module__", None) == "torch.nn.init"  # within these functions the mode is off
+        initializes = in_init or func in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        return next(iter([*args, *kwargs.values()])) if initializes else func(*args, **kwargs)

@@ -14,6 +14,7 @@ from .exponential_schedule import Exponential
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger, digest_rows
 from .model_validation import fix, problems, validate
+from .poisson_loader import poisson_loader
 from .private_step import METHODS, PrivateStep, gip
 from .random_source import Source
 
@@ -32,6 +33,7 @@ __all__ = [
     "digest_rows",
     "fix",
     "gip",
+    "poisson_loader",
     "problems",
     "splits",
     "validate",

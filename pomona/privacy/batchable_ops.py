@@ -1,4 +1,4 @@
-"""Convolutions and LSTMs in forms that `vmap` batches well over examples."""
+"""Convolutions and recurrent layers in forms that `vmap` batches well over examples."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class BatchableOps(TorchFunctionMode):
-    """A mode in which convolutions on a GPU and LSTMs become a few large matrix products when batched by `vmap`."""
+    """A mode in which convolutions on a GPU and recurrent layers are large matrix products when batched by `vmap`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "lstm":
-            return lstm(*args, **kwargs)
+        if name in CELLS and is_padded(name, args):
+            return recurrent_layers(name, *args, **kwargs)
         if name == "conv2d" and not kwargs and len(args) == 7 and args[0].is_cuda:
             inputs, weight, bias, stride, padding, dilation, groups = args
             if groups == 1 and not isinstance(padding, str):
@@ -80,9 +80,43 @@ def as_pair(value: Any) -> tuple[int, int]:
     return first, rest[0] if rest else first
 
 
-def lstm(
+def is_padded(name: str, args: Any) -> bool:
+    """Return whether a recurrent function was called on a padded tensor, and not on a packed sequence."""
+    return isinstance(args[1], tuple) if name == "lstm" else not isinstance(args[2], Tensor)
+
+
+def lstm_cell(projected: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+    """Return the next hidden and cell state from the projected inputs, which include all biases."""
+    i, f, g, o = (projected + state[0] @ weight.T).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_cell(projected: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+    """Return the next hidden state; the bias of the hidden state is inside the product with the reset gate."""
+    r, z, n = projected.chunk(3, -1)
+    hidden_r, hidden_z, hidden_n = (state[0] @ weight.T + bias).chunk(3, -1)
+    z = (z + hidden_z).sigmoid()
+    return ((1 - z) * (n + (r + hidden_r).sigmoid() * hidden_n).tanh() + z * state[0],)
+
+
+def tanh_cell(projected: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+    """Return the next hidden state."""
+    return ((projected + state[0] @ weight.T).tanh(),)
+
+
+def relu_cell(projected: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+    """Return the next hidden state."""
+    return ((projected + state[0] @ weight.T).relu(),)
+
+
+CELLS = {"lstm": lstm_cell, "gru": gru_cell, "rnn_tanh": tanh_cell, "rnn_relu": relu_cell}
+
+
+def recurrent_layers(
+    name: str,
     inputs: Tensor,
-    state: tuple[Tensor, Tensor],
+    state: Tensor | tuple[Tensor, ...],
     weights: list[Tensor],
     has_biases: bool,
     layers: int,
@@ -90,27 +124,34 @@ def lstm(
     training: bool,
     bidirectional: bool,
     batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `torch.lstm` returns, computed by matrix products: torch's own kernels have no batching rule."""
-    x = inputs.transpose(0, 1) if batch_first else inputs
-    directions, size = 1 + bidirectional, 4 if has_biases else 2
-    last_states: list[tuple[Tensor, Tensor]] = []
+) -> tuple[Tensor, ...]:
+    """Return what the function of this name returns, by matrix products, as its own kernels have no batching rule.
+
+    The weights of an LSTM with `proj_size` have a projection of the hidden state at the end of each layer.
+    """
+    x, states = inputs.transpose(0, 1) if batch_first else inputs, state if isinstance(state, tuple) else (state,)
+    directions, cell = 1 + bidirectional, CELLS[name]
+    size = len(weights) // (layers * directions)
+    last_states: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             k = layer * directions + direction
-            input_weight, hidden_weight, *biases = weights[k * size : (k + 1) * size]
-            projected = x @ input_weight.T + (biases[0] + biases[1] if has_biases else 0)
-            h, c, steps = state[0][k], state[1][k], []
+            input_weight, hidden_weight, *rest = weights[k * size : (k + 1) * size]
+            biases, projection = (rest[:2], rest[2:]) if has_biases else ((0, 0), rest)
+            inside = biases[1] if name == "gru" else 0  # the other cells add both biases at the same place
+            projected = x @ input_weight.T + (biases[0] if name == "gru" else biases[0] + biases[1])
+            current, steps = tuple(part[k] for part in states), []
             for t in reversed(range(len(projected))) if direction else range(len(projected)):
-                i, f, g, o = (projected[t] + h @ hidden_weight.T).chunk(4, -1)
-                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                h = o.sigmoid() * c.tanh()
-                steps.append(h)
+                hidden, *others = cell(projected[t], current, hidden_weight, inside)
+                if projection:
+                    hidden = hidden @ projection[0].T
+                current = (hidden, *others)
+                steps.append(hidden)
             outputs.append(torch.stack(steps[::-1] if direction else steps))
-            last_states.append((h, c))
+            last_states.append(current)
         x = torch.cat(outputs, -1)
         if dropout and training and layer < layers - 1:
             x = F.dropout(x, dropout)
-    hidden, cell = (torch.stack(states) for states in zip(*last_states, strict=True))
-    return x.transpose(0, 1) if batch_first else x, hidden, cell
+    last = (torch.stack(parts) for parts in zip(*last_states, strict=True))
+    return (x.transpose(0, 1) if batch_first else x, *last)

@@ -42,15 +42,23 @@ def compute_per_example_gradients(
 def compute_gradients_one_by_one(
     model: nn.Module, loss: Loss, parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch, views: int = 1
 ) -> tuple[Gradients, Tensor]:
-    """Return the same as `compute_per_example_gradients` by a backward pass for each row, which any model allows."""
-    tensors = list(parameters.values())
+    """Return the same as `compute_per_example_gradients` by a backward pass for each row, which any model allows.
+
+    Gradients that parameters of the model have are cleared.
+    """
     rows, losses = [], []
     for k in range(len(pytree.tree_leaves(targets)[0])):
-        row, target = map_tensors(operator.itemgetter(k), (inputs, targets))
+        row, target = map_tensors(
+            lambda part, k=k: part[k].detach().requires_grad_(part.requires_grad),  # type: ignore[misc]
+            (inputs, targets),
+        )
         batch, small_targets = as_small_batch(row, target, views)
         value = loss(call_model(model, batch), small_targets)
-        rows.append(torch.autograd.grad(value, tensors, materialize_grads=True))
+        model.zero_grad()
+        value.backward()  # and not autograd.grad, which passes over activation checkpoints of the older kind
+        rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()])
         losses.append(value.detach())
+    model.zero_grad()
     stacked = [torch.stack(parts) for parts in zip(*rows, strict=True)]
     return dict(zip(parameters, stacked, strict=True)), torch.stack(losses)
 
@@ -82,11 +90,15 @@ def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
 def choose_gradients(
     model: nn.Module, loss: Loss, parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch, views: int
 ) -> Callable[..., tuple[Gradients, Tensor]]:
-    """Return the function that computes the gradients of a model: batched over examples if the model allows it."""
+    """Return the function that computes the gradients of a model: batched over examples if the model allows it.
+
+    It is tried on the first row, and draws none of the random numbers of the step.
+    """
     inputs, targets = map_tensors(operator.itemgetter(slice(1)), (inputs, targets))
     arguments = model, loss, parameters, inputs, targets, views
     try:
-        with forked_random_state(next(iter(parameters.values())).device):
+        with forked_random_state(next(iter(parameters.values())).device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*performance drop")  # by torch, before it fails
             compute_per_example_gradients(*arguments)
         return compute_per_example_gradients
     except torch.OutOfMemoryError:

@@ -35,7 +35,13 @@ from .index_mechanism import IndexMechanism
 from .ledger import Ledger
 from .model_validation import refuse_mixed_examples, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
-from .per_example_gradients import Gradients, Loss, choose_gradients, compute_summed_gradients
+from .per_example_gradients import (
+    Gradients,
+    Loss,
+    choose_gradients,
+    compute_gradients_one_by_one,
+    compute_summed_gradients,
+)
 from .private_options import METHODS, validate_options
 from .processes import Processes
 from .random_source import Source
@@ -245,15 +251,15 @@ class PrivateStep:
     def per_example_gradients(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
         """Return the gradients of each row by parameter name, and the losses.
 
-        They are computed in a batch of a fixed number of rows, which rows of zeros fill up.
+        They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
         """
-        count = count_rows(targets)
-        padded = pad_rows((inputs, targets), self.micro_rows)
-        arguments = self.model, self.loss, self.parameters, padded[0], padded[1], self.views
+        count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
         if self.compute_gradients is None:
-            self.compute_gradients = choose_gradients(*arguments)  # without drawing from the random numbers of the step
-        found = self.compute_gradients(*arguments)
-        return {name: rows[:count] for name, rows in found[0].items()}, found[1][:count]
+            self.compute_gradients = choose_gradients(*arguments, inputs, targets, self.views)
+        if self.compute_gradients is not compute_gradients_one_by_one:
+            inputs, targets = pad_rows((inputs, targets), self.micro_rows)
+        gradients, losses = self.compute_gradients(*arguments, inputs, targets, self.views)
+        return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
 
     def choose_mask(
         self,

@@ -103,7 +103,13 @@ class Source:
         """
         self.step += 1
         self.calls.clear()
-        words = self.words(Purpose.ROWS, rows).bitwise_and_((1 << ROW_BITS) - 1)
+        self.calls[Purpose.ROWS] = 1
+        return self.sample_rows(self.step, rows, rate)
+
+    def sample_rows(self, step: int, rows: int, rate: float) -> Tensor:
+        """Return the Poisson sample of any step, which is a function of the key and the step."""
+        nonce = bytes([Purpose.ROWS]) + bytes(CALL_BITS // 8) + step.to_bytes(8, "little")
+        words = chacha20_words(self.key, nonce, rows, self.device).bitwise_and_((1 << ROW_BITS) - 1)
         return (words < int(rate * (1 << ROW_BITS))).nonzero().squeeze(1)
 
     def state_dict(self, pending: bool = False, with_key: bool = True) -> dict[str, Any]:

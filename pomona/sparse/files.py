@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .. import models
-from ..errors import PomonaError, require
+from ..errors import PomonaError, require, shorten
+from ..untrusted import describe, parse_json, read_tensors
 from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .packed_tensor import PackedTensor
@@ -79,13 +79,12 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     Raise PomonaError for a file that is missing, damaged, forged or does not fit the model.
     """
     try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        metadata, tensors = read_tensors(path)
+        header = parse_json(metadata.get(METADATA_KEY, "null"))
     except FileNotFoundError as error:
         raise PomonaError(f"there is no file '{path}'.") from error
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {first_line(error)}.") from error
+    except Exception as error:  # a hostile file can make anything fail, and must do no more than that
+        raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {describe(error)}.") from error
     require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
     version = header.get("version")
     known = version in (VERSION, ENCODED_VERSION, UNSTRUCTURED_VERSION)
@@ -102,7 +101,7 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     except PomonaError:
         raise
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that
-        raise PomonaError(f"'{path}' does not fit the model: {first_line(error)}.") from error
+        raise PomonaError(f"'{path}' does not fit the model: {describe(error)}.") from error
 
 
 def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -110,8 +109,7 @@ def build_network(path: Path | str, architecture: Any, tensors: Mapping[str, Ten
     named = architecture is not None
     require(named, f"'{path}' does not name its network: pass one to fill, pm.load(path, model).")
     require_plausible_options(path, architecture, sum(tensor.nbytes for tensor in tensors.values()))
-    with torch.device("meta"):
-        return models.build(**architecture)
+    return models.build_on_meta(**architecture)
 
 
 def require_plausible_options(path: Path | str, options: Mapping[str, Any], size: int) -> None:
@@ -122,7 +120,8 @@ def require_plausible_options(path: Path | str, options: Mapping[str, Any], size
     for option, value in options.items():
         numbers = value if isinstance(value, list) else [value]
         plausible = all(not isinstance(n, int) or abs(n) <= size for n in numbers)
-        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {option}={value}.")
+        shown = f"{shorten(option)}={shorten(value)}"
+        require(plausible, f"'{path}' has {size:,} bytes, too few for a network with {shown}.")
 
 
 def fill_network(
@@ -170,8 +169,3 @@ def checksum(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

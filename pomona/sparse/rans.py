@@ -49,6 +49,8 @@ def encode(symbols: Bytes, frequencies: Frequencies) -> bytes:
 def decode(data: bytes, count: int, frequencies: Frequencies) -> Bytes:
     """Decode a stream of `count` symbols; raise PomonaError if it is damaged."""
     width = lane_count(count)
+    if int(frequencies.sum()) != FREQUENCY_SUM:
+        raise PomonaError(f"the frequencies of a stream sum to {int(frequencies.sum())}: the file is damaged.")
     if len(data) < 8 * width or len(data) % 4:
         raise PomonaError(f"a stream of {len(data)} bytes cannot hold {count} symbols: the file is damaged.")
     states = np.frombuffer(data, "<u8", width).astype(np.uint64)

@@ -42,12 +42,13 @@ from ..core.pruner import Pruner
 from ..core.score_method import ScoreMethod
 from ..core.targets import unwrap
 from ..errors import PomonaError, require
+from ..untrusted import read_bytes, reading
 from ..version import __version__
 from . import rans
+from .ticket_header import DTYPES, FREQUENCIES_SIZE, read_header
 
 MAGIC, VERSION, DIGEST_SIZE = b"pomonaT1", 1, 32
 PREFIX = struct.Struct("<II")  # version, size of the header
-FREQUENCIES_SIZE = 512  # 256 frequencies of two bytes
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class Ticket:
             bool(self.header["model"]),
             "the ticket does not name its model: build the model, and load ticket.state into it.",
         )
-        model = models.build(**self.header["model"])
-        model.load_state_dict(self.state)
-        return model.eval()
+        with reading("the ticket"):
+            return models.build_for_state("the ticket", self.header["model"], self.state).eval()
 
 
 def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = None) -> int:
@@ -99,11 +99,8 @@ def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = Non
 
 def load(path: str | Path) -> Ticket:
     """Read a ticket from a file; raise PomonaError if it is missing, damaged or of a newer version."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise PomonaError(f"the ticket '{path}' cannot be read: {error.strerror}.") from error
-    return loads(data, f"'{path}'")
+    with reading(f"the ticket '{path}'"):
+        return loads(read_bytes(path), f"'{path}'")
 
 
 def dumps(
@@ -164,20 +161,21 @@ def loads(data: bytes, name: str = "this") -> Ticket:
         hashlib.sha256(content).digest() == digest,
         f"{name} is damaged: its checksum is not that of its content; copy or export it again.",
     )
+    with reading(name):
+        return decode_ticket(content, name)
+
+
+def decode_ticket(content: bytes, name: str) -> Ticket:
+    """Return the ticket of bytes whose checksum is right; their header may still be anything."""
     version, length = PREFIX.unpack_from(content, len(MAGIC))
     require(
         version <= VERSION,
         f"{name} is a ticket of version {version}, but this pomona reads up to version {VERSION}: update pomona.",
     )
     start = len(MAGIC) + PREFIX.size
-    header = json.loads(zlib.decompress(content[start : start + length]))
-    stream_version = header["stream"]["version"]
-    require(
-        stream_version <= streams.VERSION,
-        f"{name} uses a random stream of version {stream_version}, but this pomona has version {streams.VERSION}: "
-        "update pomona.",
-    )
-    return decode_ticket(header, BodyReader(content, start + length))
+    require(start + length <= len(content), f"{name} is damaged: it ends within its header.")
+    header = read_header(content[start : start + length], name, len(content) - start - length)
+    return decode_body(header, BodyReader(content, start + length), name)
 
 
 class BodyReader:
@@ -197,15 +195,16 @@ class BodyReader:
         return np.unpackbits(octets, count=count).astype(bool)
 
 
-def decode_ticket(header: dict[str, Any], body: BodyReader) -> Ticket:
+def decode_body(header: dict[str, Any], body: BodyReader, name: str) -> Ticket:
     """Return the ticket with a given header and body."""
     stream = RandomStream(header["stream"]["seed"], header["stream"]["distribution"])
     masks, signs = {}, {}
     for entry in header["tensors"]:
-        name, shape = entry["name"], torch.Size(entry["shape"])
-        masks[name] = torch.from_numpy(body.read_bits(entry["mask"], entry["kept"], shape.numel())).view(shape)
+        key, shape = entry["name"], torch.Size(entry["shape"])
+        masks[key] = torch.from_numpy(body.read_bits(entry["mask"], entry["kept"], shape.numel())).view(shape)
+        require(int(masks[key].sum()) == entry["kept"], f"{name} is damaged: a mask does not keep as many as it says.")
         if "signs" in entry:
-            signs[name] = torch.from_numpy(body.read_bits(entry["signs"], entry["changed"], entry["kept"]))
+            signs[key] = torch.from_numpy(body.read_bits(entry["signs"], entry["changed"], entry["kept"]))
     total = sum(entry["kept"] for entry in header["tensors"])
     redraws = torch.zeros(total, dtype=torch.int64)
     for place, size in enumerate(header["planes"]):
@@ -214,17 +213,17 @@ def decode_ticket(header: dict[str, Any], body: BodyReader) -> Ticket:
     state: dict[str, Tensor] = {}
     used = 0
     for entry in header["tensors"]:
-        name = entry["name"]
-        kept = masks[name].flatten().nonzero().flatten()
-        values = stream.weights_at(name, entry["fan_in"], kept, redraws[used : used + len(kept)])
-        if name in signs:
-            values = torch.where(signs[name], -values, values)
-        weight = torch.zeros(masks[name].numel(), dtype=getattr(torch, entry["dtype"]))
+        key = entry["name"]
+        kept = masks[key].flatten().nonzero().flatten()
+        values = stream.weights_at(key, entry["fan_in"], kept, redraws[used : used + len(kept)])
+        if key in signs:
+            values = torch.where(signs[key], -values, values)
+        weight = torch.zeros(masks[key].numel(), dtype=DTYPES[entry["dtype"]])
         weight[kept] = values.to(weight.dtype)
-        state[name] = weight.view(entry["shape"])
+        state[key] = weight.view(entry["shape"])
         used += len(kept)
     for entry in header["others"]:
-        dtype = getattr(torch, entry["dtype"])
+        dtype = DTYPES[entry["dtype"]]
         data = bytearray(body.read_bytes(torch.Size(entry["shape"]).numel() * dtype.itemsize))
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         state[entry["name"]] = flat.view(entry["shape"])

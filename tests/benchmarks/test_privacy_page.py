@@ -17,16 +17,19 @@ from pomona.lab.tables.rendering import layout_table
 ROOT = Path(__file__).parents[2]
 
 
-def test_code_on_the_page_runs():
+def test_code_on_the_page_runs(tmp_path, monkeypatch):
     pytest.importorskip("dp_accounting")
+    monkeypatch.chdir(tmp_path)
     pomona.privacy = privacy
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
     names: dict = {}
-    exec(code, names)
+    exec(first, names)
     step = names["step"]
     assert step.steps_taken == 20
     assert step.spent == pytest.approx(2, rel=1e-3)
     assert step.lost(19) == pytest.approx(0.5, abs=0.05)
+    exec(second, names)
+    assert [account.steps for account in names["ledger"].accounts.values()] == [20]
 
 
 def make_run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9) -> dict:

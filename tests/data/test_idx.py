@@ -62,6 +62,18 @@ def test_damaged_idx_files(tmp_path: Path, file: str, raw: bytes, message: str):
         load("mnist", root=tmp_path)
 
 
+def test_a_gzip_file_is_unpacked_no_further_than_its_first_bytes_announce(tmp_path: Path):
+    write_mnist(tmp_path / "mnist", zipped=True)
+    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    file.write_bytes(gzip.compress(to_idx(np.zeros((6, 5, 4), np.uint8)) + bytes(50_000_000)))
+    with pytest.raises(PomonaError, match="more than the 136 bytes that are read, expected a complete gzip file"):
+        load("mnist", root=tmp_path)
+    huge = b"\0\0\x08\x03" + np.array([2**16, 2**10, 2**7], ">u4").tobytes()  # 8 GiB
+    file.write_bytes(gzip.compress(huge + bytes(1000)))
+    with pytest.raises(PomonaError, match=r"1016 bytes, expected 8589934608 for \(65536, 1024, 128\)"):
+        load("mnist", root=tmp_path)
+
+
 def test_error_names_a_truncated_gzip(tmp_path: Path):
     write_mnist(tmp_path / "mnist", zipped=True)
     path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"

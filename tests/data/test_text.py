@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_text_in_words_and_in_parts(tmp_path: Path):
     (tmp_path / "text" / "ptb.valid.txt").unlink()
     with pytest.raises(PomonaError, match=r"valid.txt cannot be read"):
         load("text", root=tmp_path, unit="word", length=2)
+
+
+def test_a_long_word_takes_its_space_once(tmp_path: Path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "input.txt").write_text("a b c " * 2000 + "x" * 20_000_000)
+    tracemalloc.start()
+    try:
+        data = load("text", root=tmp_path, unit="word", length=2)
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000  # 480 GB as an array of texts
+    finally:
+        tracemalloc.stop()
+    assert data.vocab == 4
+    assert len(data.labels[3]) == 20_000_000
 
 
 def test_invalid_text_is_refused(tmp_path: Path):

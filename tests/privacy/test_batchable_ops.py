@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from private_training import make_data, make_network
 from torch import nn
 
-from pomona.privacy.batchable_ops import BatchableOps, PatchConvolution, extract_patches, lstm
+from pomona.privacy.batchable_ops import BatchableOps, PatchConvolution, extract_patches, recurrent_layers
 from pomona.privacy.per_example_gradients import compute_per_example_gradients
 
 
@@ -60,6 +60,8 @@ def test_lstm_equals_torch(layers, bidirectional, bias, batch_first):
         torch.randn(2, layers * (1 + bidirectional), 5 if batch_first else 6, 4).double(),
     )
     out, (h, c) = reference(x, tuple(state))
-    ours = lstm(x, tuple(state), list(reference._flat_weights), bias, layers, 0.0, True, bidirectional, batch_first)
+    ours = recurrent_layers(
+        "lstm", x, tuple(state), list(reference._flat_weights), bias, layers, 0.0, True, bidirectional, batch_first
+    )
     for one, other in zip(ours, (out, h, c), strict=True):
         assert torch.allclose(one, other)

@@ -180,7 +180,7 @@ def test_forged_files_are_refused(
         ({"name": "mlp", "widths": [10**12]}, "bytes, too few for a network with widths="),
         ({"name": "no_such_net"}, "unknown model 'no_such_net'"),
         ({"name": "lstm_lm", "hidden": "many"}, "hidden takes int"),
-        ({"name": ["lstm_lm"]}, "does not fit the model"),
+        ({"name": ["lstm_lm"]}, "unknown model"),
         ("lstm_lm", "does not fit the model"),
         (LANGUAGE, "does not fit the model"),
     ],

@@ -11,11 +11,11 @@ from typing import Any
 from pomona.errors import PomonaError, require, shorten
 from pomona.methods import METHODS
 from pomona.registry import Registry, parse_spec
-from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, reading
+from pomona.untrusted import MAX_TOML_BYTES, describe, parse_toml, read_bytes, reading
 
 from .learning_rates import LEARNING_RATES
 from .optimizers import OPTIMIZERS
-from .stored_text import CutRecipe, require_whole
+from .stored_text import require_whole
 
 MAX_KEY_PARTS = 8  # of a dotted key such as "method.pattern.block"
 # The registry of a section that names one spec.
@@ -101,9 +101,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return parse_toml(data.decode())
     except OSError as error:
         raise PomonaError(f"the recipe '{path}' cannot be read: {error.strerror}.") from error
-    except CutRecipe:
+    except PomonaError:
         raise
-    except PomonaError as error:
-        raise PomonaError(f"the recipe '{path}' cannot be read: {error}") from error
     except ValueError as error:
-        raise PomonaError(f"the recipe '{path}' is not valid TOML: {error}.") from error
+        raise PomonaError(f"the recipe '{path}' is not valid TOML: {describe(error)}.") from error

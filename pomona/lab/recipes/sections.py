@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from pomona import models
 from pomona.compressors import COMPRESSORS
 from pomona.data import AUGMENTS, SOURCES
@@ -83,18 +80,7 @@ def validate_model(name: str, options: str) -> None:
     The model is built on the meta device, which takes no memory. The result is cached because a result table has
     hundreds of recipes.
     """
-    with torch.device("meta"), _SkipInitialization():
-        models.info(name).constructor(**json.loads(options))
-
-
-class _SkipInitialization(TorchFunctionMode):
-    """Skip weight initialization: meta tensors have no values, and torch would load its compiler to find that out."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        in_init = getattr(func, "__module__", None) == "torch.nn.init"  # within these functions the mode is off
-        initializes = in_init or func in (torch.Tensor.normal_, torch.Tensor.uniform_)
-        return next(iter([*args, *kwargs.values()])) if initializes else func(*args, **kwargs)
+    models.build_on_meta(name, **json.loads(options))
 
 
 def parse_method(given: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pomona import models
@@ -26,13 +25,7 @@ def load_model(file: Path) -> nn.Module:
     with reading(f"the model '{file}'"):
         _, tensors = read_tensors(file)
         require_plausible_options(file, options, sum(tensor.nbytes for tensor in tensors.values()))
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in models.build(**options).state_dict().items()}
-        fits = shapes == {name: tensor.shape for name, tensor in tensors.items()}
-        require(fits, f"the model '{file}' has tensors of other names or shapes than its network.")
-        model = models.build(**options)
-        model.load_state_dict(tensors)
-        return model
+        return models.build_for_state(f"the model '{file}'", options, tensors)
 
 
 def read_input_shape(file: Path) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pomona.core.carried_state import without_states
+from pomona.errors import require, shorten
 from pomona.methods._mask_holder import MaskHolder
+from pomona.untrusted import reading
 
 from ..recipes.recipe import Recipe
 from .folder import require_same_recipe, require_same_tensors
@@ -55,6 +58,13 @@ def optimizer_state(run: Run) -> dict[str, Any]:
 
 def restore_state(run: Run, state: dict[str, Any]) -> None:
     """Continue a run from the state of a checkpoint; raise PomonaError if it is of another model or recipe."""
+    with reading(f"the checkpoint in '{run.folder}'", "start the run again in another folder"):
+        _restore_state(run, state)
+
+
+def _restore_state(run: Run, state: dict[str, Any]) -> None:
+    """Continue a run from a state that may still be anything."""
+    validate_state(run, state)
     require_same_tensors(state["model"], run.model.state_dict(), run.folder)
     require_same_recipe(run.recipe, Recipe.load_stored(state["recipe"]), run.folder)
     run.begin_stage(state["stage"], resumed=True)
@@ -69,6 +79,28 @@ def restore_state(run: Run, state: dict[str, Any]) -> None:
     run.previous_seconds, run.metrics_size = state["seconds"], state["metrics"]
     _restore_random_state(run, state)
     run.strategy.load_state_dict(state)
+
+
+def validate_state(run: Run, state: dict[str, Any]) -> None:
+    """Raise PomonaError unless the numbers of a state are possible for a run."""
+    valid = {
+        "stage": type(state["stage"]) is int and 0 <= state["stage"] < len(run.stages),
+        "step": type(state["step"]) is int and 0 <= state["step"] <= run.total_steps,
+        "loss": type(state["loss"]) in (int, float) or isinstance(state["loss"], torch.Tensor),
+        "updates": type(state["updates"]) is int and state["updates"] >= 0,
+        "seconds": type(state["seconds"]) in (int, float) and 0 <= state["seconds"] < math.inf,
+        "metrics": type(state["metrics"]) is int and state["metrics"] >= 0,
+        "results": isinstance(state["results"], list) and all(isinstance(one, dict) for one in state["results"]),
+        "rewind": is_state(state["rewind"]),
+        "model": is_state(state["model"]),
+    }
+    wrong = [f"{key} = {shorten(state[key])}" for key, is_valid in valid.items() if not is_valid]
+    require(not wrong, f"the checkpoint in '{run.folder}' is damaged: it has {', '.join(wrong[:3])}.")
+
+
+def is_state(value: Any) -> bool:
+    """Return whether a value has tensors by name, as the state dict of a model."""
+    return isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ from .distillation import load_teacher
 from .distributed import DistributedContext, joined_processes
 from .environment import describe_environment
 from .evaluate import autocast, cross_entropy
-from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, refuse_used_folder
+from .folder import MASKS_FILE, METRICS_FILE, MODEL_FILE, TRACKING_FOLDER, FolderInUse, refuse_used_folder
 from .interruption import Interrupted
 from .numerical_safety import refuse_loss, refuse_weights
 from .recorder import NoteCallback, ProgressListener, Recorder
@@ -183,6 +183,8 @@ class Run(TrainingRunView):
         """Start the run's folder, or continue from the checkpoint in it."""
         if resume:
             self.recorder.lock_folder()  # before it is read: no other process may write a checkpoint meanwhile
+            if self.processes.is_first and self.strategy.read_finished_run(self.folder) is not None:
+                raise FolderInUse(f"another process has trained in '{self.folder}' meanwhile: repeat the command.")
         continues = resume and checkpoint.exists(self.folder)
         if not continues:
             self.begin_stage(0)  # refuses what does not work before there is a folder

@@ -15,8 +15,9 @@ from pomona import models
 from pomona.errors import require
 
 from ..recipes.recipe import Recipe
+from ..recipes.stored_text import is_whole
 from . import loops
-from .folder import RECIPE_FILE, require_same_recipe
+from .folder import RECIPE_FILE, read_finished_run, require_same_recipe
 from .recorder import AllowedOutputs
 from .stages import Stage, make_stages
 
@@ -48,6 +49,11 @@ class TrainingStrategy:
     def require_same_recipe(self, folder: Path) -> None:
         """Raise PomonaError unless the run in a folder was started with the settings of this one."""
         require_same_recipe(self.recipe, Recipe.load_stored(folder / RECIPE_FILE), folder)
+
+    def read_finished_run(self, folder: Path) -> dict[str, Any] | None:
+        """Return the summary of this run in a folder; None unless it is complete, with its recipe."""
+        whole = is_whole(folder / RECIPE_FILE)
+        return read_finished_run(folder, self.recipe, self.fingerprint()) if whole else None
 
     def validate_run(self, run: Run) -> None:
         """Raise PomonaError unless the run's data and model can be trained this way. Nothing is written before."""

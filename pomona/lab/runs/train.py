@@ -14,7 +14,7 @@ from ..recipes.stored_text import is_whole
 from . import checkpoint
 from .concurrency import SHARED_STATE_LOCK, isolated_random_state
 from .distributed import joined_processes
-from .folder import RECIPE_FILE, read_finished_run, refuse_used_folder
+from .folder import RECIPE_FILE, refuse_used_folder
 from .interruption import catch_stop_signals
 from .recorder import NoteCallback, ProgressListener
 from .run import Run, prepared_run
@@ -83,7 +83,7 @@ def validate_folder(recipe: Recipe | TrainingStrategy, folder: Path, resume: boo
     if not is_whole(folder / RECIPE_FILE):  # its checkpoint has the settings too, and the run writes the file again
         return None
     strategy.require_same_recipe(folder)
-    return read_finished_run(folder, strategy.recipe, strategy.fingerprint())
+    return strategy.read_finished_run(folder)
 
 
 def is_begun(folder: Path) -> bool:

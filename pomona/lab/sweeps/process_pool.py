@@ -29,6 +29,7 @@ CONTEXT: Any = get_context("forkserver" if "forkserver" in get_all_start_methods
 CONTEXT.set_forkserver_preload([__name__, "torch._dynamo", "sklearn.datasets"])  # modules that every run imports late
 
 POLL_SECONDS = 0.2  # how often the pool looks for Ctrl-C while it waits for results
+START_ATTEMPTS = 10  # how often a process is started before the error counts
 EXIT_SECONDS = 5  # how long a terminated worker may take before it is killed
 ORPHAN_SECONDS = 60  # how long a worker whose parent was killed may take to write its checkpoint
 
@@ -40,10 +41,7 @@ class Worker:
         self.place = place  # among the workers of the pool; the one that replaces a dead worker takes its place
         self.pipe, other_end = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=serve_jobs, args=(other_end, stop, gpu), daemon=True)
-        try:
-            self.process.start()
-        except (EOFError, OSError):  # the fork server was killed: the next start brings another
-            self.process.start()
+        start_process(self.process)
         other_end.close()  # so that the pipe closes when the process ends
         self.index: int | None = None  # of the job under way
 
@@ -59,6 +57,18 @@ class Worker:
         self.process.terminate()
         self.process.join(EXIT_SECONDS)
         self.process.kill()
+
+
+def start_process(process: Any) -> None:
+    """Start a process. Where the fork server was killed, multiprocessing starts another once its end is known."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            process.start()
+            return
+        except (EOFError, OSError):
+            if attempt == START_ATTEMPTS - 1:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
 def serve_jobs(pipe: connection.Connection, stop: Any, gpu: str | None = None) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +152,29 @@ def test_a_damaged_image_ends_a_run_that_goes_on_once_it_is_replaced(undisturbed
     bad.write_bytes(intact)
     train(streamed_recipe(checkpoint_steps=1), tmp_path / "run", resume=True, data_dir=images)
     assert have_same_weights(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the test finds processes in /proc")
+def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path):
+    (tmp_path / "recipe.toml").write_text(streamed_recipe(epochs=8, ema=0.9, eval_every=8, norms=False).to_toml())
+
+    def command(run: str) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        train = ["-m", "pomona", "train", str(tmp_path / "recipe.toml"), "--auto-resume", "--data-dir", str(folder)]
+        return [*torchrun, "--max-restarts", "2", *train, "--json", "--out", str(tmp_path / run)]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command("whole"), check=True, env=environment, capture_output=True, timeout=300)
+    with subprocess.Popen(command("killed"), env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "killed" / "checkpoint").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert not (tmp_path / "killed" / "summary.json").exists()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors.decode()
+    assert b"exitcode: -9" in errors
+    assert have_same_weights(tmp_path / "killed", tmp_path / "whole")

@@ -73,14 +73,14 @@ def test_a_killed_fork_server_is_started_again(tmp_path):
 
 
 def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_asked_again(tmp_path, monkeypatch):
-    start, errors = process_pool.CONTEXT.Process.start, [EOFError("unexpected EOF")]
+    start, errors = process_pool.CONTEXT.Process.start, [ConnectionRefusedError(), EOFError("unexpected EOF")]
 
-    def fail_once(process):
+    def fail_twice(process):
         if errors:
             raise errors.pop()
         start(process)
 
-    monkeypatch.setattr(process_pool.CONTEXT.Process, "start", fail_once)
+    monkeypatch.setattr(process_pool.CONTEXT.Process, "start", fail_twice)
     job = Job(Recipe.load(SMALL_RECIPE), tmp_path / "run")
     assert "error" not in dict(train_in_processes([job], 1, note=lambda text: None))[0]
 
