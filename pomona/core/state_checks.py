@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import require, shorten
-from ..sharding import local_part
+from ..sharding import whole
 
 if TYPE_CHECKING:
     from .history import UpdateHistory
@@ -43,7 +43,8 @@ def require_valid(pruner: Pruner, state: Mapping[str, Any], history: UpdateHisto
         for slot in every_slot:
             if getattr(slot, field) is not None:
                 require_finite(key, slot, find_tensor(state, key, slot))
-    kept = [local_part(find_tensor(state, "masks", slot)).any() for slot in pruner.slots]
+    # Of sharded weights a rank may keep none, and all ranks must come to the same result.
+    kept = [whole(find_tensor(state, "masks", slot).any()) for slot in pruner.slots]
     require(
         bool(torch.stack([one.cpu() for one in kept]).any()), "the pruner's state is damaged: its masks keep no weight."
     )
@@ -105,7 +106,7 @@ def require_integers(name: str, slot: Slot, stored: Tensor, limit: int) -> None:
     """Raise PomonaError unless a tensor has a whole number from 0 to a limit for each weight of a slot."""
     fits = stored.dtype in INTEGERS and stored.shape == slot.parameter.shape
     require(
-        fits and bool(((local_part(stored) >= 0) & (local_part(stored) <= limit)).all()),
+        fits and bool(whole(((stored >= 0) & (stored <= limit)).all())),
         f"the pruner's state is damaged: the {name} of {slot.name} are not numbers of steps from 0 to {limit}.",
     )
 
@@ -113,6 +114,6 @@ def require_integers(name: str, slot: Slot, stored: Tensor, limit: int) -> None:
 def require_finite(name: str, slot: Slot, stored: Tensor) -> None:
     """Raise PomonaError unless all values of a tensor are finite."""
     require(
-        stored.is_floating_point() and bool(local_part(stored).isfinite().all()),
+        stored.is_floating_point() and bool(whole(stored.isfinite().all())),
         f"the pruner's state is damaged: its {name} of {slot.name} are not finite numbers; go back to an earlier one.",
     )

@@ -56,6 +56,15 @@ def test_random_draws_train_like_one_process(worlds: Worlds, number: int) -> Non
     require_like_one_process(worlds, make_draw(number, seed=1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", ["dpf(every=2, sparsity=0.7, include=['2.weight'])", "iterand(include=['2.weight'])"]
+)
+def test_ranks_without_a_row_train_and_resume(worlds: Worlds, method: str) -> None:
+    """Six rows on four ranks leave the last without any."""
+    require_like_one_process(worlds, Draw(0, method, "sgd", "convolution", "fsdp", 2, 3, 4, False))
+
+
 def shard(model: nn.Module, size: int | None = None) -> nn.Module:
     """Return a model sharded by FSDP2, on a mesh of `size` groups of copies where one is given."""
     world = distributed.get_world_size()
