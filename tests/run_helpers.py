@@ -131,7 +131,7 @@ if other:
 """
 
 
-def run_in_two_processes(statement: str, timeout: float = 60) -> None:
+def run_in_two_processes(statement: str, timeout: float = 240) -> None:
     """Run a statement in two processes with the environment of torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -74,8 +74,8 @@ class Subject:
         if self.kind == "training":
             return TrainingStrategy(Recipe.load({"name": self.name, **PLAIN[self.name]}))
         share = 0.01 if self.name == "gip" else 0.0
-        budget = Budget(8.0, 1e-5, ROWS, BATCH, STEPS, share, 1.0, 0.0273 if share else 0.0, ((6, 4.0), (STEPS, 8.0)))
-        section = {"method": self.name, "epsilon": 8.0, "keep": 0.5, "budget": budget.to_dict()}
+        budget = Budget(8.0, 1e-5, ROWS, BATCH, STEPS, share, 1.0, 0.0273 if share else 0.0, ((STEPS, 8.0),))
+        section = {"method": self.name, "epsilon": 8.0, "keep": 0.5, "secure": False, "budget": budget.to_dict()}
         return PrivateStrategy(PrivateRecipe.load({"name": self.name, **PRIVATE, "private": section}))
 
     def sweep(self, folder: Path, note: Notes) -> None:

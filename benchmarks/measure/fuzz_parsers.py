@@ -115,6 +115,7 @@ VALUES = (
 
 def make_parsers(folder: Path) -> list[Parser]:
     """Return all parsers; `folder` is for the valid files that are mutated."""
+    torch.manual_seed(0)
     run = folder / "run"
     train(Recipe.load({**recipe_settings(), "train": {"epochs": 1, "batch_size": 512, "device": "cpu"}}), run)
     return [
@@ -247,14 +248,14 @@ def make_model_parsers(folder: Path, run: Path) -> list[Parser]:
             parameter[torch.rand_like(parameter) < 0.9] = 0
     packed = []
     for number, (model, options) in enumerate(
-        ((network, {}), (network, {"encoding": "csr"}), (pm.compress(network), {}))
+        ((network, {}), (network, {"encoding": "csr"}), (pm.compress(network, policy="all", patience=0.01), {}))
     ):
         files.save(
             model, folder / f"{number}.safetensors", {"name": "mlp", "hidden": [32], "in_features": 64}, **options
         )
         packed.append((folder / f"{number}.safetensors").read_bytes())
     hub.save_pretrained(network, folder / "hub", architecture={"name": "mlp", "hidden": [32], "in_features": 64})
-    hub_files = {path.name: path.read_bytes() for path in (folder / "hub").iterdir()}
+    hub_files = {path.name: path.read_bytes() for path in sorted((folder / "hub").iterdir())}
     masks = encode_masks({name: parameter != 0 for name, parameter in network.named_parameters()})
     trained = (run / "model.safetensors").read_bytes()
 
@@ -281,7 +282,7 @@ def make_model_parsers(folder: Path, run: Path) -> list[Parser]:
 def split_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the metadata and the tensors of a valid safetensors file."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header.get("__metadata__", {}), dict(decode_tensors(data))
+    return header.get("__metadata__", {}), dict(sorted(decode_tensors(data).items()))
 
 
 def draw_safetensors(draw: random.Random, data: bytes) -> bytes:

@@ -40,7 +40,7 @@ def make_state_parsers(folder: Path) -> Iterator[Parser]:
 
     def load_state(value: tuple[int, Any], _: Path) -> None:
         number, state = value
-        model, optimizer, _, pruner = cases[number]
+        model, optimizer, _, pruner, _ = cases[number]
         before = snapshot(model, pruner)
         try:
             pruner.load_state_dict(state)
@@ -54,13 +54,14 @@ def make_state_parsers(folder: Path) -> Iterator[Parser]:
         number, state = value
         torch.manual_seed(0)
         model = make_model()
+        model.load_state_dict(cases[number][4])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer.param_groups[0]["pomona"] = state
         list(METHODS.values())[number]().attach(model, optimizer, total_steps=STEPS)
 
     valid = [(number, case[2]) for number, case in enumerate(cases)]
     yield Parser("pruner state", 10, valid, draw_state, load_state)
-    yield Parser("waiting state", 4, [], draw_state, attach_state)
+    yield Parser("waiting state", 4, valid, draw_state, attach_state)
     yield make_checkpoint_parser(folder)
 
 
@@ -71,15 +72,15 @@ def make_model() -> torch.nn.Module:
     )
 
 
-def prepare(make: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any], Any]:
-    """Return a model, its optimizer, a state of its pruner, and the pruner, after some steps."""
+def prepare(make: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any], Any, dict[str, Any]]:
+    """Return a model, its optimizer, a state of its pruner, the pruner, and a state of the model, after some steps."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     pruner = make().attach(model, optimizer, total_steps=STEPS)
     for _ in range(3):
         step(model, optimizer)
-    return model, optimizer, copy.deepcopy(pruner.state_dict()), pruner
+    return model, optimizer, copy.deepcopy(pruner.state_dict()), pruner, copy.deepcopy(model.state_dict())
 
 
 def step(model: Any, optimizer: Any) -> None:
@@ -125,7 +126,7 @@ def make_checkpoint_parser(folder: Path) -> Parser:
     with contextlib.suppress(Interrupted):
         train(recipe, folder, stop=lambda: next(taken) == 3)
     valid = checkpoint.load(folder)
-    files = {path.name: path.read_bytes() for path in (folder / checkpoint.CURRENT_FOLDER).iterdir()}
+    files = {path.name: path.read_bytes() for path in sorted((folder / checkpoint.CURRENT_FOLDER).iterdir())}
     context = prepared_run(as_strategy(recipe), None)
     run = context.__enter__()
 

@@ -56,7 +56,7 @@ def create_environment(folder: Path, versions: dict[str, str]) -> Path:
     ).strip()
     Path(place, "present.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pinned = [f"{name}=={version}" for name, version in versions.items()]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *pinned], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *pinned], check=True)
     return python
 
 

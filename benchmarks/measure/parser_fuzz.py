@@ -4,13 +4,15 @@
 
 A failure is an exception that is no PomonaError, a message that is not one printable line, an input that takes longer
 than `SECONDS` or grows the process by more than `MEMORY` bytes, and a crash. Inputs run in forked processes, so that a
-crash or an endless loop is counted and the next input follows. The inputs of a seed are always the same.
+crash or an endless loop is counted and the next input follows. The inputs of a seed are always the same,
+but for the times that the files of a run hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -121,7 +123,7 @@ def fuzz(count: int, seed: int = 0, workers: int = 2, only: Sequence[str] = ()) 
 def run_chunks(
     chunks: collections.deque[tuple[Parser, int, int]], seed: int, workers: int, folder: Path, report: FuzzReport
 ) -> None:
-    """Run chunks of inputs in forked processes; a chunk whose process ends early goes on behind the failed input."""
+    """Run chunks of inputs in forked processes; a chunk whose process ends early goes on in another."""
     running: list[Worker] = []
     try:
         while chunks or running:
@@ -181,8 +183,9 @@ def start_worker(parser: Parser, start: int, stop: int, seed: int, folder: Path)
 
 
 def run_inputs(parser: Parser, start: int, stop: int, seed: int, folder: Path, sender: Connection) -> None:
-    """Run some inputs of a parser in this process, and send what becomes of each."""
+    """Run some inputs of a parser in this process, up to the first that fails, and send what becomes of each."""
     torch.set_num_threads(1)
+    faulthandler.disable()  # a crash is counted, not printed
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESS_SPACE, size + ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -191,7 +194,10 @@ def run_inputs(parser: Parser, start: int, stop: int, seed: int, folder: Path, s
     os.dup2(null, 2)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for index in range(start, stop):
-            sender.send(run_input(parser, index, seed, Path(scratch)))
+            result = run_input(parser, index, seed, Path(scratch))
+            sender.send(result)
+            if result[0] == "failed":
+                break  # what follows begins in a new process
     sender.close()
     os._exit(0)
 

@@ -32,8 +32,8 @@ def training_group(model: nn.Module) -> ProcessGroup | None:
     mesh = sharding_mesh(model.parameters())
     if mesh is not None and mesh.ndim > 1:
         return world_group()
-    wrapped = isinstance(model, DistributedDataParallel)
-    group = mesh.get_group() if mesh is not None else model.process_group if wrapped else None
+    group: Any = model.process_group if isinstance(model, DistributedDataParallel) else None
+    group = mesh.get_group() if mesh is not None else group
     return group if group is not None and group.size() > 1 else None
 
 

@@ -24,6 +24,7 @@ from .method import TrainingProgress
 if TYPE_CHECKING:
     from .fused.flat_buffers import FlatBuffers
 
+MAX_COPIED_WEIGHTS = 1 << 22  # up to which an update on a CPU is measured at once; larger models layer by layer
 MAX_ENTRIES = 10_000  # of a history; with one more, every second entry of the older half is dropped
 COLUMNS = {"step": int, "sparsity": float, "delta": float, "flips": int, "iou": float}  # the figures of an entry
 
@@ -142,7 +143,7 @@ def count_changes(mask: Tensor, before: Tensor) -> tuple[int, int, int]:
 def weight_norms(buffers: FlatBuffers) -> tuple[Tensor, Tensor]:
     """Return ‖w − w̃‖ and ‖w‖ over the targets."""
     flat = buffers.latent if buffers.weight is None else buffers.weight
-    if flat is not None and buffers.projection_is_mask:
+    if flat is not None and buffers.projection_is_mask and (flat.is_cuda or buffers.count <= MAX_COPIED_WEIGHTS):
         dense = flat[: buffers.count]
         return norm(fill_pruned(dense, ~buffers.target_mask, 0)), norm(dense)
     losses = []

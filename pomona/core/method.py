@@ -80,7 +80,9 @@ class Targets:
     def whole_layer(self, name: str) -> Targets:
         """Return these targets with one layer only, gathered from the ranks among which it is divided."""
         fields = ("latent", "masks", "grads", "momentum")
-        layer = {field: {name: whole(found[name])} for field in fields if name in (found := getattr(self, field))}
+        layer: dict[str, Any] = {
+            field: {name: whole(found[name])} for field in fields if name in (found := getattr(self, field))
+        }
         return replace(self, **layer)
 
 

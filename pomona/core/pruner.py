@@ -21,6 +21,7 @@ from . import batch_norm, carried_state, distributed, history
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
+from .history import UpdateHistory
 from .mask_table import mask_table
 from .method import Masks
 from .pruned_training import NOT_ATTACHED, PrunedTraining
@@ -249,7 +250,7 @@ class Pruner(PrunedTraining):
         """How many mask updates there were; of more than 10,000 the history has dropped some early ones."""
         return self._history.count
 
-    def replace_history(self, entries: history.UpdateHistory) -> None:
+    def replace_history(self, entries: UpdateHistory) -> None:
         """Replace the history by that of a saved state."""
         self._history = entries
 

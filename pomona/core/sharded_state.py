@@ -10,7 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..errors import PomonaError
+from .history import COLUMNS
 
 PLAIN_KEY = "plain"
 TENSOR_KEYS = ("masks", "latents", "flipped", "seen", "drawn", "gauges")
@@ -19,6 +23,8 @@ TENSOR_KEYS = ("masks", "latents", "flipped", "seen", "drawn", "gauges")
 def pack_sharded(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with its plain values in one text."""
     plain = {key: value for key, value in state.items() if key not in TENSOR_KEYS}
+    columns = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in state["history"].items()}
+    plain["history"] = columns
     return {PLAIN_KEY: json.dumps(plain), **{key: dict(state[key]) for key in TENSOR_KEYS if key in state}}
 
 
@@ -28,10 +34,21 @@ def unpack_sharded(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     try:
         plain = json.loads(state[PLAIN_KEY])
-    except (TypeError, ValueError) as error:
-        raise PomonaError(f"the pruner's state is damaged: '{PLAIN_KEY}' is not JSON ({error}).") from error
+        plain["history"] = read_columns(plain["history"], len(plain["shapes"]))
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise PomonaError(
+            f"the pruner's state is damaged: '{PLAIN_KEY}' cannot be read ({error}): use an earlier one."
+        ) from error
     tensors = {key: dict(state.get(key, {})) for key in TENSOR_KEYS if key in state}
     empty: dict[str, Any] = {
         key: {} for key in ("masks", "latents", "flipped") if key not in state
     }  # a checkpoint drops empty ones
     return {**plain, **empty, **tensors}
+
+
+def read_columns(columns: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the columns of a history as tensors, from lists of their numbers."""
+    kinds = {int: torch.int64, float: torch.float64}
+    read = {key: torch.tensor(columns[key], dtype=kinds[kind]) for key, kind in COLUMNS.items()}
+    sparsities = torch.tensor(columns["layers"], dtype=torch.float64).view(len(read["step"]), layers)
+    return {"count": columns["count"], **read, "layers": sparsities}

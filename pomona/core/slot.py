@@ -270,7 +270,8 @@ class Slot:
             apply_mask(values, mask, out)
         elif self.is_sharded and self.method.fused_projection is None:  # it may read the whole tensor
             with whole_reads():
-                self.method.project(*map(self.place, (values, mask, out)), self.place_calibration())
+                placed = self.place(values), self.place(mask), self.place(out)
+                self.method.project(*placed, self.place_calibration())
         else:
             self.method.project(values, mask, out, self.calibration)
 

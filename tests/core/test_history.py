@@ -324,3 +324,19 @@ def test_a_saved_history_is_compact() -> None:
     buffer = io.BytesIO()
     torch.save(columns, buffer)
     assert buffer.tell() < 1000 * (54 + 5) * 8 + 10_000
+
+
+def test_a_large_model_is_measured_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_deltas() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = pm.DPF(sparsity=0.5, every=1, printed=True).attach(model, optimizer, total_steps=5)
+        model(torch.ones(4, 30)).sum().backward()
+        optimizer.step()
+        return [entry["delta"] for entry in pruner.history]
+
+    at_once = find_deltas()
+    monkeypatch.setattr(history, "MAX_COPIED_WEIGHTS", 1)
+    assert find_deltas() == pytest.approx(at_once, rel=1e-6)
+    assert at_once[-1] > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -269,3 +271,34 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_to_nearly_the_same_crop(tmp_path:
 def test_a_stream_is_a_kind_of_batches(folder: Path):
     assert isinstance(load_stream(folder).batches(4), StreamedBatches)
     assert type(load("imagefolder", root=folder, size=16).batches(4)) is Batches
+
+
+ORPHANING_SCRIPT = """
+import os, sys
+from pomona.data import load
+batches = load("imagefolder", root=sys.argv[1], size=16, stream=True, workers=3).batches(2).epoch(0)
+next(batches)
+print(*batches.gi_yieldfrom.gi_frame.f_locals["pool"].workers, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not worker_pool.HAS_FORK, reason="workers are threads here")
+def test_workers_end_with_a_process_that_is_killed(folder: Path):
+    command = [sys.executable, "-c", ORPHANING_SCRIPT, str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 3
+    deadline = time.monotonic() + 20
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process exists and is not a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -72,10 +72,12 @@ class FlatBuffers:
         slots = [slot for slot in self.slots if getattr(slot, field) is not None]
         if not slots:
             return None
-        tensors = [getattr(slot, field) for slot in slots]
-        buffer = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        first, count = getattr(slots[0], field), sum(getattr(slot, field).numel() for slot in slots)
+        buffer = torch.empty(count, dtype=first.dtype, device=first.device)
+        del first  # so that each tensor is freed once it is copied
         offset = 0
-        for slot, tensor in zip(slots, tensors, strict=True):
+        for slot in slots:
+            tensor = getattr(slot, field)
             like = slot.values if tensor.shape == slot.values.shape else tensor
             view = buffer.as_strided(tensor.shape, dense_strides(like), offset)
             setattr(slot, field, view.copy_(tensor))

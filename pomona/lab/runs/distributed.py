@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pomona.core.distributed import require_same_options, world_group
 from pomona.errors import require
 
+from .fresh_store import open_fresh_store
+
 
 @dataclass(frozen=True)
 class DistributedContext:
@@ -96,7 +98,9 @@ def joined_processes(device: str) -> Iterator[tuple[DistributedContext, torch.de
     if processes.world_size > 1 and not distributed.is_initialized():
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        store, rank, world_size = open_fresh_store()
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         atexit.register(close_process_group)
     yield processes, place
 

@@ -162,7 +162,7 @@ class SlurmCarrier:
         """
         reason = f"Slurm ended its job {ended.job_id} ({ended.state})"
         if (job := self.earlier.get(ended.job_id)) is not None:
-            return RemoteResult(read_finished_run(job.folder, job.recipe)), reason
+            return RemoteResult(read_finished_run(job.folder, job.recipe, job.recipe.fingerprint())), reason
         try:
             return ended.result(), "Slurm told its job to stop"
         except self.submitit.core.utils.FailedJobError as error:  # a run reports its errors; this one is around it

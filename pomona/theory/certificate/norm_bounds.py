@@ -148,7 +148,7 @@ class NormPropagation:
                 (dense_norm, value.pruned_spread, value.pruned),
             )
         )
-        result = PairedValue(results[0], results[1], *spreads, gap * (1 + ROUNDING)).with_capped_gap()
+        result = PairedValue(results[0], results[1], spreads[0], spreads[1], gap * (1 + ROUNDING)).with_capped_gap()
         self.layers.append(Layer(layer_name(step), dense_norm, pruned_norm, removed_norm, result.gap))
         return result
 

@@ -190,7 +190,7 @@ def test_a_file_on_a_folder_that_became_read_only_is_refused_with_one_sentence(t
     def refuse(*args, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(durable_files, "write_file", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)  # a file system that is read-only refuses this too
     with pytest.raises(PomonaError, match="cannot be written: Read-only file system"):
         durable_files.replace_file(tmp_path / "file", b"")

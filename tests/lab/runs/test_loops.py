@@ -74,6 +74,7 @@ def test_an_eager_loop_cannot_run_concurrently():
         options=one.train,
         device=torch.device("cuda"),
         processes=DistributedContext(),
+        batches=None,
         model=torch.nn.Linear(1, 1),
         networks=[],
         stage_steps=1,

@@ -22,11 +22,14 @@ from run_helpers import (
     untimed_metrics,
 )
 
+from pomona.data import load
 from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.recipes import bundled
 from pomona.lab.recipes.private_recipe import PrivateRecipe
+from pomona.lab.runs.evaluate import measure
 from pomona.lab.runs.loops import capture_obstacle
+from pomona.lab.runs.model_file import load_model
 from pomona.lab.runs.private import PrivateStrategy
 from pomona.lab.runs.run import prepared_run
 from pomona.lab.runs.strategy import TrainingStrategy
@@ -178,3 +181,15 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on_bit_for_bit(folder:
     assert run.returncode == 0, errors.decode()
     assert b"exitcode: -9" in errors
     assert have_same_weights(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_the_model_that_they_store(folder: Path, tmp_path: Path):
+    recipe = streamed_recipe(reestimate=0, epochs=1)
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    statement = f"train(Recipe.load('{tmp_path}/recipe.toml'), '{tmp_path}/pair', data_dir='{folder}')"
+    run_in_two_processes(statement, timeout=300)
+    model = load_model(tmp_path / "pair" / "model.safetensors")
+    batches = load(root=folder, **FOLDER_OPTIONS).batches(6, part="test")
+    stored = read_metrics(tmp_path / "pair", "epoch")[-1]["test_loss"]
+    assert stored == pytest.approx(measure(model, batches.evaluate())["loss"], rel=1e-5)
