@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pomona.errors import require
+
 from .application import CommandGroup, app
 from .options import RUNS, AutoResume, DataDir, DryRun, Json, Resume, RunFolder, RunName, Settings, Track
 from .output import facts_table, print_json, print_note, print_table
@@ -163,9 +165,10 @@ def ledger(
     from pomona.privacy.ledger import find_ledgers, ledger_folder, summarize
 
     ledgers = find_ledgers(ledger_folder(), dataset)
-    if (limit is not None or end is not None) and dataset is not None:
-        ledgers = [one for one in ledgers if one.name == dataset or len(ledgers) == 1]
-        chosen = ledgers[0] if ledgers else open_ledger(dataset, data_dir)
+    if limit is not None or end is not None:
+        require(dataset is not None, "--limit and --end are for one data set: name it.")
+        require(len(ledgers) < 2, f"{len(ledgers)} data sets are called '{dataset}': name one by its digest.")
+        chosen = ledgers[0] if ledgers else open_ledger(str(dataset), data_dir)
         if end is not None:
             chosen.end(end)
         if limit is not None:
@@ -175,9 +178,10 @@ def ledger(
     if as_json:
         print_json(found)
     elif not found:
-        print(f"nothing was spent on {'any data set' if dataset is None else dataset!r} ({ledger_folder()})")
+        print(f"nothing was spent on {'any data set' if dataset is None else repr(dataset)} ({ledger_folder()})")
     for one in [] if as_json else found:
         print_table(ledger_table(one))
+        print(describe_total(one))
 
 
 def ledger_table(found: Mapping[str, Any]) -> Table:
@@ -187,8 +191,13 @@ def ledger_table(found: Mapping[str, Any]) -> Table:
     for run in found["runs"]:
         numbers = f"{run['steps']:,}", f"{run['planned']:,}", f"{run['rate']:.4g}", f"{run['sigma']:.4g}"
         grid.add_row(run["run"][:8], run["name"], run["started"][:16], *numbers, f"{run['epsilon']:.4g}")
-    limit = "" if found["limit"] is None else f" of {found['limit'][0]:g} at δ = {found['limit'][1]:g}"
-    grid.caption = f"all runs together: ε = {found['epsilon']:.4g}{limit}"
-    if found["not_private"]:
-        grid.caption += f"; besides, {found['not_private']} runs with a seed, which are not private and not counted"
     return grid
+
+
+def describe_total(found: Mapping[str, Any]) -> str:
+    """Return what was spent on a data set as a sentence."""
+    limit = "" if found["limit"] is None else f" of {found['limit'][0]:g} at δ = {found['limit'][1]:g}"
+    total = f"all runs together: ε = {found['epsilon']:.4g}{limit}"
+    if not found["not_private"]:
+        return total
+    return f"{total}; besides, {found['not_private']} runs with a seed, which are not private and not counted"

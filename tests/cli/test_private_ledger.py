@@ -1,0 +1,54 @@
+"""`pomona private ledger`: empty, limited before the first run, runs that are given up, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pomona.cli import main
+from pomona.privacy import Budget, Ledger
+from pomona.privacy.ledger import ledger_folder
+
+BUDGET = Budget(8.0, 1e-5, 1347, 400, 12, 0.0, 1.0, 0.0, ((12, 8.0),))
+
+
+def test_empty_ledger_says_so(capsys):
+    assert main(["private", "ledger"]) == 0
+    assert "nothing was spent on any data set" in capsys.readouterr().out
+    assert main(["private", "ledger", "digits", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_limit_is_set_before_the_first_run(capsys):
+    pytest.importorskip("dp_accounting")
+    assert main(["private", "ledger", "digits", "--limit", "3", "--delta", "1e-6"]) == 0
+    assert "all runs together: ε = 0 of 3 at δ = 1e-06" in capsys.readouterr().out
+    assert main(["private", "ledger", "digits", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["limit"], found["delta"], found["runs"]) == ([3.0, 1e-6], 1e-6, [])
+
+
+def test_runs_are_shown_and_given_up(capsys):
+    pytest.importorskip("dp_accounting")
+    ledger = Ledger(ledger_folder(), "ab" * 16, name="toy", run_name="first")
+    ledger.admit("cd" * 16, BUDGET, secure=True)
+    ledger.record("cd" * 16, 1, "w", "s")
+    assert main(["private", "ledger", "abab"]) == 0
+    out = capsys.readouterr().out
+    assert "toy (abababab)" in out
+    assert "cdcdcdcd" in out
+    assert main(["private", "ledger", "toy", "--end", "cdc", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["runs"][0]["steps"], found["runs"][0]["ended"]) == (1, True)
+    assert main(["private", "ledger", "toy", "--end", "99"]) == 2
+    assert "0 runs of 'toy' begin with '99'" in capsys.readouterr().err
+
+
+def test_ambiguous_names_are_refused(capsys):
+    for digest in ("ab" * 16, "cd" * 16):
+        Ledger(ledger_folder(), digest, name="toy").admit("ef" * 16, BUDGET, secure=True)
+    assert main(["private", "ledger", "toy", "--limit", "9"]) == 2
+    assert "2 data sets are called 'toy'" in capsys.readouterr().err
+    assert main(["private", "ledger", "--limit", "9"]) == 2
+    assert "name it" in capsys.readouterr().err
