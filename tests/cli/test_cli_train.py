@@ -91,6 +91,7 @@ def test_a_truncated_checkpoint_is_replaced_by_the_previous_one(run_command):
     assert json.loads(out)["epoch"] == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*holds NaN or inf at step:UserWarning")
 def test_a_diverging_run_is_reported(run_command):
     code, _, err = run_command("train", "small.toml", "--set", "optimizer.lr=1e30")
     assert code == 2

@@ -219,17 +219,19 @@ def test_a_killed_worker_ends_the_epoch_with_one_sentence(folder: Path):
     reading = load_stream(folder).batches(2).epoch(0)
     next(reading)
     pool = reading.gi_yieldfrom.gi_frame.f_locals["pool"]
-    for process in pool.workers:
+    workers = list(pool.workers)
+    for process in workers:
         os.kill(process, signal.SIGSTOP)
-    os.kill(next(iter(pool.workers)), signal.SIGKILL)
+    os.kill(workers[0], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(
         PomonaError, match=r"worker process \d+ was killed by SIGKILL while it read \d+ images?, of which"
     ):
         list(reading)
     assert time.monotonic() - start < 10
-    with pytest.raises(ChildProcessError):  # no worker is left
-        os.waitpid(-1, os.WNOHANG)
+    for process in workers:
+        with pytest.raises(ChildProcessError):  # no worker is left
+            os.waitpid(process, os.WNOHANG)
 
 
 def test_threads_read_the_same_batches_where_there_is_no_fork(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,10 +28,12 @@ def copy_scores(pruner: pm.Pruner) -> dict[str, Tensor]:
 class GivenStream(RandomStream):
     """A stream with given weights and scores."""
 
-    def weights(self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None) -> Tensor:
+    def weights(
+        self, name: str, fan_in: int, like: Tensor, redraw: Tensor | None = None, at: Tensor | None = None
+    ) -> Tensor:
         return torch.tensor([[1.0, -2.0, 4.0]]).to(like)
 
-    def scores(self, name: str, fan_in: int, like: Tensor) -> Tensor:
+    def scores(self, name: str, fan_in: int, like: Tensor, at: Tensor | None = None) -> Tensor:
         return torch.tensor([[0.5, 0.2, 0.1]]).to(like)
 
 

@@ -136,7 +136,7 @@ def _read_state(folder: Path) -> dict[Any, Any]:
         raise DamagedCheckpoint(
             f"{Path(error.filename).name if error.filename else 'a file'} cannot be read"
         ) from error
-    except PomonaError:
+    except (PomonaError, DamagedCheckpoint):
         raise
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that
         raise DamagedCheckpoint(f"{STATE_FILE} cannot be understood") from error

@@ -17,6 +17,8 @@ from pomona.lab.runs.distributed import DistributedContext
 from pomona.lab.runs.run import Run
 from pomona.lab.runs.strategy import TrainingStrategy
 
+# The engine warns at a mask update; the run that stops says more.
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds NaN or inf at step:UserWarning")
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 

@@ -17,7 +17,7 @@ TRACKED = {
     "settled": [0.5, 0.9, 0.96, 1.0],
     "delta": [0.25, 0.5, None],
     "iou": [0.5, 0.75, None],
-    "stages": [{"layers": {"first": 0.5, "second": 1.0}}],
+    "stages": [{"stage": "train", "layers": {"first": 0.5, "second": 1.0}}],
 }
 
 
@@ -29,7 +29,7 @@ def record_runs(table, folder, **changes) -> RunStore:
             about = run.recipe.to_dict()
             facts = {"model": "mlp", "method": about["method"]["name"], "data": "digits", "seed": run.recipe.seed}
             facts |= {"fingerprint": run.recipe.fingerprint(), "epoch": 1, "sparsity": 0.5, "seconds": 1.0, "params": 9}
-            facts |= {"nonzeros": 5, "macs": 9, "macs_left": 5, "stages": [{"layers": {}}]}
+            facts |= {"nonzeros": 5, "macs": 9, "macs_left": 5, "stages": [{"stage": "train", "layers": {}}]}
             record = facts | {"accuracy": 90.0 + run.recipe.seed, "recipe": about} | changes
             (folder / f"{run.name}.json").write_text(json.dumps(record))
     return RunStore((), (folder,))
@@ -42,7 +42,8 @@ def read_points(chart: str) -> list[list[tuple[float, float]]]:
 
 
 def test_curves_and_numbers_of_runs():
-    twice = [TRACKED, TRACKED | {"settled": [0.5, 0.7, 0.98, 1.0], "stages": [{"layers": {"a": 0.7, "b": 0.8}}]}]
+    stage = {"stage": "train", "layers": {"a": 0.7, "b": 0.8}}
+    twice = [TRACKED, TRACKED | {"settled": [0.5, 0.7, 0.98, 1.0], "stages": [stage]}]
     assert mask_figures.mean_curve("changing", [TRACKED]) == pytest.approx([50, 10, 4, 0])
     assert mask_figures.mean_curve("changing", twice) == pytest.approx([50, 20, 3, 0])
     assert mask_figures.mean_curve("layers", twice) == pytest.approx([60, 90])

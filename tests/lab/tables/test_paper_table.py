@@ -75,7 +75,8 @@ def test_runs_are_compared_by_the_last_epoch_the_fresh_statistics_or_the_best_ep
     (tmp_path / "records").mkdir()
     for run in table.runs():
         facts = {"model": "mlp", "method": "dpf", "data": "digits", "seed": run.recipe.seed, "epoch": 1, "macs": 9}
-        facts |= {"fingerprint": run.recipe.fingerprint(), "stages": [{}], "sparsity": 0.5, "seconds": 1.0, "params": 9}
+        facts |= {"fingerprint": run.recipe.fingerprint(), "stages": [{"stage": "train"}]}
+        facts |= {"sparsity": 0.5, "seconds": 1.0, "params": 9}
         record = facts | {"nonzeros": 5, "macs_left": 5, "recipe": run.recipe.to_dict()} | records[run.recipe.seed]
         (tmp_path / "records" / f"{run.name}.json").write_text(json.dumps(record))
     store = RunStore((), (tmp_path / "records",))
