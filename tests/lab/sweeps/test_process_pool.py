@@ -100,17 +100,21 @@ def test_a_process_that_is_killed_without_a_job_is_replaced(tmp_path):
 
 @dataclass(frozen=True)
 class GpuJob(KillingJob):
-    """A job that returns the GPU that its process sees."""
+    """A job that returns the GPU that its process sees, once four jobs are done: each needs a process of its own."""
 
     def run(self, *args, **options):
         super().run(*args, **options)
+        self.folder.with_suffix(".done").touch()
+        deadline = time.monotonic() + 120
+        while len(list(self.folder.parent.glob("*.done"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
         return {"gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
 
 
 def test_each_process_sees_one_gpu_and_its_successor_the_same(tmp_path):
     recipe = Recipe.load(SMALL_RECIPE)
     jobs = [GpuJob(recipe, tmp_path / f"run{k}") for k in range(4)]
-    (tmp_path / "run1.1").touch()  # kills the process of GPU 5, and another one takes its place
+    (tmp_path / "run1.1").touch()  # kills a process, and another one takes its place
     results = dict(train_in_processes(jobs, 4, lambda text: None, gpus=["3", "5", "GPU-af", "7"]))
     assert {result["gpu"] for result in results.values()} == {"3", "5", "GPU-af", "7"}
 
