@@ -84,6 +84,7 @@ class Session:
         try:
             os.setsid()  # so that its workers can be found
             silence()
+            os.environ["POMONA_LEDGER"] = f"{folder}.ledger"
             if file_size is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
             self.arm(disk, clock)

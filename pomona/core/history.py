@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_COPIED_WEIGHTS = 1 << 22  # up to which an update on a CPU is measured at once; larger models layer by layer
 MAX_ENTRIES = 10_000  # of a history; with one more, every second entry of the older half is dropped
 COLUMNS = {"step": int, "sparsity": float, "delta": float, "flips": int, "iou": float}  # the figures of an entry
+COLUMN_DTYPES = {int: torch.int64, float: torch.float64}
 
 
 class UpdateHistory:
@@ -52,8 +53,9 @@ class UpdateHistory:
     def to_columns(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the history for a checkpoint: a tensor for each figure, and one for the sparsity of all layers."""
         entries = self.read(names)
-        kinds = {int: torch.int64, float: torch.float64}
-        columns = {key: torch.tensor([e[key] for e in entries], dtype=kinds[kind]) for key, kind in COLUMNS.items()}
+        columns = {
+            key: torch.tensor([e[key] for e in entries], dtype=COLUMN_DTYPES[kind]) for key, kind in COLUMNS.items()
+        }
         layers = torch.tensor([e["layers"] for e in entries], dtype=torch.float64).view(len(entries), len(names))
         return {"count": self.count, **columns, "layers": layers}
 
@@ -69,7 +71,9 @@ class UpdateHistory:
             return cls([dict(entry) for entry in saved[-MAX_ENTRIES:]], len(saved))
         require(isinstance(saved, Mapping) and {*COLUMNS, "layers", "count"} <= saved.keys(), damaged)
         columns = {key: saved[key] for key in (*COLUMNS, "layers")}
-        require(all(isinstance(column, Tensor) for column in columns.values()), damaged)
+        kinds = COLUMNS | {"layers": float}
+        valid = all(isinstance(c, Tensor) and c.dtype == COLUMN_DTYPES[kinds[key]] for key, c in columns.items())
+        require(valid and type(saved["count"]) is int, damaged)
         rows = len(columns["step"]) if columns["step"].ndim == 1 else -1
         require(rows <= saved["count"] and columns["layers"].shape == (rows, layers), damaged)
         require(all(columns[key].shape == (rows,) for key in COLUMNS), damaged)
