@@ -233,7 +233,7 @@ def find_mismatch(found: Mapping[str, Any], recipe: Recipe) -> str | None:
         return f"does not have {', '.join(lost)}"
     wrong = [key for key in NUMBER_KEYS if not is_finite_number(found[key])]
     wrong += [] if type(found[measure]) in (int, float) else [measure]
-    stages = found["stages"] if isinstance(found["stages"], list) else [None]
+    stages: list[Any] = found["stages"] if isinstance(found["stages"], list) else [None]
     valid = all(map(is_stage, stages)) and any(stage["stage"] != "finetune" for stage in stages)
     wrong += [] if valid else ["stages"]
     return f"has no valid {', '.join(wrong)}" if wrong else None
