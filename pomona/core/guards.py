@@ -220,7 +220,8 @@ def find_step_frame(optimizer: Optimizer) -> FrameType | None:
 
 def initializes_state(optimizer: Optimizer) -> bool:
     """Return whether torch.distributed.checkpoint makes a step of length zero, so that the optimizer has a state."""
-    frame = None if optimizer.state else sys._getframe(1)
+    possible = not optimizer.state and "torch.distributed.checkpoint.state_dict" in sys.modules
+    frame = sys._getframe(1) if possible else None
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None
