@@ -97,13 +97,18 @@ def clear_folder(folder: Path) -> None:
 Fault = Callable[[Case], None]
 
 
-def random_kill(case: Case) -> None:
-    """Kill the process at a random moment."""
+def signal_at_random(case: Case, number: int, name: str) -> None:
+    """Send a signal to a session at a random moment."""
     session = Session(case.subject, case.folder)
     session.sleep(case.rng.uniform(0, 1.1 * case.seconds))
-    if session.send(signal.SIGKILL):
-        case.faults.append("killed at a random moment")
+    if session.send(number):
+        case.faults.append(name)
     case.record(session.wait())
+
+
+def random_kill(case: Case) -> None:
+    """Kill the process at a random moment."""
+    signal_at_random(case, signal.SIGKILL, "killed at a random moment")
 
 
 def kill_at_call(case: Case) -> None:
@@ -216,11 +221,7 @@ def second_process(case: Case) -> None:
 
 def stop_signal(case: Case) -> None:
     """Ask the process to stop at a random moment, as Ctrl-C and cluster schedulers do."""
-    session = Session(case.subject, case.folder)
-    session.sleep(case.rng.uniform(0, 1.1 * case.seconds))
-    if session.send(signal.SIGTERM):
-        case.faults.append("asked to stop")
-    case.record(session.wait())
+    signal_at_random(case, signal.SIGTERM, "asked to stop")
 
 
 def clock_jump(case: Case) -> None:
