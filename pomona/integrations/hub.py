@@ -21,6 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ OWN, TRANSFORMERS = "pomona", "transformers"  # who reads model.safetensors
 # What is uploaded and downloaded: weights without pickle, settings, and the files of tokenizers.
 PATTERNS = ["*.safetensors", "*.json", "*.md", "*.txt", "*.toml", "*.model", "*.jinja"]
 MAX_CONFIG_BYTES = 1_000_000  # of a JSON file from a stranger
+MAX_DOWNLOAD_BYTES = 64 * 2**30  # of a repository, unless the caller allows more
 MAX_NAME_LENGTH = 50  # of a name from a stranger in a message
 REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # user/name
 # Settings of transformers by which a configuration names code on the Hub.
@@ -126,6 +128,7 @@ def from_pretrained(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | str | None = None,
+    max_bytes: int = MAX_DOWNLOAD_BYTES,
 ) -> nn.Module:
     """Return the model of a folder or of a repository on the Hub, in evaluation mode.
 
@@ -134,12 +137,13 @@ def from_pretrained(
         model: for networks outside `pm.models`, the network to fill, or its class, which is called with the options
             that `save_pretrained` was given. For a transformers model, a class other than the saved one.
         revision, token, cache_dir: of the download, as `huggingface_hub.snapshot_download` takes them.
+        max_bytes: the largest repository that is downloaded.
 
-    Raises PomonaError for files that are missing, damaged, or do not fit.
+    Raises PomonaError for files that are missing, damaged, or do not fit, and for a repository over `max_bytes`.
     """
     folder = Path(source)
     if not folder.is_dir():
-        folder = download(str(source), revision, token, cache_dir)
+        folder = download(str(source), revision, token, cache_dir, max_bytes)
     config = read_config(folder)
     if config["format"] == TRANSFORMERS:
         network = load_transformers_model(folder, config["class"], model)
@@ -315,15 +319,33 @@ def require_repository_name(name: str) -> None:
     require(REPOSITORY.fullmatch(name) is not None, f"'{name}' is neither a folder nor a repository, as user/name.")
 
 
-def download(repository: str, revision: str | None, token: str | None, cache_dir: Path | str | None) -> Path:
-    """Download the files of a repository, none of them code, and return their folder."""
+def download(
+    repository: str, revision: str | None, token: str | None, cache_dir: Path | str | None, max_bytes: int
+) -> Path:
+    """Download the files of a repository, none of them code and at most `max_bytes`, and return their folder.
+
+    Without the Hub, the files of an earlier download are returned from the cache.
+    """
     require_repository_name(repository)
     hugging_face = import_huggingface_hub()
+    options = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": PATTERNS}
     try:
-        return Path(
-            hugging_face.snapshot_download(
-                repository, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=PATTERNS
-            )
+        size = measure_repository(hugging_face, repository, revision, token)
+        require(
+            size <= max_bytes,
+            f"{repository} has {size:,} bytes to download, and at most {max_bytes:,} are: pass a larger max_bytes.",
         )
+        return Path(hugging_face.snapshot_download(repository, **options))
+    except PomonaError:
+        raise
     except Exception as error:  # of the network, or the Hub's answer
+        with suppress(Exception):
+            return Path(hugging_face.snapshot_download(repository, **options, local_files_only=True))
         raise PomonaError(f"{repository} was not downloaded: {describe(error)}.") from error
+
+
+def measure_repository(hugging_face: Any, repository: str, revision: str | None, token: str | None) -> int:
+    """Return the bytes of a repository's files that `download` takes."""
+    facts = hugging_face.HfApi(token=token).model_info(repository, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in facts.siblings or ()}
+    return sum(sizes[name] for name in hugging_face.utils.filter_repo_objects(sizes, allow_patterns=PATTERNS))

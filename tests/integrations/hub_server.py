@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.requests.append(self.path)
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/?]+)?(\?.*)?", self.path):
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(\?.*)?", self.path):
             files = self.server.repositories.get(match[1])
             if files is None:
                 self.answer({"error": "not found"}, [("X-Error-Code", "RepoNotFound")], 404)

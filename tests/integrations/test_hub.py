@@ -313,6 +313,29 @@ def test_a_folder_is_uploaded_and_downloaded(tmp_path, hub_server):
     assert not list((tmp_path / "cache").rglob("*.py"))
 
 
+def test_a_repository_over_the_size_limit_is_refused_before_its_download(tmp_path, hub_server):
+    folder = hub.save_pretrained(pm.models.build("digits_cnn"), tmp_path / "folder", architecture="digits_cnn")
+    hub.push_to_hub(folder, "user/digits", token="hf_test")
+    stored = hub_server.repositories["user/digits"]
+    size = sum(map(len, stored.values()))
+    stored["unused.bin"] = b"0" * 10_000  # not among the files that are downloaded, and not counted
+    hub_server.requests.clear()
+    with pytest.raises(PomonaError, match=rf"user/digits has {size:,} bytes to download, and at most {size - 1:,} are"):
+        hub.from_pretrained("user/digits", cache_dir=tmp_path / "cache", max_bytes=size - 1)
+    assert not any("/resolve/" in path for path in hub_server.requests)
+    hub.from_pretrained("user/digits", cache_dir=tmp_path / "cache", max_bytes=size)
+
+
+def test_a_downloaded_repository_is_read_from_the_cache_without_the_hub(tmp_path, hub_server):
+    model = pm.models.build("digits_cnn")
+    folder = hub.save_pretrained(model, tmp_path / "folder", architecture="digits_cnn")
+    hub.push_to_hub(folder, "user/digits", token="hf_test")
+    hub.from_pretrained("user/digits", cache_dir=tmp_path / "cache")
+    hub_server.shutdown()
+    hub_server.server_close()
+    assert same_state(hub.from_pretrained("user/digits", cache_dir=tmp_path / "cache"), model)
+
+
 def test_a_missing_repository_and_a_refused_upload_are_one_sentence(tmp_path, hub_server):
     with pytest.raises(PomonaError, match="user/nothing was not downloaded") as caught:
         hub.from_pretrained("user/nothing", cache_dir=tmp_path / "cache")
