@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..cpu import backend as cpu
 from ..quantized import QuantizedBalancedTensor, validate_quantized
 from .dense_product import (
     choose_dense_dtype,
@@ -23,7 +24,7 @@ from .dense_product import (
 from .registration import register_operator
 
 # The product by type of device, with the arguments of the operator. It returns None where it has no kernel for them.
-BACKENDS: dict[str, Callable[..., Tensor | None]] = {}
+BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.multiply_quantized}
 
 
 def reference_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor, bias: Tensor | None, rows: int,
