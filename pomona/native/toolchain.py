@@ -17,7 +17,9 @@ STEP_SOURCE = PACKAGE / "native" / "step_kernels.c"  # the engine's step
 PRIVATE_SOURCE = PACKAGE / "native" / "private_kernels.c"  # a private step
 PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
-SOURCES = (STEP_SOURCE, PRIVATE_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE)  # each becomes a library
+QUANTIZED_SOURCE = PACKAGE / "sparse" / "cpu" / "quantized.c"  # the same for packed values of few bits
+# Each becomes a library.
+SOURCES = (STEP_SOURCE, PRIVATE_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE)
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -29,6 +31,11 @@ INSTRUCTION_SETS = {
     "avx512": ("AVX512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),
     "avx2": ("AVX2", ("-mavx2", "-mfma", "-mf16c")),
     "plain": ("DEFAULT", ()),
+}
+# Those of products with integers. torch has no name for the best one: its library tells whether a processor has it.
+INTEGER_INSTRUCTION_SETS = {
+    "avx512vnni": ("AVX512", (*INSTRUCTION_SETS["avx512"][1], "-mavx512vbmi", "-mavx512vnni")),
+    **INSTRUCTION_SETS,
 }
 
 
@@ -46,7 +53,7 @@ def cached_library_path(source: Path) -> Path:
     """Return a library's path in the user's cache, named by a hash of everything that determines its contents."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     contents = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*contents, repr((FLAGS, INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
+    parts = (*contents, repr((FLAGS, INTEGER_INSTRUCTION_SETS, find_compiler(), platform.machine())).encode())
     return Path(root) / "pomona" / f"{source.stem}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
@@ -104,12 +111,12 @@ def build_library(path: Path, source: Path, verify: bool = True) -> Path:
 
 def compile_library(library: Path, source: Path, compiler: str, thread_flags: Sequence[str]) -> None:
     """Run the compiler once for each instruction set, all in parallel, and then the linker."""
-    names = list(INSTRUCTION_SETS) if X86 else ["plain"]
-    objects = {name: library.with_name(f"{name}.o") for name in names}
+    sets = INTEGER_INSTRUCTION_SETS if source == QUANTIZED_SOURCE else INSTRUCTION_SETS
+    objects = {name: library.with_name(f"{name}.o") for name in (sets if X86 else ["plain"])}
     command = [compiler, *FLAGS, *thread_flags, "-c", str(source)]
     jobs = [
         subprocess.Popen(
-            [*command, *INSTRUCTION_SETS[name][1], f"-DNAME={name}", "-o", str(file)],
+            [*command, *sets[name][1], f"-DNAME={name}", "-o", str(file)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

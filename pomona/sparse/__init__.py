@@ -6,6 +6,7 @@ from .compress import Compression, compress, decompress
 from .files import load, save
 from .format import BalancedTensor
 from .gaps import GapTensor
+from .quantized import QuantizedBalancedTensor
 from .shrink import Change, Shrunk, shrink
 from .unstructured import UnstructuredTensor
 
@@ -14,6 +15,7 @@ __all__ = [
     "Change",
     "Compression",
     "GapTensor",
+    "QuantizedBalancedTensor",
     "Shrunk",
     "UnstructuredTensor",
     "compress",

@@ -23,12 +23,14 @@ from ..untrusted import describe, parse_json, read_tensors
 from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .packed_tensor import PackedTensor
+from .quantized import QuantizedBalancedTensor
 from .surgery import choose_encoder_paths, fuse_relus, replace_module
 from .weight_encodings import decode_tensors, encode_tensors
 
 VERSION = 1  # of the file format
 ENCODED_VERSION = 2  # of a file with encoded weights, which the first version did not have
 UNSTRUCTURED_VERSION = 3  # of a file with packed weights that are not balanced
+QUANTIZED_VERSION = 4  # of a file with packed weights that are codes and scales
 METADATA_KEY = "pomona"
 
 
@@ -54,9 +56,7 @@ def save(
     }
     packed = {name: m.file_metadata() for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
-    balanced = all("block" in weight for layer in packed.values() for weight in layer.values())
-    version = VERSION if balanced else UNSTRUCTURED_VERSION
-    header = {"version": version, "model": network and dict(network), "packed": packed, "fused": fused}
+    header = {"version": choose_version(packed), "model": network and dict(network), "packed": packed, "fused": fused}
     if encoding is not None:
         require(not packed, "the weights of a compressed model are packed already: encode pm.decompress(model).")
         tensors, header["encoded"] = encode_tensors(tensors, encoding)
@@ -73,6 +73,14 @@ def save(
     return path
 
 
+def choose_version(packed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int:
+    """Return the oldest version of the file format that has the formats of these packed layers."""
+    weights = [weight for layer in packed.values() for weight in layer.values()]
+    if any(weight.get("format") == QuantizedBalancedTensor.format_name for weight in weights):
+        return QUANTIZED_VERSION
+    return VERSION if all("block" in weight for weight in weights) else UNSTRUCTURED_VERSION
+
+
 def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     """Return the model of a file in eval mode, ready to run: built by its name, or the `model` given, filled in.
 
@@ -87,8 +95,8 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         raise PomonaError(f"'{path}' is damaged, or not a safetensors file: {describe(error)}.") from error
     require(isinstance(header, dict), f"'{path}' was not written by pm.save.")
     version = header.get("version")
-    known = version in (VERSION, ENCODED_VERSION, UNSTRUCTURED_VERSION)
-    latest = UNSTRUCTURED_VERSION
+    known = version in (VERSION, ENCODED_VERSION, UNSTRUCTURED_VERSION, QUANTIZED_VERSION)
+    latest = QUANTIZED_VERSION
     require(known, f"'{path}' has format version {version!r}, and this pomona reads up to version {latest}.")
     stored = header.pop("digest", None)
     require(stored == checksum(header, tensors), f"'{path}' is damaged: it does not match its checksum.")

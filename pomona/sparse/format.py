@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class BalancedTensor(PackedTensor):
     """
 
     format_name = "balanced"
-    part_names = ("values", "indices")
+    part_names: ClassVar[tuple[str, ...]] = ("values", "indices")
 
     values: Tensor  # groups of rows × blocks × kept × 32
     indices: Tensor  # groups of rows × blocks × words × 32, int16
@@ -111,6 +111,10 @@ class BalancedTensor(PackedTensor):
     def unpack(values: Tensor, indices: Tensor, rows: int, columns: int, block: int) -> Tensor:
         return unpack_matrix(values, indices, rows, columns, block)
 
+    def find_stored_values(self) -> Tensor:
+        """Return which values are no padding. They are compared as integers, so that −0.0 and NaN count."""
+        return self.values.view(SAME_SIZE_INTEGER[self.dtype]) != 0
+
     def verify(self) -> BalancedTensor:
         rows, columns = self.matrix
         index = self.index()
@@ -120,8 +124,7 @@ class BalancedTensor(PackedTensor):
         first = torch.arange(index.shape[1], device=index.device).view(-1, 1, 1) * self.block
         row = torch.arange(index.shape[0] * LANES, device=index.device).view(-1, 1, 1, LANES)
         outside = (index + first >= columns) | (row >= rows)
-        stored = self.values.view(SAME_SIZE_INTEGER[self.dtype]) != 0  # as integers, so that -0.0 and NaN count
-        require(not (outside & stored).any(), "a value is outside the matrix.")
+        require(not (outside & self.find_stored_values()).any(), "a value is outside the matrix.")
         return self
 
     def __repr__(self) -> str:

@@ -9,10 +9,11 @@ from ..errors import PomonaError
 from .format import BalancedTensor
 from .gaps import GapTensor
 from .packed_tensor import PackedTensor
+from .quantized import QuantizedBalancedTensor
 from .unstructured import UnstructuredTensor
 
 FORMATS: dict[str, type[PackedTensor]] = {
-    packed.format_name: packed for packed in (BalancedTensor, UnstructuredTensor, GapTensor)
+    packed.format_name: packed for packed in (BalancedTensor, UnstructuredTensor, GapTensor, QuantizedBalancedTensor)
 }
 
 

@@ -149,7 +149,7 @@ HOSTILE: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
     ({}, {"0.weight_values": torch.zeros(1, 1, 40, 32)}, "has values"),
     ({}, {"0.weight_values": torch.zeros(1, 1, 2, 32, dtype=torch.int32)}, "packed values are"),
     ({}, {"0.weight_values": torch.zeros(2)}, "packed values are"),
-    ({"version": 4}, {}, "has format version 4, and this pomona reads up to version 3"),
+    ({"version": 5}, {}, "has format version 5, and this pomona reads up to version 4"),
     ({"packed": {"9": {"weight": {"shape": [32, 32], "block": 32}}}}, {}, "does not fit the model"),
     ({"packed": {"0": {"weight": {"shape": [2**40, 32], "block": 32}}}}, {}, "has values"),
     ({"packed": {"0": {"weight": {"shape": [64, 32], "block": 32}}}}, {}, "has values"),

@@ -11,21 +11,33 @@ from torch import Tensor
 
 from ...native import library
 from ...native.library import supported_instruction_sets
-from ...native.toolchain import PRODUCT_SOURCE, UNSTRUCTURED_SOURCE
+from ...native.toolchain import INTEGER_INSTRUCTION_SETS, PRODUCT_SOURCE, QUANTIZED_SOURCE, UNSTRUCTURED_SOURCE
 from ..format import DTYPE_CODES
 
-__all__ = ["load_kernel", "load_library", "multiply_packed", "multiply_unstructured", "supported_instruction_sets"]
+__all__ = [
+    "load_kernel",
+    "load_library",
+    "multiply_packed",
+    "multiply_quantized",
+    "multiply_unstructured",
+    "supported_instruction_sets",
+    "supported_integer_sets",
+]
 
 NO_MEMORY, NOT_FINITE = 1, 2  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
 BALANCED_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
 UNSTRUCTURED_ARGTYPES = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
+QUANTIZED_ARGTYPES = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
+VALUE_CODES = DTYPE_CODES | {torch.int8: 3, torch.uint8: 4}  # bytes hold two codes of 4 bits
 # The source of each kernel, and the types of its arguments that describe the matrix.
 KERNELS = {
     "rows": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
     "columns": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
     "unstructured_rows": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
     "unstructured_columns": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
+    "quantized_rows": (QUANTIZED_SOURCE, QUANTIZED_ARGTYPES),
+    "quantized_columns": (QUANTIZED_SOURCE, QUANTIZED_ARGTYPES),
 }
 # The number of vectors; x; the distance between rows of x, or the offsets of its columns; y; the number of threads.
 VECTORS_ARGTYPES = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -37,13 +49,23 @@ def load_library() -> ctypes.CDLL | None:
 
 
 @cache
+def supported_integer_sets() -> list[str]:
+    """Return the names of the instruction sets for products with integers this processor has, the best one first."""
+    sets, kernels = supported_instruction_sets(), library.load_library(QUANTIZED_SOURCE)
+    if kernels is None or sets[0] != "avx512":
+        return sets
+    return [name for name in INTEGER_INSTRUCTION_SETS if getattr(kernels, f"pomona_{name}_supported")()]
+
+
+@cache
 def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., int] | None:
     """Return a kernel of this name, for the best instruction set or the one named; None without a library."""
     source, matrix_argtypes = KERNELS[name]
     kernels = library.load_library(source)
     if kernels is None:
         return None
-    function = getattr(kernels, f"pomona_{instruction_set or supported_instruction_sets()[0]}_{name}")
+    sets = supported_integer_sets() if source == QUANTIZED_SOURCE else supported_instruction_sets()
+    function = getattr(kernels, f"pomona_{instruction_set or sets[0]}_{name}")
     function.argtypes = [*matrix_argtypes, *VECTORS_ARGTYPES]
     function.restype = ctypes.c_int
     return function
@@ -74,6 +96,19 @@ def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Te
     return call_kernel(kernel, x, parts, bias, sizes, relu, transposed)
 
 
+def multiply_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor, bias: Tensor | None, rows: int,
+                       columns: int, block: int, span: int, relu: bool, transposed: bool,
+                       instruction_set: str | None = None) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
+
+    They decline the same inputs as `multiply_packed`. With "avx512vnni" and blocks of up to 64 columns, every vector of
+    x is rounded to 16 bits. `pomona.sparse.ops.quantized_product` describes the arguments.
+    """
+    kernel = load_kernel("quantized_columns" if transposed else "quantized_rows", instruction_set)
+    sizes = rows, columns, block, span, values.shape[2]
+    return call_kernel(kernel, x, (values, indices, scales), bias, sizes, relu, transposed)
+
+
 def call_kernel(kernel: Callable[..., int] | None, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None,
                 sizes: Sequence[int], relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
     """Return the product by a kernel, or None where there is none or it declines.
@@ -91,7 +126,7 @@ def call_kernel(kernel: Callable[..., int] | None, x: Tensor, parts: Sequence[Te
         *[part.data_ptr() for part in parts],
         None if bias is None else bias.data_ptr(),
         *sizes,
-        DTYPE_CODES[values.dtype],
+        VALUE_CODES[values.dtype],
         relu,
         n,
         x32.data_ptr(),

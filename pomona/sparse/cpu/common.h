@@ -13,8 +13,8 @@
 #define NAMED(level, name) NAMED_(level, name)
 #define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
 
-enum { FLOAT32, FLOAT16, BFLOAT16 };       /* the type of the stored values */
-enum { DONE, NO_MEMORY, NOT_FINITE };      /* the return codes */
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 }; /* the type of the stored values; the last two are codes */
+enum { DONE, NO_MEMORY, NOT_FINITE };            /* the return codes */
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -88,7 +88,11 @@ class PackedLayer(nn.Module):
             self.register_buffer(buffer, part)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLayer:
+        scales = {name: part for name, part in self._buffers.items() if name.endswith("_scales") and part is not None}
         super()._apply(fn, recurse)
+        for name, part in scales.items():  # float32 in a model of any dtype, as the operator takes them
+            if self.read_buffer(name).dtype != part.dtype:
+                self._buffers[name] = part.to(self.read_buffer(name).device)
         # A memory format is meant for images and dense weights, but packed tensors may have four dimensions too.
         for buffers in self.part_buffers.values():
             for buffer in buffers:

@@ -1,7 +1,7 @@
-"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d`, `balanced_lstm`, `unstructured` and `gaps`.
+"""The operators `torch.ops.pomona.balanced` and `balanced_{conv2d,lstm,quantized}`, `unstructured` and `gaps`.
 
-Importing this package registers them with torch, and `balanced`, `unstructured` and `gaps` as the products of their
-formats.
+Importing this package registers them with torch, and `balanced`, `balanced_quantized`, `unstructured` and `gaps` as the
+products of their formats.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from .conv2d import balanced_conv2d
 from .gap_product import gaps
 from .lstm import balanced_lstm
 from .product import balanced
+from .quantized_product import balanced_quantized
 from .unstructured_product import unstructured
 
-__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "gaps", "unstructured"]
+__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "balanced_quantized", "gaps", "unstructured"]
