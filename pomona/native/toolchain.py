@@ -17,7 +17,14 @@ STEP_SOURCE = PACKAGE / "native" / "step_kernels.c"  # the engine's step
 PRIVATE_SOURCE = PACKAGE / "native" / "private_kernels.c"  # a private step
 PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
-SOURCES = (STEP_SOURCE, PRIVATE_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE)  # each becomes a library
+CONVOLUTION_SOURCE = PACKAGE / "sparse" / "cpu" / "convolution.c"  # convolutions with such matrices
+SOURCES = (
+    STEP_SOURCE,
+    PRIVATE_SOURCE,
+    PRODUCT_SOURCE,
+    UNSTRUCTURED_SOURCE,
+    CONVOLUTION_SOURCE,
+)  # each becomes a library
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.pomona.balanced`, `balanced_conv2d`, `balanced_lstm`, `unstructured` and `gaps`.
+"""The operators of `torch.ops.pomona`: `balanced`, `unstructured` and `gaps`, their convolutions, and `balanced_lstm`.
 
 Importing this package registers them with torch, and `balanced`, `unstructured` and `gaps` as the products of their
 formats.
@@ -10,6 +10,7 @@ from .conv2d import balanced_conv2d
 from .gap_product import gaps
 from .lstm import balanced_lstm
 from .product import balanced
+from .unstructured_conv2d import unstructured_conv2d
 from .unstructured_product import unstructured
 
-__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "gaps", "unstructured"]
+__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "gaps", "unstructured", "unstructured_conv2d"]
