@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -11,10 +12,18 @@ from torch import Tensor
 
 from ...native import library
 from ...native.library import supported_instruction_sets
-from ...native.toolchain import INTEGER_INSTRUCTION_SETS, PRODUCT_SOURCE, QUANTIZED_SOURCE, UNSTRUCTURED_SOURCE
+from ...native.toolchain import (
+    CONVOLUTION_SOURCE,
+    INTEGER_INSTRUCTION_SETS,
+    PRODUCT_SOURCE,
+    QUANTIZED_SOURCE,
+    UNSTRUCTURED_SOURCE,
+)
+from ..conv_geometry import ConvGeometry
 from ..format import DTYPE_CODES
 
 __all__ = [
+    "convolve_unstructured",
     "load_kernel",
     "load_library",
     "multiply_packed",
@@ -24,7 +33,7 @@ __all__ = [
     "supported_integer_sets",
 ]
 
-NO_MEMORY, NOT_FINITE = 1, 2  # return codes of a kernel that failed; 0 is success
+NO_MEMORY, NOT_FINITE, TOO_LARGE = 1, 2, 3  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
 BALANCED_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
 UNSTRUCTURED_ARGTYPES = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
@@ -38,9 +47,20 @@ KERNELS = {
     "unstructured_columns": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
     "quantized_rows": (QUANTIZED_SOURCE, QUANTIZED_ARGTYPES),
     "quantized_columns": (QUANTIZED_SOURCE, QUANTIZED_ARGTYPES),
+    "unstructured_conv2d": (CONVOLUTION_SOURCE, UNSTRUCTURED_ARGTYPES),
 }
+NO_NORM = (None,) * 4  # in place of the parameters of a batch norm
 # The number of vectors; x; the distance between rows of x, or the offsets of its columns; y; the number of threads.
 VECTORS_ARGTYPES = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+# The sizes; weight, bias, mean and variance of a batch norm, and its ε; the number of images; x; y; threads.
+IMAGES_ARGTYPES = [
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_double,
+    ctypes.c_int64,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_int64,
+]
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -66,7 +86,7 @@ def load_kernel(name: str, instruction_set: str | None = None) -> Callable[..., 
         return None
     sets = supported_integer_sets() if source == QUANTIZED_SOURCE else supported_instruction_sets()
     function = getattr(kernels, f"pomona_{instruction_set or sets[0]}_{name}")
-    function.argtypes = [*matrix_argtypes, *VECTORS_ARGTYPES]
+    function.argtypes = [*matrix_argtypes, *(IMAGES_ARGTYPES if source == CONVOLUTION_SOURCE else VECTORS_ARGTYPES)]
     function.restype = ctypes.c_int
     return function
 
@@ -107,6 +127,43 @@ def multiply_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tenso
     kernel = load_kernel("quantized_columns" if transposed else "quantized_rows", instruction_set)
     sizes = rows, columns, block, span, values.shape[2]
     return call_kernel(kernel, x, (values, indices, scales), bias, sizes, relu, transposed)
+
+
+def convolve_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,
+                          bias: Tensor | None, rows: int, geometry: ConvGeometry, relu: bool,
+                          norm: Sequence[Tensor | None] = NO_NORM, eps: float = 0.0,
+                          instruction_set: str | None = None) -> Tensor | None:  # fmt: skip
+    """Return the convolution of images with a weight packed as rows × (channels · taps), or None without a kernel.
+
+    `norm` has the weight, bias, mean and variance of a batch norm in evaluation mode, which the kernel computes before
+    the ReLU. The kernel declines the same inputs as `multiply_packed`.
+    """
+    kernel = load_kernel("unstructured_conv2d", instruction_set)
+    if kernel is None or x.dtype not in DTYPE_CODES:
+        return None
+    images, channels, height, width = x.shape
+    out_height, out_width = geometry.output_size((height, width))
+    x32, y = as_float32(x), torch.empty((images, rows, out_height, out_width), dtype=torch.float32, device="cpu")
+    parameters = [None if p is None else as_float32(p) for p in (bias, *norm)]
+    bias_address, *addresses = [None if p is None else p.data_ptr() for p in parameters]
+    sizes = channels, height, width, *itertools.chain(*geometry.pairs)
+    code = kernel(
+        *[part.data_ptr() for part in (values, indices, starts, lanes)],
+        bias_address,
+        *(rows, channels * geometry.taps, values.shape[0], DTYPE_CODES[values.dtype], relu),
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        (ctypes.c_void_p * len(addresses))(*addresses),
+        *(eps, images, x32.data_ptr(), y.data_ptr()),
+        torch.get_num_threads() if values.numel() * out_height * out_width > SINGLE_THREAD_PRODUCTS else 1,
+    )
+    if code == NO_MEMORY:
+        raise MemoryError("the CPU kernel has no memory for a copy of its input.")
+    return None if code in (NOT_FINITE, TOO_LARGE) else y.to(x.dtype)
+
+
+def as_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor as contiguous float32: the same one where it is."""
+    return tensor.float().contiguous()
 
 
 def call_kernel(kernel: Callable[..., int] | None, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None,

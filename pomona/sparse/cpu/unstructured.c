@@ -16,31 +16,12 @@
  * bits can address it, and starts and rows are checked where they are used.
  */
 
-#include "common.h"
+#include "slices.h"
 
-#define LANES 16               /* rows of a slice */
-#define BAND (1 << 16)         /* columns that an index of 16 bits can address */
 #define PANEL 16               /* slices that advance together, where lanes are vectors */
 #define MIN_STEPS 16           /* that they advance: the sums are loaded and stored each time */
 /* Bytes of x that their steps read meanwhile: about the L1 cache, or the L2 cache for runs of less than a cache line. */
 #define CACHE_BYTES(width) ((width) * sizeof(float) < 64 ? 256 << 10 : 48 << 10)
-
-typedef struct {
-  const char *values;
-  const uint16_t *indices;
-  const int64_t *starts; /* the first step of each slice */
-  const int32_t *lanes;  /* the row of each lane of each slice; a number that is none for padding */
-  const float *bias;     /* or null */
-  int64_t rows, columns, steps, value_type, relu;
-  int64_t slices, bands; /* set by `derive_sizes`: slices of a band, bands of columns */
-} Matrix;
-
-typedef struct {
-  const char *values;
-  const uint16_t *indices;
-  const int32_t *lanes;
-  int64_t steps;
-} Slice;
 
 /* The vectors: x and y by columns, each from its own offset, or by rows. */
 typedef struct {
@@ -50,25 +31,8 @@ typedef struct {
   int64_t ldx, n;
 } Operands;
 
-static Matrix derive_sizes(Matrix m) {
-  m.slices = ceil_div(m.rows, LANES);
-  m.bands = ceil_div(m.columns, BAND);
-  return m;
-}
-
-INLINE int64_t between(int64_t low, int64_t i, int64_t high) { return i < low ? low : smaller(i, high); }
-
-static Slice slice_at(const Matrix *m, int64_t band, int64_t slice) {
-  const int64_t i = band * m->slices + slice, start = between(0, m->starts[i], m->steps);
-  const int64_t end = between(start, m->starts[i + 1], m->steps);
-  return (Slice){m->values + start * LANES * value_bytes(m->value_type), m->indices + start * LANES,
-                 m->lanes + i * LANES, end - start};
-}
-
 /* Return the number of columns that indices can address, whatever their values. */
 INLINE int64_t addressable_columns(const Matrix *m) { return m->bands * BAND; }
-
-INLINE int is_row(const Matrix *m, int64_t row) { return row >= 0 && row < m->rows; }
 
 /* Return the result of one row: the bands are added up, and the last one adds the bias and applies the ReLU. */
 INLINE float finish(const Matrix *m, int64_t band, int64_t row, float sum, const float *before) {
@@ -356,12 +320,6 @@ static int multiply(const Matrix *m, const Operands *v, int threads) {
 }
 
 /* ---- public functions */
-
-#define MATRIX_PARAMETERS                                                                                          \
-  const char *values, const uint16_t *indices, const int64_t *starts, const int32_t *lanes, const float *bias,     \
-      int64_t rows, int64_t columns, int64_t steps, int64_t value_type, int64_t relu
-#define MATRIX_WITH_SIZES \
-  derive_sizes((Matrix){values, indices, starts, lanes, bias, rows, columns, steps, value_type, relu, 0, 0})
 
 int PUBLIC(unstructured_rows)(MATRIX_PARAMETERS, int64_t n, const float *x, int64_t ldx, float *y, int64_t threads) {
   const Matrix m = MATRIX_WITH_SIZES;

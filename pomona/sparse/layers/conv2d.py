@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from ...errors import PomonaError
 from ..conv_geometry import ConvGeometry
 from ..cuda.conv2d import supports_convolution
-from ..ops import balanced_conv2d
+from ..ops import balanced_conv2d, unstructured_conv2d
 from ..packed_tensor import PackedTensor
+from ..unstructured import BAND_COLUMNS, UnstructuredTensor
 from .base import WHOLE_LAYER_DEVICES, PackedWeightLayer, cast_for_autocast, is_channels_last, needs_gradient
 
 
@@ -49,6 +50,8 @@ class PackedConv2d(PackedWeightLayer):
         images = x if x.ndim == 4 else x.unsqueeze(0)
         if self.has_whole_operator(images):
             y = self.convolve_whole(images)
+        elif self.has_direct_operator(images):
+            y = self.convolve_direct(images)
         elif max(self.stride) == 1 or self.kernel_size == (1, 1):
             y = self.convolve_shifted(images)
         else:
@@ -78,6 +81,17 @@ class PackedConv2d(PackedWeightLayer):
         rows, block = self.out_channels, self.blocks["weight"]
         packed = self.read_buffer("weight_values"), self.read_buffer("weight_indices"), self.read_buffer("bias")
         return balanced_conv2d(x, *packed, rows, block, *self.geometry.pairs, self.relu)
+
+    def has_direct_operator(self, x: Tensor) -> bool:
+        """Return whether the CPU's kernel for unstructured weights computes the convolution of these images."""
+        columns = self.sizes["weight"][1]
+        unstructured = self.formats["weight"] == UnstructuredTensor.format_name and columns <= BAND_COLUMNS
+        return unstructured and self.has_symmetric_zero_border() and x.device.type == "cpu"
+
+    def convolve_direct(self, x: Tensor) -> Tensor:
+        """Return the convolution by the operator that adds up runs of pixels for each survivor."""
+        parts, bias = self.read_parts("weight"), self.read_buffer("bias")
+        return unstructured_conv2d(x, *parts, bias, self.out_channels, *self.geometry.pairs, self.relu)
 
     def convolve_shifted(self, x: Tensor) -> Tensor:
         """Return the convolution of stride 1, or of a 1×1 kernel: every column is the input at its own offset."""

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.pomona.balanced` and `balanced_{conv2d,lstm,quantized}`, `unstructured` and `gaps`.
+"""The operators of `torch.ops.pomona`: the products of the packed formats, their convolutions, and `balanced_lstm`.
 
 Importing this package registers them with torch, and `balanced`, `balanced_quantized`, `unstructured` and `gaps` as the
 products of their formats.
@@ -11,6 +11,15 @@ from .gap_product import gaps
 from .lstm import balanced_lstm
 from .product import balanced
 from .quantized_product import balanced_quantized
+from .unstructured_conv2d import unstructured_conv2d
 from .unstructured_product import unstructured
 
-__all__ = ["balanced", "balanced_conv2d", "balanced_lstm", "balanced_quantized", "gaps", "unstructured"]
+__all__ = [
+    "balanced",
+    "balanced_conv2d",
+    "balanced_lstm",
+    "balanced_quantized",
+    "gaps",
+    "unstructured",
+    "unstructured_conv2d",
+]
