@@ -141,8 +141,12 @@ class PrivateRecipe:
         )
         recipe = Recipe.load(given)
         require(
-            recipe.method["name"] == DENSE and not recipe.finetune.epochs and recipe.origin.run is None,
-            "a private run has no method, finetune or origin: the gradient is pruned by the section [private].",
+            recipe.method["name"] == DENSE and not recipe.finetune.epochs,
+            "a private run has no method or finetune: the gradient is pruned by the section [private].",
+        )
+        require(
+            recipe.origin.run is None or recipe.origin.weights != "new",
+            'origin.weights = "new" takes nothing from a run: choose "final" or "matching", or leave the origin out.',
         )
         require(
             not recipe.teacher.is_named,

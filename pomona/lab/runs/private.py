@@ -40,6 +40,7 @@ from .folder import (
     require_same_recipe,
 )
 from .loops import EagerLoop
+from .public_origin import describe_origin
 from .recorder import AllowedOutputs
 from .run import Run, prepared_run
 from .strategy import TrainingStrategy
@@ -109,6 +110,7 @@ class PrivateStrategy(TrainingStrategy):
         )
 
     def validate_run(self, run: Run) -> None:
+        self.origin = describe_origin(self.recipe)
         world_size = run.processes.world_size
         require(world_size == 1, f"private training is for one process, got {world_size}: leave torchrun out.")
         require(
@@ -137,7 +139,7 @@ class PrivateStrategy(TrainingStrategy):
             "data": run.data.describe(),
             "params": self.step.size,
             "steps": run.total_steps,
-            "private": self.step.facts(),
+            "private": self.facts(),
         }
 
     # ---- during training
@@ -184,8 +186,12 @@ class PrivateStrategy(TrainingStrategy):
     def epoch_fields(self) -> dict[str, Any]:
         return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what may be published about the private steps, and about the public weights if the run has any."""
+        return self.step.facts() | ({} if self.origin is None else {"origin": self.origin})
+
     def stage_fields(self) -> dict[str, Any]:
-        facts = self.step.facts()
+        facts = self.facts()
         return {"method": facts["method"], "fingerprint": self.fingerprint(), "private": facts}
 
     def finish(self, run: Run) -> None:
