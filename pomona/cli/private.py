@@ -134,7 +134,9 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
     }
     if "origin" in private:
         facts["public weights"] = format_origin(private["origin"])
-    if private["method"] != "dpsgd":
+    if private["method"] == "datalens":
+        facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {params:,} coordinates of each example"
+    elif private["method"] != "dpsgd":
         facts["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
     if private["method"] == "gip":
         lost, chance = private["lost"]["end"], private["random_loses"]["end"]

@@ -102,7 +102,8 @@ class PrivateStrategy(TrainingStrategy):
     def require_same_options(self, before: Mapping[str, Any]) -> None:
         """Raise PomonaError unless the private options of this run are those that it was started with."""
         own = self.private_recipe.private.settings()
-        other = [f"{key}: {own[key]}, not {before.get(key)}" for key in own if own[key] != before.get(key)]
+        keys = [key for key in {**own, **before} if own.get(key) != before.get(key)]
+        other = [f"{key}: {own.get(key)}, not {before.get(key)}" for key in keys]
         require(
             not other,
             f"the run was started with another budget or method ({'; '.join(other[:3])}): what is spent "
@@ -155,6 +156,7 @@ class PrivateStrategy(TrainingStrategy):
             keep=options.keep,
             schedule=options.schedule,
             group=options.group or None,
+            grouping=options.grouping,
             clip=options.clip,
             loss=cross_entropy,
             micro=options.micro,
