@@ -124,13 +124,19 @@ def shares_table(splits: Sequence[Mapping[str, Any]]) -> Table:
 
 def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
     """Return the privacy guarantee of a run as names and texts for a person."""
+    from pomona.lab.runs.public_origin import format_origin
+
     facts = {
         "method": private["method"],
         "privacy": f"ε = {private['target']:.4g} at δ = {private['delta']:g}, one example added or removed",
         "noise": f"σ = {private['sigma']:.4g} times the norm {private['clip']:g}, to which each example is clipped",
         "randomness": "secure" if private["secure"] else "NOT PRIVATE: the seed decides the noise, and reveals it",
     }
-    if private["method"] != "dpsgd":
+    if "origin" in private:
+        facts["public weights"] = format_origin(private["origin"])
+    if private["method"] == "datalens":
+        facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {params:,} coordinates of each example"
+    elif private["method"] != "dpsgd":
         facts["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
     if private["method"] == "gip":
         lost, chance = private["lost"]["end"], private["random_loses"]["end"]

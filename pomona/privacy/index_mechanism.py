@@ -31,6 +31,7 @@ from .discrete_gaussian import DIGITS, FURTHER_BITS
 from .random_source import Purpose, Source
 
 OUTSIDE_TOP = 1 << 62  # added to the 62-bit keys of the entries outside the top-k, so that they sort behind it
+FALLBACK_GROUPS = (160, 192)  # of the authors, where their 256 does not divide the entries of a parameter
 CDF_ERROR = 1e-9  # a bound on the error of the float64 distribution of swap counts
 
 
@@ -44,12 +45,16 @@ class IndexMechanism:
         epsilon: the ε that one draw may cost, in place of `theta`.
         group: entries of a group. Each group has a separate top-k with the same θ (the authors use 256). The last
             group may be shorter; an integer `keep` is the count of a full group. None is one group for all entries.
+        leaves: the number of entries of each parameter, in their order. A group then lies within one parameter, as in
+            the authors' code: it has `group` entries if they divide those of the parameter, else 160 or 192 if one of
+            these does, else as many as make up equal groups but for the last. A group keeps at least one entry.
     """
 
     keep: float | int
     theta: float | None = None
     epsilon: float | None = None
     group: int | None = None
+    leaves: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         is_share = isinstance(self.keep, float)
@@ -64,6 +69,7 @@ class IndexMechanism:
         for name, value in (("theta", self.theta), ("epsilon", self.epsilon)):
             require(value is None or value >= 0, f"{name} must not be negative, got {value}.")
         require(self.group is None or self.group >= 1, f"a group has 1 entry or more, got {self.group}.")
+        require(self.leaves is None or is_share, f"with leaves, keep is a share as a float, got {self.keep!r}.")
 
     @torch.no_grad()
     def sample(self, gradient: Tensor, source: Source | None = None) -> Tensor:
@@ -79,6 +85,9 @@ class IndexMechanism:
 
     def group_shapes(self, d: int) -> Iterator[tuple[int, int, int]]:
         """Yield (number of groups, entries of each, kept of each) for a vector of d: full groups, then the rest."""
+        if self.leaves is not None:
+            yield from self.leaf_shapes(d)
+            return
         size = min(self.group or d, d)
         require(d > 0, "the gradient is empty: an index mechanism needs at least one entry.")
         share = self.keep if isinstance(self.keep, float) else self.keep / size
@@ -86,6 +95,16 @@ class IndexMechanism:
         for count, entries in ((d // size, size), (1, d % size)):
             if count and entries:
                 yield count, entries, round(share * entries)
+
+    def leaf_shapes(self, d: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the same as `group_shapes`, with the groups of each parameter in turn."""
+        assert self.leaves is not None
+        require(sum(self.leaves) == d, f"the parameters have {sum(self.leaves)} entries, and the gradient has {d}.")
+        for entries in self.leaves:
+            size = leaf_group_size(entries, self.group or entries)
+            for count, length in ((entries // size, size), (1, entries % size)):
+                if count and length:
+                    yield count, length, max(round(self.keep * length), 1)
 
     def groups(self, d: int) -> tuple[list[int], list[int]]:
         """Return the size of every group and the count it keeps, as `theory.gip` takes them."""
@@ -113,6 +132,12 @@ class IndexMechanism:
         theta, shapes = self.theta_for(d), list(self.group_shapes(d))
         swapped = sum(count * gip.expected_swaps(theta, size, kept) for count, size, kept in shapes)
         return swapped / max(sum(count * kept for count, _, kept in shapes), 1)
+
+
+def leaf_group_size(entries: int, group: int) -> int:
+    """Return the entries of a group within a parameter: the first of the authors' sizes that divides it, or a part."""
+    divisors = [size for size in (group, *FALLBACK_GROUPS) if size <= entries and entries % size == 0]
+    return divisors[0] if divisors else math.ceil(entries / math.ceil(entries / group))
 
 
 def sample_rows(scores: Tensor, kept: int, theta: float, source: Source) -> Tensor:

@@ -8,7 +8,9 @@ from ..errors import require, unknown_name_error
 from .budget import Budget
 from .example_batches import Batch
 
-METHODS = ("dpsgd", "random", "public", "gip")
+METHODS = ("dpsgd", "random", "public", "gip", "datalens")
+GROUPINGS = ("model", "parameter")
+DENSE_METHODS = ("dpsgd", "datalens")  # whose index set holds all coordinates
 
 
 def validate_options(
@@ -16,6 +18,7 @@ def validate_options(
     method: str,
     keep: float,
     group: int | None,
+    grouping: str,
     clip: float,
     micro: int,
     views: int,
@@ -24,6 +27,12 @@ def validate_options(
     """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
     if method not in METHODS:
         raise unknown_name_error("private method", method, METHODS)
+    if grouping not in GROUPINGS:
+        raise unknown_name_error("grouping", grouping, GROUPINGS)
+    require(
+        grouping == "model" or group is not None,
+        'grouping="parameter" needs the size of a group: give group, such as 256.',
+    )
     require(0 < keep <= 1, f"keep is the share of coordinates that are kept, in (0, 1], got {keep:g}.")
     require(
         group is None or round(keep * group) >= 1,

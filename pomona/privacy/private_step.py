@@ -4,12 +4,13 @@
     for rows in step:
         step(x[rows], y[rows])
 
-The method decides which coordinates of the gradient are kept. All but the first use the index mechanism:
+The method decides which coordinates of the gradient are kept. All but the first and the last use the index mechanism:
 
     dpsgd     all coordinates (Abadi et al., CCS 2016)
     random    coordinates drawn at random, θ = 0
     public    the top-k of a gradient of public data, θ = ∞, which costs no privacy
     gip       the noisy top-k of the private gradient (Yang et al., 2023)
+    datalens  the signs of each example's own top-k, all coordinates with noise (Wang et al., CCS 2021)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import Budget
 from .clipping import GradientGrid, flatten
+from .datalens import keep_largest_signs
 from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors, pad_rows, split_rows
 from .fixed_shapes import micro_batch_rows, repeatable_kernels
 from .index_mechanism import IndexMechanism
@@ -42,7 +44,7 @@ from .per_example_gradients import (
     compute_gradients_one_by_one,
     compute_summed_gradients,
 )
-from .private_options import METHODS, validate_options
+from .private_options import DENSE_METHODS, METHODS, validate_options
 from .processes import Processes
 from .random_source import Source
 from .step_journal import StepJournal
@@ -70,6 +72,7 @@ class PrivateStep:
         keep: float = 0.1,
         schedule: Schedule | str | dict[str, Any] = DEFAULT_SCHEDULE,
         group: int | None = 256,
+        grouping: str = "model",
         clip: float = 1.0,
         loss: Loss = F.cross_entropy,
         micro: int = 256,
@@ -89,6 +92,7 @@ class PrivateStep:
             keep: the share of coordinates kept at the end of the schedule.
             schedule: how the share falls from 1 to `keep`.
             group: coordinates that share a top-k; None is one top-k for all.
+            grouping: "model" groups all coordinates in their order, "parameter" those of each parameter (the authors').
             clip: C, the norm to which the gradient of each example is clipped.
             loss: the mean loss of a batch, from the model's output and the targets.
             micro: rows whose gradients are held in memory at a time; the result does not depend on it.
@@ -100,10 +104,10 @@ class PrivateStep:
             ledger: of the data set; each step is journalled in it before its release.
         """
         budget.verify()
-        validate_options(budget, method, keep, group, clip, micro, views, public)
+        validate_options(budget, method, keep, group, grouping, clip, micro, views, public)
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
-        self.keep, self.schedule, self.group = float(keep), SCHEDULES.resolve(schedule), group
+        self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
         self.clip, self.loss, self.micro, self.views, self.public = clip, loss, micro, views, public
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
@@ -142,14 +146,15 @@ class PrivateStep:
     def kept_share(self, step: int | None = None) -> float:
         """Return the share of coordinates that a step keeps; by default of the next step."""
         step = self.next_step if step is None else step
-        return 1.0 if self.method == "dpsgd" else 1 - (1 - self.keep) * self.schedule(step, self.budget.steps)
+        return 1.0 if self.method in DENSE_METHODS else 1 - (1 - self.keep) * self.schedule(step, self.budget.steps)
 
     def mechanism(self, step: int | None = None) -> IndexMechanism:
         """Return the index mechanism of a step; by default of the next step."""
-        share = self.kept_share(step)
+        leaves = tuple(self.sizes) if self.grouping == "parameter" else None
+        make = partial(IndexMechanism, self.kept_share(step), group=self.group, leaves=leaves)
         if self.method == "gip":
-            return IndexMechanism(share, epsilon=self.budget.index, group=self.group)
-        return IndexMechanism(share, theta=0.0 if self.method == "random" else math.inf, group=self.group)
+            return make(epsilon=self.budget.index)
+        return make(theta=0.0 if self.method == "random" else math.inf)
 
     def lost(self, step: int | None = None) -> float | None:
         """Return E[i] / m, the share of the private top-k that a step's index set is expected to miss.
@@ -241,6 +246,8 @@ class PrivateStep:
             flat = [gradient.flatten(1) for gradient in gradients.values()]
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
+            if self.method == "datalens":
+                flat = keep_largest_signs(flat, self.keep, self.clip)
             self.grid.add_clipped(flat, total)
             losses.append(loss)
         self.processes.add(total)
@@ -271,7 +278,7 @@ class PrivateStep:
 
         `shared` are the per-example gradients and losses of the sample, if it is a single chunk.
         """
-        if self.method == "dpsgd":
+        if self.method in DENSE_METHODS:
             return None
         gradient = self.zeros(self.size)
         if self.method == "public":
@@ -312,6 +319,7 @@ class PrivateStep:
             "clip": self.clip,
             "keep": self.keep,
             "group": self.group,
+            "grouping": self.grouping,
             "views": self.views,
             "schedule": spec_to_dict(self.schedule),
         }
@@ -347,6 +355,7 @@ class PrivateStep:
             "keep": self.keep if self.method != "dpsgd" else 1.0,
             "schedule": spec_to_dict(self.schedule),
             "group": self.group,
+            "grouping": self.grouping,
             "lost": {"middle": self.lost(middle), "end": self.lost(end)},
             "random_loses": {"middle": self.lost_at_random(middle), "end": self.lost_at_random(end)},
             "secure": self.source.secure,

@@ -300,7 +300,7 @@ def test_step_stores_and_logs_no_gradient(caplog):
     tensors = [value for value in vars(step).values() if isinstance(value, torch.Tensor)]
     assert tensors == []
     assert caplog.text == ""
-    assert METHODS == ("dpsgd", "random", "public", "gip")
+    assert METHODS == ("dpsgd", "random", "public", "gip", "datalens")
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ DENSE = "dense"  # the name of the method that prunes nothing
 PRECISIONS = ("float32", "bf16")
 LOOPS = ("auto", "eager", "captured", "compiled")
 NONFINITE = ("stop", "skip")
-ORIGIN_WEIGHTS = ("final", "new")
+ORIGIN_WEIGHTS = ("final", "matching", "new")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class OriginOptions:
     """The finished run that a run starts from: its weights, and for method `finetune` its masks."""
 
     run: str | None = None  # the folder of the finished run
-    weights: str = "final"  # the finished run's weights, or "new": initialized with this recipe's seed
+    # The finished run's weights; or "matching": those with the name and shape of this model's, so that a model with
+    # other classes gets a new last layer; or "new": none. What is not taken is initialized with this recipe's seed.
+    weights: str = "final"
     fingerprint: str | None = None  # the fingerprint of the finished run; filled in
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Private recipes: a recipe with a section [private], whose budget is solved before the run.
 
     [private]
-    method = "gip"     # or dpsgd, random, public
+    method = "gip"     # or dpsgd, random, public, datalens
     epsilon = 2.0
     delta = 1e-5
     keep = 0.1
@@ -34,6 +34,9 @@ from .toml_writer import format_toml
 # Private options that do not change the result: `micro` only bounds the memory, `budget` follows from the others.
 SETTINGS_WITHOUT_EFFECT = ("micro", "budget")
 
+# Options added later, with the value at which they change nothing: runs that were made before keep their fingerprint.
+NEUTRAL_DEFAULTS = [("grouping", "model")]
+
 
 @dataclass(frozen=True)
 class PrivateOptions:
@@ -45,6 +48,7 @@ class PrivateOptions:
     keep: float = 0.1  # share of coordinates kept at the end of the schedule
     schedule: Schedule = DEFAULT_SCHEDULE
     group: int = 256  # coordinates among which one top-k is taken; 0 takes one over all coordinates
+    grouping: str = "model"  # or "parameter": groups lie within one parameter, as in the authors' code
     share: float = 0.01  # share of ε spent on the indices by gip
     clip: float = 1.0
     micro: int = 256  # rows whose per-example gradients are held in memory at a time
@@ -87,7 +91,11 @@ class PrivateOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide the result."""
-        return {key: value for key, value in self.to_dict().items() if key not in SETTINGS_WITHOUT_EFFECT}
+        return {
+            key: value
+            for key, value in self.to_dict().items()
+            if key not in SETTINGS_WITHOUT_EFFECT and (key, value) not in NEUTRAL_DEFAULTS
+        }
 
     def with_budget(self, rows: int, batch_size: int, steps: int) -> PrivateOptions:
         """Return the options with the budget of a run of this size.
@@ -141,8 +149,12 @@ class PrivateRecipe:
         )
         recipe = Recipe.load(given)
         require(
-            recipe.method["name"] == DENSE and not recipe.finetune.epochs and recipe.origin.run is None,
-            "a private run has no method, finetune or origin: the gradient is pruned by the section [private].",
+            recipe.method["name"] == DENSE and not recipe.finetune.epochs,
+            "a private run has no method or finetune: the gradient is pruned by the section [private].",
+        )
+        require(
+            recipe.origin.run is None or recipe.origin.weights != "new",
+            'origin.weights = "new" takes nothing from a run: choose "final" or "matching", or leave the origin out.',
         )
         require(
             not recipe.teacher.is_named,

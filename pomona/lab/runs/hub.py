@@ -13,6 +13,7 @@ from pomona.untrusted import MAX_TOML_BYTES, parse_toml, read_bytes, read_object
 from . import masks
 from .folder import ENVIRONMENT_FILE, MASKS_FILE, MODEL_FILE, RECIPE_FILE, read_summary
 from .model_file import read_model_options
+from .public_origin import format_origin
 from .shrink import load_finished_model
 
 HUB_FOLDER = "hub"  # in the run's folder, where no other is given
@@ -56,11 +57,16 @@ def describe_method(recipe: Mapping[str, Any], summary: Mapping[str, Any]) -> di
 
 
 def describe_privacy(summary: Mapping[str, Any]) -> list[str]:
-    """Return the sentence on the guarantee of a private run; none for another run."""
+    """Return sentences on the guarantee of a private run and on the public weights it started from, or none."""
     private = summary.get("private")
     if not private:
         return []
     seeded = (
         "" if private["secure"] else " Its randomness was seeded, for experiments only: the seed reveals the noise."
     )
-    return [f"Trained with differential privacy: ε = {private['target']:.4g} at δ = {private['delta']:g}.{seeded}"]
+    notes = [f"Trained with differential privacy: ε = {private['target']:.4g} at δ = {private['delta']:g}.{seeded}"]
+    if "origin" in private:
+        notes.append(
+            f"The guarantee is for '{summary['data']}'. Training began with {format_origin(private['origin'])}."
+        )
+    return notes

@@ -40,6 +40,7 @@ from .folder import (
     require_same_recipe,
 )
 from .loops import EagerLoop
+from .public_origin import describe_origin
 from .recorder import AllowedOutputs
 from .run import Run, prepared_run
 from .strategy import TrainingStrategy
@@ -101,7 +102,8 @@ class PrivateStrategy(TrainingStrategy):
     def require_same_options(self, before: Mapping[str, Any]) -> None:
         """Raise PomonaError unless the private options of this run are those that it was started with."""
         own = self.private_recipe.private.settings()
-        other = [f"{key}: {own[key]}, not {before.get(key)}" for key in own if own[key] != before.get(key)]
+        keys = [key for key in {**own, **before} if own.get(key) != before.get(key)]
+        other = [f"{key}: {own.get(key)}, not {before.get(key)}" for key in keys]
         require(
             not other,
             f"the run was started with another budget or method ({'; '.join(other[:3])}): what is spent "
@@ -109,6 +111,7 @@ class PrivateStrategy(TrainingStrategy):
         )
 
     def validate_run(self, run: Run) -> None:
+        self.origin = describe_origin(self.recipe)
         world_size = run.processes.world_size
         require(world_size == 1, f"private training is for one process, got {world_size}: leave torchrun out.")
         require(
@@ -137,7 +140,7 @@ class PrivateStrategy(TrainingStrategy):
             "data": run.data.describe(),
             "params": self.step.size,
             "steps": run.total_steps,
-            "private": self.step.facts(),
+            "private": self.facts(),
         }
 
     # ---- during training
@@ -153,6 +156,7 @@ class PrivateStrategy(TrainingStrategy):
             keep=options.keep,
             schedule=options.schedule,
             group=options.group or None,
+            grouping=options.grouping,
             clip=options.clip,
             loss=cross_entropy,
             micro=options.micro,
@@ -184,8 +188,12 @@ class PrivateStrategy(TrainingStrategy):
     def epoch_fields(self) -> dict[str, Any]:
         return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what may be published about the private steps, and about the public weights if the run has any."""
+        return self.step.facts() | ({} if self.origin is None else {"origin": self.origin})
+
     def stage_fields(self) -> dict[str, Any]:
-        facts = self.step.facts()
+        facts = self.facts()
         return {"method": facts["method"], "fingerprint": self.fingerprint(), "private": facts}
 
     def finish(self, run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from pomona import data, models
 from pomona.core.method import Masks
@@ -65,6 +65,18 @@ def _takes_data(info: models.ModelInfo, kind: str) -> bool:
     return info.takes_tokens == (kind in ("tokens", "text")) and ("num_classes" in info.options) == (kind != "text")
 
 
+def select_matching(weights: dict[str, Tensor], model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the weights that have the name and shape of one of the model's; raise PomonaError if there are none."""
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor for name, tensor in weights.items() if own.get(name) == tensor.shape}
+    require(
+        bool(found),
+        f"none of the {len(weights)} tensors of the run '{folder}' has the name and shape of one of this model's: "
+        "choose the model of that run.",
+    )
+    return found
+
+
 def load_origin(recipe: Recipe, model: nn.Module, device: torch.device) -> Masks | None:
     """Load the weights of the recipe's origin into the model, and return its masks where the recipe fine-tunes them.
 
@@ -82,13 +94,14 @@ def load_origin(recipe: Recipe, model: nn.Module, device: torch.device) -> Masks
         found == origin.fingerprint,
         f"the run in '{folder}' has the fingerprint {found}, and this one started from {origin.fingerprint}.",
     )
-    if origin.weights == "final":
+    if origin.weights != "new":
         try:
             weights = safetensors.torch.load_file(folder / MODEL_FILE)
         except (OSError, SafetensorError) as error:
             raise PomonaError(f"the weights of the run '{folder}' cannot be read: train it again.") from error
-        require_same_tensors(weights, model.state_dict(), folder)
-        model.load_state_dict(weights)
+        if origin.weights == "final":
+            require_same_tensors(weights, model.state_dict(), folder)
+        model.load_state_dict(select_matching(weights, model, folder), strict=False)
     if recipe.method["name"] == "finetune":
         return {name: mask.to(device) for name, mask in masks.load(folder).items()}
     return None

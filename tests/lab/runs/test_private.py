@@ -307,7 +307,7 @@ def test_files_of_a_private_run_name_no_seed_unless_asked(tmp_path):
         ({"private": {"epsilon": 8.0, "method": "dpsgd", "share": 0.1}}, "private.share is for gip"),
         ({"private": {"epsilon": 8.0, "average": 1.0}}, "private.average"),
         ({"private": {"epsilon": 8.0, "group": -1}}, "private.group"),
-        ({"method": "dpf"}, "no method, finetune or origin"),
+        ({"method": "dpf"}, "no method or finetune"),
         ({"teacher": {"run": "dense", "fingerprint": "abc"}}, "a private run has no teacher: .* outside the budget"),
         ({"train": {"clip": 1.0}}, "leave out train.clip"),
     ],
