@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ...sharding import local_part, place_like, whole_reads
+from ..sharded_outputs import ShardedOutputs
 from ..slot import dense_strides
 from .bounded_rows import BoundedRows
 from .captured_graphs import CapturedGraphs
 from .latent_memory import LatentMemory
+from .output_layout import output_count, threshold_count
 from .redraw_inputs import has_known_layouts, redraw_inputs
 from .unit_selection import UnitSelection
 
@@ -36,6 +38,7 @@ class FlatBuffers:
         self.names = [slot.name for slot in self.targets]
         self.sizes = [slot.mask.numel() for slot in self.targets]
         self.is_sharded = any(slot.is_sharded for slot in self.slots)  # whether this rank has parts of them only
+        self.sharded_outputs = ShardedOutputs.of(self.targets) if self.is_sharded else None
         self.count = sum(self.sizes)
         self.last_entries = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
@@ -98,7 +101,7 @@ class FlatBuffers:
 
     def can_fuse(self) -> bool:
         """Return whether the fused kernels compute what the method does on these slots."""
-        if self.projection is None or self.method.weights == "free" or self.mask.numel() >= 2**31:
+        if self.projection is None or self.method.weights == "free" or not 0 < self.mask.numel() < 2**31:
             return False
         return (
             all(slot.values.stride() == slot.mask.stride() for slot in self.slots)
@@ -190,15 +193,17 @@ class FlatBuffers:
             for slot, view in views.items():
                 slot.parameter.grad = view
             return
+        bound = self.method.fused_gradient_bound
+        if bound is not None and self.sharded_outputs is not None and len(targets) == len(self.targets):
+            self.sharded_outputs.bound_gradients(bound)
+            return
         for slot in targets:
-            assert slot.parameter.grad is not None
-            bound = self.method.fused_gradient_bound
             if bound is not None and self.bounded_rows.bound(slot, bound):
                 continue
             with whole_reads(slot.is_sharded):
-                slot.parameter.grad = self.method.transform_gradient(
-                    slot.parameter.grad, slot.parameter.detach(), slot.place(slot.mask), slot.target.output_dim
-                )
+                gradient: Any = slot.parameter.grad
+                tensors = gradient, slot.parameter.detach(), slot.place(slot.mask)
+                slot.parameter.grad = self.method.transform_gradient(*tensors, slot.target.output_dim)
 
     def _bounds_gradients(self) -> bool:
         """Return whether kernels bound the gradients, after making their buffer where needed."""
@@ -298,11 +303,18 @@ class FlatBuffers:
 
     def calibrate(self) -> None:
         """Measure what the projection must know of the installed masks."""
-        if self.calibration is not None and not self.is_sharded and self.kernels_ready():
-            self.launch("calibrate")
+        if self.calibration is None:
             return
-        for slot in self.targets:
-            slot.calibrate(slot.mask)
+        shared = self.sharded_outputs if self.method.calibrates_outputs else None
+        if self.kernels_ready() and (shared is not None or not self.is_sharded):
+            self.launch("calibrate")
+        elif shared is not None:
+            shared.calibrate()
+        else:
+            for slot in self.targets:
+                slot.calibrate(slot.mask)
+        if shared is not None:
+            shared.share_thresholds()
 
     def snapshot_masks(self) -> Tensor:
         """Return the targets' masks before an update, or those of the last history entry for score methods."""
@@ -322,8 +334,8 @@ class FlatBuffers:
             self.observed_mask.copy_(self.target_mask)
 
     def measure_update(self) -> Tensor | None:
-        """Return the figures of an update for each target; None where kernels cannot measure them."""
-        if self.is_sharded or not self.kernels_ready():
+        """Return the figures of an update for each target, or this rank's part; None where kernels cannot measure."""
+        if not self.kernels_ready():
             return None
         self.launch("measure_update")
         return self.update_figures.values.clone()
@@ -366,8 +378,8 @@ class FlatBuffers:
             self.kernels.redraw(self.block_table, redraw_inputs(self.targets, stream), *buffers, stream, number, limit)  # type: ignore[union-attr]
             return
         for slot in self.targets:
-            key = slot.name, slot.target.fan_in
-            stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit, slot.positions())
+            drawn = slot.weight, slot.draw_number, ~slot.mask
+            stream.redraw(slot.name, slot.target.fan_in, *drawn, number, limit, slot.positions())
 
 
 def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
@@ -376,18 +388,6 @@ def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
     for slot in slots:
         groups.setdefault((slot.values.device, slot.values.dtype), []).append(slot)
     return [FlatBuffers(group) for group in groups.values()]
-
-
-def threshold_count(slot: Slot) -> int:
-    """Return how many outputs have a threshold of their own; 0 for none, or where they are not contiguous."""
-    number = 0 if slot.calibration is None else slot.calibration[0].numel()
-    return number if number in (1, output_count(slot)) else 0
-
-
-def output_count(slot: Slot) -> int:
-    """Return the number of outputs whose weights are contiguous in memory; 0 where they are not."""
-    count = slot.mask.shape[0]
-    return count if slot.target.output_dim == 0 and slot.mask.stride(0) * count == slot.mask.numel() else 0
 
 
 @cache
