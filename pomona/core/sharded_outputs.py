@@ -6,13 +6,17 @@ DTensor costs some fifty microseconds, and there would be dozens of them for eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
+from ..patterns.counting_selection import Ranks
+from ..patterns.sharded_selection import RowShards
 from ..sharding import dtensor_module, local_part, place_like, place_reduced, sharding_mesh
 from .gradient_bound import output_factors
 
@@ -51,6 +55,20 @@ class ShardedOutputs:
             for placement in slot.parameter.placements  # type: ignore[attr-defined]
         )
         return cls(slots) if whole and len(places) == 1 else None
+
+    @cached_property
+    def row_ranks(self) -> Ranks | None:
+        """How counts of weights are added over the ranks; None where kernels cannot select among the weights.
+
+        The answer is the same on all ranks: each has rows of every layer, in the order of the ranks.
+        """
+        shapes = [slot.parameter.shape for slot in self.slots]
+        ranks = self.groups[0].size() if len(self.groups) == 1 else 0
+        fits = all(-(-shape[0] // ranks) * (ranks - 1) < shape[0] for shape in shapes) if ranks else False
+        row_major = all(slot.target.output_dim == 0 and slot.mask.is_contiguous() for slot in self.slots)
+        if not (fits and row_major and sum(map(math.prod, shapes)) < 2**31):
+            return None
+        return RowShards.of([slot.parameter for slot in self.slots]).counts
 
     # ---- the bound on gradients
 

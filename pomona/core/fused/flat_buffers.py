@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ...sharding import local_part, place_like, whole_reads
 from ..sharded_outputs import ShardedOutputs
 from ..slot import dense_strides
@@ -261,7 +260,7 @@ class FlatBuffers:
 
     def store_select_project(self, slots: Sequence[Slot]) -> bool:
         """Store the scores, select the mask of the highest and project; return False where kernels cannot do it all."""
-        if self.top_k is None or len(slots) < len(self.slots) or not self.kernels_ready():
+        if self.top_k is None or self.is_sharded or len(slots) < len(self.slots) or not self.kernels_ready():
             return False
         self.launch("store_select_project")
         for slot in slots:
@@ -299,7 +298,8 @@ class FlatBuffers:
         """Install the masks of the largest latents in magnitude; `set_sparsity` says how many."""
         if self.magnitude is None:
             self.magnitude = torch.empty_like(self.latent[: self.count])
-        self.launch("select_by_magnitude")
+        launch = self._run_kernels if self.is_sharded else self.launch  # no graph can replay what ranks exchange
+        launch("select_by_magnitude")
 
     def calibrate(self) -> None:
         """Measure what the projection must know of the installed masks."""
@@ -343,29 +343,23 @@ class FlatBuffers:
     def set_sparsity(self, sparsity: float) -> bool:
         """Set the sparsity that the kernels select for; return False where kernels cannot select."""
         pattern = self.method.pattern
-        if self.kernels is None or self.is_sharded or self.latent.dtype == torch.float64:
+        ranks = None if self.sharded_outputs is None else self.sharded_outputs.row_ranks
+        if self.kernels is None or self.latent.dtype == torch.float64 or (self.is_sharded and ranks is None):
             return False
         if not UnitSelection.can_select(pattern, self.targets):
             return False
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = parse_allocation(self.method.allocation)
-        is_global = name == "global"
         if self.units is None:
             self.units = UnitSelection(pattern, self.targets, self.mask)
-        units = self.units
-        counts = [sum(units.counts)] if is_global else units.counts
-        shapes = [slot.target.outputs_first for slot in self.targets]
-        shares = [sparsity] if is_global else layer_sparsities(name, shapes, sparsity, pattern)
-        has_floor = is_global and floor != 0 and len(shapes) > 1
+        kept, floors = self.units.kept_counts(self.method.allocation, sparsity)  # type: ignore[arg-type]
         if self.top_k is None:
-            self.top_k = self.kernels.SegmentedTopK(counts, self.mask.device)
-            self.floor_top_k = self.kernels.SegmentedTopK(units.counts, self.mask.device) if has_floor else None
-        self.top_k.set_counts([units.kept_count(share, count) for count, share in zip(counts, shares, strict=True)])
-        if has_floor:
-            floors = floor_counts(shapes, sparsity, pattern, floor)
-            self.floor_top_k.set_counts([n // size for n, size in zip(floors, units.unit_sizes, strict=True)])
+            self.top_k = self.units.make_top_k(self.kernels, len(kept) == 1, ranks)
+            self.floor_top_k = self.units.make_top_k(self.kernels, False, ranks) if floors else None
+        self.top_k.set_counts(kept)
+        if floors:
+            self.floor_top_k.set_counts(floors)
         return True
 
     # ---- random weights
