@@ -63,6 +63,6 @@ class SampleGradients:
         """Add the gradients of all examples, not clipped, to a flat tensor and return it."""
         if self.single is not None:
             return total.add_(flatten({name: rows.sum(0) for name, rows in self.single[0].items()}))
-        for chunk in self.chunks:
-            total += self.gradients.of_batch(*chunk, views=self.gradients.views)
+        for inputs, targets in self.chunks:
+            total += self.gradients.of_batch(inputs, targets, self.gradients.views)
         return total
