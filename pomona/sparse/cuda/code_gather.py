@@ -50,18 +50,31 @@ class Tiles(NamedTuple):
     parts: int
 
 
+class Launch(NamedTuple):
+    """A kernel and how it is launched."""
+
+    config: GatherConfig
+    tiles: Tiles
+    kernel: CompiledKernel
+
+
 def multiply(
     layout: UnitLayout, x: Tensor, units: Tensor, bias: Tensor | None, y: Tensor, columns: int, relu: bool
 ) -> bool:
     """Write x Wᵀ + bias to y, both of any strides; return False for arguments this kernel does not take."""
-    n, rows = y.shape
-    if n > MAX_VECTORS or x.dtype not in DTYPE_CODES:
+    if len(x) > MAX_VECTORS or x.dtype not in DTYPE_CODES:
         return False
-    groups, slices = units.shape[:2]
-    prepared = prepare_launch(x.dtype, n, layout, groups, slices, x.get_device())
-    if prepared is None:
+    launch = prepare_launch(x.dtype, len(x), layout, *units.shape[:2], x.get_device())
+    if launch is None:
         return False
-    config, tiles, kernel = prepared
+    run(launch, x, units, bias, y, columns, relu)
+    return True
+
+
+def run(launch: Launch, x: Tensor, units: Tensor, bias: Tensor | None, y: Tensor, columns: int, relu: bool) -> None:
+    """Write x Wᵀ + bias to y by a kernel, in as many launches as it needs."""
+    config, tiles, kernel = launch
+    (n, rows), (groups, slices) = y.shape, units.shape[:2]
     if x.stride(1) != 1:
         x = x.contiguous()
     bias, float_bias = prepare_bias(bias, x.dtype)
@@ -77,23 +90,27 @@ def multiply(
         tensors = units, some, bias, their_y, exchange, arrivals
         sizes = rows, columns, x.stride(0), slices, tiles.groups, len(some), y_row, y_vector, float_bias, relu
         kernel(grid, tensors, sizes)
-    return True
 
 
 @cache
 def prepare_launch(
     dtype: torch.dtype, n: int, layout: UnitLayout, groups: int, slices: int, device: int
-) -> tuple[GatherConfig, Tiles, CompiledKernel] | None:
-    """Return the division of the work and the kernel; None where the inputs do not fit into shared memory."""
+) -> Launch | None:
+    """Return the kernel and the division of the work; None where the inputs do not fit into shared memory."""
     config = choose_config(dtype, n, layout)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = choose_tiles(config, layout, dtype, groups, slices, processors)
-    if tiles is None:
-        return None
+    return None if tiles is None else compile_launch(config, tiles, layout, dtype, slices, device)
+
+
+def compile_launch(
+    config: GatherConfig, tiles: Tiles, layout: UnitLayout, dtype: torch.dtype, slices: int, device: int
+) -> Launch | None:
+    """Return the kernel for a division of the work; None where it cannot be compiled."""
     macros = {**layout.macros, **config.macros, "VALUE_TYPE": DTYPE_CODES[dtype]}
     used = shared_bytes(config, layout, dtype, slices, tiles)
     kernel = compile_kernel("code_gather", device, config.warps * LANES, used, **macros)
-    return None if kernel is None else (config, tiles, kernel)
+    return None if kernel is None else Launch(config, tiles, kernel)
 
 
 def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfig:
