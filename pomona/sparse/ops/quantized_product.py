@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import backend as cpu
+from ..cuda import quantized as cuda
 from ..quantized import QuantizedBalancedTensor, validate_quantized
 from .dense_product import (
     choose_dense_dtype,
@@ -24,7 +25,10 @@ from .dense_product import (
 from .registration import register_operator
 
 # The product by type of device, with the arguments of the operator. It returns None where it has no kernel for them.
-BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.multiply_quantized}
+BACKENDS: dict[str, Callable[..., Tensor | None]] = {
+    "cpu": cpu.multiply_quantized,
+    "cuda": cuda.multiply_quantized,
+}
 
 
 def reference_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor, bias: Tensor | None, rows: int,
