@@ -101,7 +101,7 @@ class BitmapTensor(PackedTensor):
         require(fits, f"the bits are those of {stored} values, and there are {len(self.values)}.")
         rows, columns = self.matrix
         slabs, steps = count_steps(rows, columns)
-        dense = restore_order(kept.view(slabs, steps, -1))
+        dense = restore_order(kept.reshape(slabs, steps, STEP_ENTRIES))
         inside = not bool(dense[rows:].any()) and not bool(dense[:, columns:].any())
         require(inside, f"a bit is outside the matrix of {rows}×{columns}.")
         return self
