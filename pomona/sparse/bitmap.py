@@ -5,8 +5,8 @@ after another: at 50 % zeros a float16 survivor takes 2.25 bytes, at 90 % 3.25. 
 
 A *slab* is 64 rows, and a *step* 64 columns of it. A warp multiplies a step as four *tiles* of 16 rows, and each of its
 lanes expands the weights that it passes to the tensor cores (`cuda/bitmap_tiles.cu`): lane 4g + t has the columns
-16t + 4s + j of the rows 8g + 2·tile + h, as bit 8s + 4h + j of one word for each tile. The values of a step are ordered by
-tile, h, s, lane and j.
+16t + 4s + j of the rows 8g + 2·tile + h, as bit 8s + 4h + j of one word for each tile. The values of a step are
+ordered by tile, h, s, lane and j.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class BitmapTensor(PackedTensor):
 
     @classmethod
     def from_parts(cls, parts: Sequence[Tensor], metadata: Mapping[str, Any]) -> BitmapTensor:
-        return cls(*parts, torch.Size(metadata["shape"]), metadata["most"])
+        values, words, starts = parts
+        return cls(values, words, starts, torch.Size(metadata["shape"]), metadata["most"])
 
     @classmethod
     @torch.no_grad()

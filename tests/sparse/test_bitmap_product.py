@@ -54,7 +54,9 @@ def test_the_operator_passes_torchs_opcheck() -> None:
     packed = pm.BitmapTensor.from_dense(unstructured_weight(40, 64, 0.8))
     quick = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.pomona.bitmap, (torch.randn(3, 64), *packed.parts, torch.randn(40), *packed.sizes, True), test_utils=quick
+        torch.ops.pomona.bitmap,
+        (torch.randn(3, 64), *packed.parts, torch.randn(40), *packed.sizes, True),
+        test_utils=quick,
     )
 
 

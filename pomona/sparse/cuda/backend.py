@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -81,12 +81,10 @@ def multiply_bitmap(x: Tensor, values: Tensor, words: Tensor, starts: Tensor, bi
 
     `pomona.sparse.ops.bitmap_product` describes the arguments.
     """
-    if values.dtype == torch.float32:  # the tensor cores would round
-        return None
 
-    def multiply(x: Tensor, *arguments: Any) -> bool:
-        *parts, bias, y, columns, relu = arguments
-        return bitmap_tiles.multiply(x, *parts, bias, y, columns, most, relu)
+    def multiply(x: Tensor, values: Tensor, words: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor,
+                 columns: int, relu: bool) -> bool:  # fmt: skip
+        return bitmap_tiles.multiply(x, values, words, starts, bias, y, columns, most, relu)
 
     return multiply_gathered(multiply, x, (values, words, starts), bias, rows, columns, relu, transposed)
 
