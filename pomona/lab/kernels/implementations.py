@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...patterns import Balanced, Block, Unstructured
-from ...sparse import BalancedTensor, GapTensor, UnstructuredTensor
+from ...sparse import BalancedTensor, BitmapTensor, GapTensor, UnstructuredTensor
 from ...sparse.gaps import MAX_COLUMNS as MAX_GAP_COLUMNS
+from ...sparse.packed_tensor import PackedTensor
 
 DENSE, BALANCED, UNSTRUCTURED = "dense", "balanced", "unstructured"
 OURS = {BALANCED, UNSTRUCTURED}
@@ -52,7 +53,7 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
             implementations.insert(-1, make(name, weight, sparsity))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             missing[name] = first_line(error)
-    implementations.append(unstructured_implementation(weight, sparsity))
+    implementations += unstructured_implementations(weight, sparsity)
     return implementations, missing
 
 
@@ -63,12 +64,14 @@ def prune_unequal_rows(weight: Tensor, sparsity: float, seed: int = 0) -> Tensor
     return torch.where(mask, weight, 0)
 
 
-def unstructured_implementation(weight: Tensor, sparsity: float) -> Implementation:
-    """Return the format for any mask that is the fastest on this device, with as many weights as the others."""
+def unstructured_implementations(weight: Tensor, sparsity: float) -> list[Implementation]:
+    """Return the formats for any mask that this device has kernels for, with as many weights as the others."""
     pruned = prune_unequal_rows(weight, sparsity)
     takes_gaps = weight.is_cuda and weight.shape[1] <= MAX_GAP_COLUMNS
-    packed = (GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)
-    return Implementation(UNSTRUCTURED, packed.linear, pruned, packed.nbytes)
+    packed: list[PackedTensor] = [(GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)]
+    if weight.is_cuda and weight.dtype != torch.float32:
+        packed.append(BitmapTensor.from_dense(pruned))
+    return [Implementation(UNSTRUCTURED, one.linear, pruned, one.nbytes) for one in packed]
 
 
 def csr_implementations(pruned: Tensor) -> list[Implementation]:
