@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from ..models.weight_standardization import pull_back
 from .batchable_ops import as_pair, extract_patches
@@ -60,16 +61,24 @@ def conv2d_weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry,
     kernels = triton_kernels() if inputs.is_cuda and inputs.dtype in HALVES and geometry.groups == 1 else None
     if kernels is not None:
         return kernels.conv2d_weight_gradient(inputs, gradient, geometry, rows)
+    if inputs.is_cuda:
+        return multiply_patches(inputs, gradient, geometry, rows)
+    # One convolution with a group for each example, over the views
+    inputs, gradient = (part.unflatten(0, (rows, -1)).transpose(0, 1).flatten(1, 2) for part in (inputs, gradient))
+    size = (gradient.shape[1], inputs.shape[1] // rows // geometry.groups, *geometry.kernel)
+    *places, groups = geometry.options
+    return conv2d_weight(inputs, size, gradient, *places, rows * groups).unflatten(0, (rows, -1))
+
+
+def multiply_patches(inputs: Tensor, gradient: Tensor, geometry: Geometry, rows: int) -> Tensor:
+    """Return the gradients of a convolution's weight by a matrix product with input patches for each example."""
     views, groups = len(inputs) // rows, geometry.groups
     size = geometry.kernel, gradient.shape[2:]
     patches = extract_patches(inputs, *size, geometry.stride, geometry.padding, geometry.dilation)
     # (rows, views, groups, channels, positions)
     ours = gradient.reshape(rows, views, groups, gradient.shape[1] // groups, -1)
     theirs = patches.reshape(rows, views, groups, inputs.shape[1] // groups * patches.shape[2], -1)
-    if views == 1:
-        found = ours.squeeze(1) @ theirs.squeeze(1).mT
-    else:
-        found = ours.permute(0, 2, 3, 1, 4).flatten(3) @ theirs.permute(0, 2, 1, 4, 3).flatten(2, 3)
+    found = ours.permute(0, 2, 3, 1, 4).flatten(3) @ theirs.permute(0, 2, 1, 4, 3).flatten(2, 3)
     return found.reshape(rows, gradient.shape[1], -1, *geometry.kernel)
 
 
