@@ -15,9 +15,7 @@ The method decides which coordinates of the gradient are kept. All but the first
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,21 +27,17 @@ from ..errors import require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import Budget
-from .clipping import GradientGrid, flatten
+from .clipping import GradientGrid
 from .datalens import keep_largest_signs
-from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors, pad_rows, split_rows
+from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors
+from .example_gradients import ExampleGradients, SampleGradients
 from .fixed_shapes import micro_batch_rows, repeatable_kernels
+from .index_draws import IndexDraws
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger
 from .model_validation import refuse_mixed_examples, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
-from .per_example_gradients import (
-    Gradients,
-    Loss,
-    choose_gradients,
-    compute_gradients_one_by_one,
-    compute_summed_gradients,
-)
+from .per_example_gradients import Loss
 from .private_options import DENSE_METHODS, METHODS, validate_options
 from .processes import Processes
 from .random_source import Source
@@ -108,7 +102,7 @@ class PrivateStep:
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
         self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
-        self.clip, self.loss, self.micro, self.views, self.public = clip, loss, micro, views, public
+        self.clip, self.micro, self.views, self.public = clip, micro, views, public
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.size = sum(self.sizes)
@@ -119,14 +113,15 @@ class PrivateStep:
         self.processes = Processes(model)
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
-        self.micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
+        micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
+        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views)
+        self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
         require(
             self.data is None or count_rows(*self.data) == budget.rows,
             f"the budget is for {budget.rows} rows, and the data has another number.",
         )
         self.journal = StepJournal(ledger, self.source, self.processes, budget)
-        self.compute_gradients: Callable[..., tuple[Gradients, Tensor]] | None = None  # known after the first
         self.drawn = 0  # steps that are charged
         self.steps_taken = 0
         self.pending: Tensor | None = None  # the rows that were drawn for the next step
@@ -145,27 +140,22 @@ class PrivateStep:
 
     def kept_share(self, step: int | None = None) -> float:
         """Return the share of coordinates that a step keeps; by default of the next step."""
-        step = self.next_step if step is None else step
-        return 1.0 if self.method in DENSE_METHODS else 1 - (1 - self.keep) * self.schedule(step, self.budget.steps)
+        return self.indices.kept_share(self.next_step if step is None else step)
 
     def mechanism(self, step: int | None = None) -> IndexMechanism:
         """Return the index mechanism of a step; by default of the next step."""
-        leaves = tuple(self.sizes) if self.grouping == "parameter" else None
-        make = partial(IndexMechanism, self.kept_share(step), group=self.group, leaves=leaves)
-        if self.method == "gip":
-            return make(epsilon=self.budget.index)
-        return make(theta=0.0 if self.method == "random" else math.inf)
+        return self.indices.mechanism(self.next_step if step is None else step)
 
     def lost(self, step: int | None = None) -> float | None:
         """Return E[i] / m, the share of the private top-k that a step's index set is expected to miss.
 
         For public data it is unknown, and None is returned.
         """
-        return None if self.method == "public" else self.mechanism(step).lost(self.size)
+        return self.indices.lost(self.next_step if step is None else step)
 
     def lost_at_random(self, step: int) -> float:
         """Return the share of the private top-k that a random index set would miss in a step."""
-        return replace(self.mechanism(step), theta=0.0, epsilon=None).lost(self.size)
+        return self.indices.lost_at_random(step)
 
     # ---- steps
 
@@ -235,15 +225,11 @@ class PrivateStep:
 
     def sum_clipped_gradients(self, inputs: Batch, targets: Batch, mechanism: IndexMechanism) -> tuple[Tensor, Tensor]:
         """Return the noisy sum of masked and clipped gradients as a flat tensor of grid units, and the losses."""
-        chunks = split_rows((inputs, targets), self.micro_rows)
-        # The per-example gradients of a single chunk are used for both the index set and the sum.
-        shared = self.per_example_gradients(*chunks[0]) if len(chunks) == 1 else None
-        mask = self.choose_mask(chunks, mechanism, shared)
+        sample = SampleGradients(self.gradients, inputs, targets)
+        mask = self.choose_mask(sample, mechanism)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.zeros(self.size, dtype=torch.int64), []
-        for chunk in chunks:
-            gradients, loss = shared or self.per_example_gradients(*chunk)
-            flat = [gradient.flatten(1) for gradient in gradients.values()]
+        total, losses = self.zeros(self.size, dtype=torch.int64), [self.zeros(0)]
+        for flat, loss in sample:
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
             if self.method == "datalens":
@@ -253,45 +239,18 @@ class PrivateStep:
         self.processes.add(total)
         noise = self.source.discrete_gaussian(self.size, self.grid.noise_variance(self.budget.sigma))
         total += noise if mask is None else noise.mul_(mask)
-        return total, torch.cat(losses) if losses else self.zeros(0)
+        return total, torch.cat(losses)
 
-    def per_example_gradients(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
-        """Return the gradients of each row by parameter name, and the losses.
-
-        They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
-        """
-        count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
-        if self.compute_gradients is None:
-            self.compute_gradients = choose_gradients(*arguments, inputs, targets, self.views)
-        if self.compute_gradients is not compute_gradients_one_by_one:
-            inputs, targets = pad_rows((inputs, targets), self.micro_rows)
-        gradients, losses = self.compute_gradients(*arguments, inputs, targets, self.views)
-        return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
-
-    def choose_mask(
-        self,
-        chunks: list[tuple[Batch, Batch]],
-        mechanism: IndexMechanism,
-        shared: tuple[Gradients, Tensor] | None,
-    ) -> Tensor | None:
-        """Return the flat mask of kept coordinates, or None to keep all.
-
-        `shared` are the per-example gradients and losses of the sample, if it is a single chunk.
-        """
+    def choose_mask(self, sample: SampleGradients, mechanism: IndexMechanism) -> Tensor | None:
+        """Return the flat mask of kept coordinates, or None to keep all."""
         if self.method in DENSE_METHODS:
             return None
         gradient = self.zeros(self.size)
         if self.method == "public":
             assert self.public is not None
-            gradient = flatten(compute_summed_gradients(self.model, self.loss, self.parameters, *self.public))
-        elif self.method == "gip" and shared is not None:
-            gradient = flatten({name: rows.sum(0) for name, rows in shared[0].items()})
+            gradient = self.gradients.of_batch(*self.public)
         elif self.method == "gip":
-            for chunk in chunks:
-                summed = compute_summed_gradients(self.model, self.loss, self.parameters, *chunk, self.views)
-                gradient += flatten(summed)
-        if self.method == "gip":
-            self.processes.add(gradient)
+            self.processes.add(sample.add_up(gradient))
         return mechanism.sample(gradient, self.source)
 
     # ---- state
