@@ -90,9 +90,9 @@ def group_norm(
     if kernels is not None:
         return kernels.group_norm(inputs, groups, weight, bias, eps)
     sizes = len(inputs), inputs.shape[1], inputs[0, 0].numel()
-    values = None if weight is None else weight.to(inputs.dtype)
-    shift = None if bias is None else bias.to(inputs.dtype)
-    return torch.ops.aten.native_group_norm(inputs.contiguous(), values, shift, *sizes, groups, eps)
+    wide = widen(inputs).contiguous()
+    outputs, mean, scale = torch.ops.aten.native_group_norm(wide, weight, bias, *sizes, groups, eps)
+    return outputs.to(inputs.dtype), mean, scale
 
 
 def group_norm_gradients(
@@ -104,15 +104,20 @@ def group_norm_gradients(
         return kernels.group_norm_gradients(gradient, inputs, mean, scale, groups, weight)
     count, channels = inputs.shape[:2]
     each = channels // groups
-    x, g = (part.reshape(count, groups, each, -1) for part in (inputs, gradient))
+    x, g = (widen(part).reshape(count, groups, each, -1) for part in (inputs, gradient))
     x_hat = (x - mean.view(count, groups, 1, 1)) * scale.view(count, groups, 1, 1)
     for_weight, for_bias = (g * x_hat).sum(3), g.sum(3)
-    factors = torch.ones_like(for_bias[0]) if weight is None else weight.view(groups, each).to(g.dtype)
+    factors = torch.ones_like(for_bias[0]) if weight is None else weight.view(groups, each)
     size = each * x.shape[3]
     along = ((for_weight * factors).sum(2) / size).view(count, groups, 1, 1)
     mean_gradient = ((for_bias * factors).sum(2) / size).view(count, groups, 1, 1)
     for_inputs = (g * factors[..., None] - mean_gradient - x_hat * along) * scale.view(count, groups, 1, 1)
     return for_inputs.reshape(inputs.shape).to(inputs.dtype), for_weight.flatten(1), for_bias.flatten(1)
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return values of 16 bits in float32, and others as they are."""
+    return values.float() if values.dtype in HALVES else values
 
 
 def has_norm_kernels(inputs: Tensor, groups: int) -> bool:

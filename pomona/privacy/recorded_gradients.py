@@ -59,6 +59,7 @@ class Recorder:
             raise UnrecordedUse(f"a layer gets {tuple(tensor.shape)[:1]} rows for {self.rows} examples")
         return tensor.unflatten(0, (self.rows, -1))
 
+    @torch.no_grad()
     def gradients(self) -> Gradients:
         """Return the gradients of each example by parameter name, zeros for parameters that were not used."""
         total: Gradients = {}
