@@ -18,20 +18,42 @@ from pathlib import Path
 from typing import Any
 
 from record_file import RESULTS, write_record
-from rich.console import Console
 
 from pomona.lab import describe_run, train
 from pomona.lab.recipes.overrides import read_recipe
 from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs.interruption import Interrupted
 from pomona.lab.runs.private import PrivateStrategy
-from pomona.lab.runs.progress import make_reporter
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "private-de2022.toml"
 RECORD, BUDGETS = RESULTS / "private-accuracy.json", RESULTS / "private-accuracy-budgets.json"
 EPOCHS = {8.0: 125, 3.0: 60}  # of 12 steps
 RUN_KEYS = ("name", "fingerprint", "data", "model", "step", "accuracy", "test_loss", "epsilon", "private", "params")
 RUN_KEYS += ("seconds", "device")
+
+
+class PrintedEpochs:
+    """Prints a line for each epoch, with the losses of its steps, which are not private."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def start(self, total_epochs: int, steps_per_epoch: int, title: str) -> None:
+        """Print the size of the run."""
+        print(f"{title}: {total_epochs} epochs of {steps_per_epoch} steps", flush=True)
+
+    def step(self, loss: float | None = None) -> None:
+        """Note the loss of a step."""
+        self.losses += [] if loss is None else [loss]
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Print the line of an epoch."""
+        shown = {key: round(row[key], 4) for key in ("epoch", "seconds", "loss", "accuracy", "epsilon") if key in row}
+        print(shown, [round(loss, 3) for loss in self.losses], flush=True)
+        self.losses = []
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def make_recipe(epsilon: float, options: argparse.Namespace, budget: dict[str, Any] | None) -> PrivateRecipe:
@@ -64,7 +86,7 @@ def train_runs(options: argparse.Namespace) -> None:
                 folder,
                 resume=folder.exists(),
                 data_dir=options.data_dir,
-                progress=make_reporter(Console(width=150)),
+                progress=PrintedEpochs(),
                 stop=lambda: time.monotonic() > end,
             )
         except Interrupted as stopped:
