@@ -94,7 +94,9 @@ def solve_budgets(options: argparse.Namespace) -> None:
     for _, recipe in iterate_recipes(options, None):
         key = budget_key(recipe.private.epsilon, recipe.private.share)
         if key not in budgets:
-            budgets[key] = describe_run(PrivateStrategy(recipe), data_dir=options.data_dir)["recipe"]["private"]["budget"]
+            budgets[key] = describe_run(PrivateStrategy(recipe), data_dir=options.data_dir)["recipe"]["private"][
+                "budget"
+            ]
             print(f"{key}: σ = {budgets[key]['sigma']:.4f}, index draw ε = {budgets[key]['index']:.3g}", flush=True)
     options.budgets.write_text(json.dumps(budgets, indent=1) + "\n")
 

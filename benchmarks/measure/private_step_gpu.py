@@ -168,9 +168,7 @@ def measure_errors(device: str) -> float:
         compute_recorded_gradients(model, F.cross_entropy, parameters, x, y, 2, dtype=dtype)[0]
         for dtype in (torch.bfloat16, None)
     )
-    ours, theirs = (
-        torch.cat([part.float().flatten(1) for part in each.values()], 1) for each in (found, expected)
-    )
+    ours, theirs = (torch.cat([part.float().flatten(1) for part in each.values()], 1) for each in (found, expected))
     for name, part in found.items():
         error = float((part.float() - expected[name]).norm() / expected[name].norm())
         if error > 0.05:
@@ -210,7 +208,9 @@ def main() -> None:
         "views": measure_steps(steps, rows, VIEWS, device),
     }
     if options.profile:
-        profile_step(make_pomona_step("recorded bfloat16", rows, VIEWS, device, weight_standardization=True), options.profile)
+        profile_step(
+            make_pomona_step("recorded bfloat16", rows, VIEWS, device, weight_standardization=True), options.profile
+        )
     if options.opacus:
         sys.path.insert(0, str(options.opacus))
         steps = {f"Pomona, {kind}": partial(make_pomona_step, kind, rows, 1, device) for kind in list(KINDS)[1:]}

@@ -151,5 +151,3 @@ def triton_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return layer_gradients_triton
-
-

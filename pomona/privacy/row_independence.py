@@ -31,9 +31,7 @@ def require_independent_rows(compute: Callable[[Batch, Batch], Gradients], input
     )
 
 
-def find_dependent_parameter(
-    compute: Callable[[Batch, Batch], Gradients], inputs: Batch, targets: Batch
-) -> str | None:
+def find_dependent_parameter(compute: Callable[[Batch, Batch], Gradients], inputs: Batch, targets: Batch) -> str | None:
     """Return the name of a parameter whose gradients of a row depend on the place or on the other rows, or None."""
     rows = count_rows(inputs, targets)
     kept = rows // 2 + 1
