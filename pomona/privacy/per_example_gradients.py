@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ def choose_gradients(
     """Return the function that computes the gradients of a model: the first that the model allows of three.
 
     They are recorded layer by layer, or batched over examples by `vmap`, or computed one example at a time. With a
-    `dtype` they are recorded. The functions are tried on the first row, and draw none of the random numbers of the step.
+    `dtype` they are recorded. They are tried on the first row, and draw none of the random numbers of a step.
     """
     inputs, targets = map_tensors(operator.itemgetter(slice(1)), (inputs, targets))
     arguments = model, loss, parameters, inputs, targets, views
