@@ -177,7 +177,7 @@ def group_norm_gradient_kernel(
 
 
 def conv2d_weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Any, rows: int) -> Tensor:
-    """Return the gradients of a convolution's weight, (rows, outputs, channels, *kernel), the channels last in memory."""
+    """Return the gradients of a convolution's weight, of shape (rows, outputs, channels, *kernel)."""
     inputs, gradient = (part.contiguous(memory_format=torch.channels_last) for part in (inputs, gradient))
     count, channels, in_height, in_width = inputs.shape
     outputs, height, width = gradient.shape[1:]
@@ -233,7 +233,7 @@ def conv2d_weight_gradient_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_PIXELS: tl.constexpr,
 ):
-    """Compute one tile of outputs × channels at one kernel position, for one example; `pixels` are those of all views."""
+    """Compute one tile of outputs × channels at one kernel position for one example, over `pixels` of all views."""
     row = tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) % POSITIONS
     tile = tl.program_id(0) // POSITIONS

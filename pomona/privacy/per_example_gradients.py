@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ def choose_gradients(
     """Return the function that computes the gradients of a model: the first that the model allows of three.
 
     They are recorded layer by layer, or batched over examples by `vmap`, or computed one example at a time. With a
-    `dtype` they are recorded. The functions are tried on the first row, and draw none of the random numbers of the step.
+    `dtype` they are recorded. They are tried on the first row, and draw none of the random numbers of a step.
     """
     inputs, targets = map_tensors(operator.itemgetter(slice(1)), (inputs, targets))
     arguments = model, loss, parameters, inputs, targets, views
@@ -164,7 +163,7 @@ def recording_obstacle(
     difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in own) ** 0.5
     size = sum(float(part.double().square().sum()) for part in expected.values()) ** 0.5
     is_equal = difference <= RELATIVE_ERROR * size or not math.isfinite(size)
-    return None if is_equal else f"its recorded gradients differ by {difference / size:.1g}"
+    return None if is_equal else f"its recorded gradients differ by {difference:.1g}"
 
 
 def describe(error: Exception) -> str:

@@ -26,8 +26,8 @@ def require_independent_rows(compute: Callable[[Batch, Batch], Gradients], input
     found = find_dependent_parameter(compute, inputs, targets)
     require(
         found is None,
-        f"with precision=\"bfloat16\" the gradient of '{found}' of an example depends on its place in the batch on this "
-        "machine, which the privacy of the sum does not allow: leave the precision out.",
+        f"with precision=\"bfloat16\" the gradient of '{found}' of an example depends on its place in the batch on "
+        "this machine, which the privacy of the sum does not allow: leave the precision out.",
     )
 
 
