@@ -19,7 +19,7 @@ MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
 COLUMN_REGISTERS = 32  # of a thread, for columns of x
 WARPS = 16  # of a thread block
-RING_BYTES = 200 << 10  # of shared memory for units, where there is one vector; else half of it
+RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
 EXCHANGE_BYTES = 32 << 10
@@ -122,8 +122,9 @@ def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfi
     registers = max(1, vectors * dtype.itemsize // 4)  # of a column
     chunk_blocks = min(layout.unit_blocks, max(1, COLUMN_REGISTERS // registers // 2 if vectors > 1 else 32))
     stage_bytes = WARPS * LANES * layout.loads * LOAD_WORDS * 4
-    stages = min(3, max(1, (RING_BYTES if vectors == 1 else RING_BYTES // 2) // stage_bytes))
-    return GatherConfig(vectors, WARPS, stages, 1, chunk_blocks, int(gather or vectors > 1), int(gather))
+    staged_inputs = gather or vectors > 1
+    stages = min(3, max(1, RING_BYTES // (1 + staged_inputs) // stage_bytes))
+    return GatherConfig(vectors, WARPS, stages, 1, chunk_blocks, int(staged_inputs), int(gather))
 
 
 def choose_tiles(
