@@ -158,9 +158,8 @@ def print_table(timings: Sequence[Timing], dtype: torch.dtype) -> None:
         mark = "" if is_rounding(t.error, dtype) else f" WRONG {t.error:.1e}"
         name = "dense" if t.variant is None else f"{tuple(t.variant)} {tuple(t.tiles or ())}"
         speed, rate = dense[case] / t.seconds, t.nbytes / t.seconds / 1e12
-        print(
-            f"{t.rows}x{t.columns} int{t.bits} n={t.batch} {name:40} {1e6 * t.seconds:7.1f} {speed:6.2f}x {rate:.2f}T{mark}"
-        )
+        place = f"{t.rows}x{t.columns} int{t.bits} n={t.batch}"
+        print(f"{place} {name:40} {1e6 * t.seconds:7.1f} {speed:6.2f}x {rate:.2f}T{mark}")
 
 
 def main() -> None:

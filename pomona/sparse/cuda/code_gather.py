@@ -19,11 +19,13 @@ MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
 COLUMN_REGISTERS = 32  # of a thread, for columns of x
 WARPS = 16  # of a thread block
-RING_BYTES = 200 << 10  # of shared memory for units, where there is one vector; else half of it
+RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
 EXCHANGE_BYTES = 32 << 10
-RESERVED_SHARED_BYTES = 1 << 10  # of a thread block, by the system and for variables of the kernel
+INPUT_RATE = 2  # bytes of inputs, from the cache, that it reads in the time of one byte of units
+MULTIPROCESSOR_SHARED_BYTES = MAX_SHARED_BYTES + (1 << 10)
+RESERVED_SHARED_BYTES = 2 << 10  # of a thread block, by the system and for variables of the kernel
 
 
 class GatherConfig(NamedTuple):
@@ -120,8 +122,9 @@ def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfi
     registers = max(1, vectors * dtype.itemsize // 4)  # of a column
     chunk_blocks = min(layout.unit_blocks, max(1, COLUMN_REGISTERS // registers // 2 if vectors > 1 else 32))
     stage_bytes = WARPS * LANES * layout.loads * LOAD_WORDS * 4
-    stages = min(3, max(1, (RING_BYTES if vectors == 1 else RING_BYTES // 2) // stage_bytes))
-    return GatherConfig(vectors, WARPS, stages, 1, chunk_blocks, int(gather or vectors > 1), int(gather))
+    staged_inputs = gather or vectors > 1
+    stages = min(3, max(1, RING_BYTES // (1 + staged_inputs) // stage_bytes))
+    return GatherConfig(vectors, WARPS, stages, 1, chunk_blocks, int(staged_inputs), int(gather))
 
 
 def choose_tiles(
@@ -137,7 +140,9 @@ def choose_tiles(
         if not fits(config, layout, dtype, slices, tiles):
             continue
         rounds = -(-(-(-groups // tiles.groups) * parts) // places)
-        cost = rounds * tiles.groups * -(-slices // parts) * unit_bytes + (parts > 1) * EXCHANGE_BYTES
+        own_slices = -(-slices // parts)
+        inputs = own_slices * layout.unit_blocks * layout.block * config.vectors * dtype.itemsize // INPUT_RATE
+        cost = rounds * (tiles.groups * own_slices * unit_bytes + inputs) + (parts > 1) * EXCHANGE_BYTES
         if cost < least:
             best, least = tiles, cost
     return best
@@ -146,7 +151,7 @@ def choose_tiles(
 def fits(config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, slices: int, tiles: Tiles) -> bool:
     """Return whether a multiprocessor has the shared memory for `min_blocks` of these thread blocks."""
     used = shared_bytes(config, layout, dtype, slices, tiles) + RESERVED_SHARED_BYTES
-    return used * config.min_blocks <= MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
+    return used * config.min_blocks <= MULTIPROCESSOR_SHARED_BYTES
 
 
 def shared_bytes(config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, slices: int, tiles: Tiles) -> int:
