@@ -35,6 +35,12 @@ class Implementation:
     weight: Tensor  # the dense weight that the implementation represents
     nbytes: int  # bytes of the weight that it reads
     arrange: Callable[[Tensor], Tensor] = lambda x: x  # brings an input into the layout that `run` takes
+    packed: PackedTensor | None = None  # the weight in one of our formats
+
+    @classmethod
+    def from_packed(cls, name: str, weight: Tensor, packed: PackedTensor) -> Implementation:
+        """Return the implementation by the product of a packed weight."""
+        return cls(name, packed.linear, weight, packed.nbytes, packed=packed)
 
 
 def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
@@ -45,7 +51,7 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
     implementations = [
         Implementation(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
         *csr_implementations(pruned),
-        Implementation(BALANCED, packed.linear, pruned, packed.nbytes),
+        Implementation.from_packed(BALANCED, pruned, packed),
     ]
     missing: dict[str, str] = {}
     for name, make in (("block-sparse", block_sparse_implementation), ("2:4", two_of_four_implementation)):
@@ -71,7 +77,7 @@ def unstructured_implementations(weight: Tensor, sparsity: float) -> list[Implem
     packed: list[PackedTensor] = [(GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)]
     if weight.is_cuda and weight.dtype != torch.float32:
         packed.append(BitmapTensor.from_dense(pruned))
-    return [Implementation(UNSTRUCTURED, one.linear, pruned, one.nbytes) for one in packed]
+    return [Implementation.from_packed(UNSTRUCTURED, pruned, one) for one in packed]
 
 
 def csr_implementations(pruned: Tensor) -> list[Implementation]:

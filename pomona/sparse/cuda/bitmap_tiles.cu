@@ -47,21 +47,15 @@ __device__ __forceinline__ void mma_half_twice(unsigned *d, unsigned a, const un
       : "r"(a), "r"(0), "r"(b[0]), "r"(b[1]));
 }
 
-/* Return four weights by the lowest four bits of a word: the next values in shared memory, or zeros. */
-__device__ __forceinline__ uint2 expand_four(unsigned bits, unsigned next) {
-  uint2 got;
-  asm volatile("{\n.reg .pred p<4>;\n.reg .b32 bit<4>, second, fourth;\n"
-               "and.b32 bit0, %2, 1;\nsetp.ne.u32 p0, bit0, 0;\nand.b32 bit1, %2, 2;\nsetp.ne.u32 p1, bit1, 0;\n"
-               "and.b32 bit2, %2, 4;\nsetp.ne.u32 p2, bit2, 0;\nand.b32 bit3, %2, 8;\nsetp.ne.u32 p3, bit3, 0;\n"
-               "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-               "@p0 ld.shared.u16 %0, [%3];\n@p0 add.u32 %3, %3, 2;\n"
-               "@p1 ld.shared.u16 second, [%3];\n@p1 add.u32 %3, %3, 2;\n@p1 prmt.b32 %0, %0, second, 0x5410;\n"
-               "@p2 ld.shared.u16 %1, [%3];\n@p2 add.u32 %3, %3, 2;\n"
-               "@p3 ld.shared.u16 fourth, [%3];\n@p3 prmt.b32 %1, %1, fourth, 0x5410;\n}"
-               : "=&r"(got.x), "=&r"(got.y)
-               : "r"(bits), "r"(next)
+/* Load the next 16 bits of shared memory to the lower, or to the upper, half of a register. */
+__device__ __forceinline__ void load_low(unsigned &to, unsigned &next) {
+  asm volatile("ld.shared.u16 %0, [%1];\nadd.u32 %1, %1, 2;" : "+r"(to), "+r"(next) : : "memory");
+}
+__device__ __forceinline__ void load_high(unsigned &to, unsigned &next) {
+  asm volatile("{\n.reg .b32 got;\nld.shared.u16 got, [%1];\nadd.u32 %1, %1, 2;\nprmt.b32 %0, %0, got, 0x5410;\n}"
+               : "+r"(to), "+r"(next)
+               :
                : "memory");
-  return got;
 }
 __device__ __forceinline__ unsigned shared_address(const void *at) { return (unsigned)__cvta_generic_to_shared(at); }
 #endif
@@ -71,8 +65,8 @@ __device__ __forceinline__ unsigned pack_halves(unsigned one, bool low, bool hig
   return (low ? one : 0) | (high ? one << 16 : 0);
 }
 
-/* Constant matrices, as registers of this lane, by which the numbers of values of lanes become the bytes of all values
- * that come before a lane's own: of lanes with the same g and a lower t, and of lanes with a lower g. */
+/* Constant matrices, as registers of this lane, by which the numbers of values of lanes become the bytes of the values
+ * that precede a lane's own: of lanes with the same g and a lower t, and of lanes with a lower g. */
 struct Counter {
   unsigned same, lower_g, lower_t;
 
@@ -84,11 +78,10 @@ struct Counter {
     lower_t = pack_halves(two, g % 2 == 0 && t < g / 2, g % 2 == 1 && t < g / 2);
   }
 
-  /* Turn the numbers of values of s = 0 to 3, two in a word, into places among the values of all lanes with this s. */
-  __device__ __forceinline__ void locate(const unsigned *counts, unsigned *places) const {
+  /* Add to `places`, of s = 0 to 3, two in a word; given the numbers of values of each s, in the same way. */
+  __device__ __forceinline__ void add_preceding(const unsigned *counts, unsigned *places) const {
     unsigned of_quad[2] = {}; /* of all lanes with the same g, by s, with g as the column */
     mma_half_twice(of_quad, same, counts);
-    places[0] = places[1] = 0;
     mma_half(places, counts[0], counts[1], lower_t);
     mma_half_twice(places, lower_g, of_quad);
   }
@@ -163,15 +156,21 @@ __device__ __forceinline__ void multiply_step(const uint4 *stage, int lead, cons
       const unsigned bytes = nibbles >> 4 * h & 0x0F0F0F0F; /* the number of values by s */
       const unsigned totals = __reduce_add_sync(FULL_MASK, bytes);
       const unsigned counts[2] = {pick_bytes(bytes, 0, 0x4140), pick_bytes(bytes, 0, 0x4342)};
-      unsigned places[2];
-      counter.locate(counts, places);
+      /* in bytes, after those of all lanes with a lower s */
+      unsigned places[2] = {(totals & 0xFF) << 17,
+                            pick_bytes(__dp4a(totals, 0x0202u, 0u), __dp4a(totals, 0x020202u, 0u), 0x5410)};
+      counter.add_preceding(counts, places);
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         const int bit = 8 * s + 4 * h;
-        const uint2 four = expand_four(word >> bit, first + (places[s / 2] >> 16 * (s % 2) & 0xFFFF));
-        a[s][h] = four.x, a[s][2 + h] = four.y;
-        first += (totals >> 8 * s & 0xFF) * 2;
+        unsigned next = first + (places[s / 2] >> 16 * (s % 2) & 0xFFFF);
+        a[s][h] = a[s][2 + h] = 0;
+        if (word >> bit & 1) load_low(a[s][h], next);
+        if (word >> bit & 2) load_high(a[s][h], next);
+        if (word >> bit & 4) load_low(a[s][2 + h], next);
+        if (word >> bit & 8) load_high(a[s][2 + h], next);
       }
+      first = __dp4a(totals, 0x02020202u, first);
     }
 #pragma unroll
     for (int s = 0; s < 4; s++)

@@ -107,6 +107,10 @@ static unsigned __reduce_add_sync(unsigned, unsigned mine) {
   const auto *all = exchange_in_warp({mine});
   return std::accumulate(all, all + 32, 0u, [](unsigned sum, const unsigned *one) { return sum + one[0]; });
 }
+static unsigned __dp4a(unsigned bytes, unsigned factors, unsigned sum) {
+  for (int i = 0; i < 32; i += 8) sum += (bytes >> i & 255) * (factors >> i & 255);
+  return sum;
+}
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 // ---- thread blocks
@@ -228,12 +232,13 @@ static void copy_bulk_async(unsigned to, const void *from, unsigned bytes, Barri
   if (bytes % 16 || to % 16 || (uintptr_t)from % 16) abort();
   bulk_copies.push_back([=] { memcpy(at, from, bytes), full->bytes -= bytes, complete_phase(full); });
 }
-static uint2 expand_four(unsigned bits, unsigned next) {
-  uint16_t four[4] = {};
-  for (int i = 0; i < 4; i++)
-    if (bits >> i & 1) memcpy(four + i, (char *)memory + (next % RANK - FIRST), 2), next += 2;
-  return {four[0] | (unsigned)four[1] << 16, four[2] | (unsigned)four[3] << 16};
+static unsigned load_next(unsigned &next) {
+  uint16_t got;
+  memcpy(&got, (const char *)memory + (next % RANK - FIRST), 2), next += 2;
+  return got;
 }
+static void load_low(unsigned &to, unsigned &next) { to = load_next(next); }
+static void load_high(unsigned &to, unsigned &next) { to = to & 0xFFFF | load_next(next) << 16; }
 static void fence_async_proxy() {}
 static void sync_warpgroup(int group) {
   wait_for_fibers(&Fiber::warpgroup_barriers, current_fiber / threads * threads + group * 128, 128);
