@@ -122,7 +122,7 @@ def multiply_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tenso
     """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
 
     They decline the same inputs as `multiply_packed`. With "avx512vnni" and blocks of up to 64 columns, every vector of
-    x is rounded to 16 bits, and with 8 `input_bits` to 8. Other instruction sets, and wider blocks, multiply floats, and
+    x is rounded to 16 bits, and with 8 `input_bits` to 8. Other instruction sets, and wider blocks, multiply floats and
     decline to round. `pomona.sparse.ops.quantized_product` describes the arguments.
     """
     kernel = load_kernel("quantized_columns" if transposed else "quantized_rows", instruction_set)

@@ -2,9 +2,11 @@
  *
  * Processors with AVX-512, VBMI and VNNI multiply integers, for blocks of up to 64 columns. Each vector of x is rounded
  * to 16 bits: its largest magnitude becomes 32767. The high and the low byte of its elements are two planes, and a sum of
- * products with each is exact in 32 bits. A 32-bit lane belongs to one row, and its four bytes to four survivors, a
- * *quad*: one permutation of 64 bytes picks their inputs from a window of 64 columns, and one instruction adds the four
- * products. Quads take survivors in the order in which they are stored, so that those of several blocks may share one.
+ * products with each is exact in 32 bits. A vector that is to be rounded to 8 bits has one plane. A 32-bit lane belongs to
+ * one row, and its four bytes to four survivors, a *quad*: one permutation of 64 bytes picks their inputs from a window of
+ * 64 columns, and one instruction adds the four products. Quads take survivors in the order in which they are stored, so
+ * that those of several blocks may share one. The quads of a group of rows are expanded to bytes in the cache, for all
+ * vectors, or in registers, for a single one.
  *
  * Other processors, and wider blocks, use floats.
  */

@@ -62,13 +62,13 @@ def compute_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor
 def multiply_codes(x: Tensor, *arguments: Any) -> Tensor | None:
     """Return the product by the backend of the device, or None where that has no kernel."""
     backend = BACKENDS.get(x.device.type)
-    return backend and backend(x, *arguments)  # type: ignore[return-value]
+    return None if backend is None else backend(x, *arguments)
 
 
 def multiply_integers(x: Tensor, *arguments: Any) -> Tensor | None:
     """Return the product with every vector rounded to 8 bits: by a kernel with integers, or one with rounded floats."""
     backend = INTEGER_BACKENDS.get(x.device.type)
-    y = backend and backend(x, *arguments)
+    y = None if backend is None else backend(x, *arguments)
     return multiply_codes(round_activations(x, arguments[-1]).to(x.dtype), *arguments) if y is None else y
 
 
