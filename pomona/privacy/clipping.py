@@ -46,6 +46,7 @@ class GradientGrid:
 
     clip: float  # C
     size: int  # d
+    units: int = UNITS  # the norm of an example in these coordinates; less than 2²¹ in a layer that has a part of C
 
     def __post_init__(self) -> None:
         require(
@@ -56,26 +57,29 @@ class GradientGrid:
 
     @property
     def norm_limit(self) -> float:
-        """Return the largest s ‖g‖ of an example, in units, for which ‖q‖ and all margins are at most 2²¹."""
-        return (UNITS * (1 - OTHER_ROWS) - math.sqrt(self.size) / 2 - 1) / (1 + NORM_ERROR)
+        """Return the largest s ‖g‖ of an example, in units, for which ‖q‖ and all margins are at most `units`."""
+        return (self.units * (1 - OTHER_ROWS) - math.sqrt(self.size) / 2 - 1) / (1 + NORM_ERROR)
 
     def noise_variance(self, sigma: float) -> int:
         """Return the variance of the noise in units², for a noise multiplier σ."""
         return math.ceil((sigma * UNITS) ** 2) + SMOOTHING_VARIANCE
 
-    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> None:
+    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> Tensor:
         """Add the clipped gradients of all rows, from parts of shape (rows, n), to the int64 `total` in units.
 
-        An example whose norm is not finite counts as zero. The parts may be overwritten.
+        An example whose norm is not finite counts as zero. The parts may be overwritten. Returns the squared norms.
         """
+        squares = []
         for parts in zip(*(part.split(MAX_ROWS) for part in gradients), strict=True):
             floats = [part.float().contiguous() for part in parts]
-            scales = self.scale_rows(sum_squares(floats))
+            squares.append(sum_squares(floats))
+            scales = self.scale_rows(squares[-1])
             is_lost = scales == 0
             if is_lost.any():
                 for part in floats:
                     part[is_lost] = 0  # NaN · 0 is NaN
             add_rounded_rows(floats, scales, total)
+        return torch.cat(squares)
 
     def scale_rows(self, squares: Tensor) -> Tensor:
         """Return s of each row from its squared norm: min(2²¹ / C, limit / ‖g‖), and 0 where that is not finite."""

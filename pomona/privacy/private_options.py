@@ -6,6 +6,7 @@ import math
 
 from ..errors import require, unknown_name_error
 from .budget import Budget
+from .clipping_norms import Clipping
 from .example_batches import Batch
 
 METHODS = ("dpsgd", "random", "public", "gip", "datalens")
@@ -20,6 +21,7 @@ def validate_options(
     group: int | None,
     grouping: str,
     clip: float,
+    clipping: Clipping,
     micro: int,
     views: int,
     public: tuple[Batch, Batch] | None,
@@ -39,6 +41,10 @@ def validate_options(
         f"keep={keep:g} leaves none of a group of {group}: give a larger keep or group, or group=None.",
     )
     require(0 < clip < math.inf, f"clip must be above 0 and finite, got {clip:g}: without it there is no privacy.")
+    require(
+        method != "datalens" or not (clipping.layers or clipping.quantile),
+        "the signs of datalens have the norm C by construction: leave out layers and quantile.",
+    )
     require(micro >= 1 and views >= 1, f"micro and views must be 1 or more, got {micro} and {views}.")
     require(
         (budget.share > 0) == (method == "gip"),

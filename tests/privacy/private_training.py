@@ -42,7 +42,7 @@ class NoiselessSource(Source):
     """A random source whose noise is all zero."""
 
     def discrete_gaussian(self, count: int, variance: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
 
 
 def make_step(seed: int = 0, *, budget: Budget | None = None, noiseless: bool = False, lr: float = 1.0, **options):

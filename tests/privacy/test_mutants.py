@@ -26,8 +26,7 @@ from private_training import (
 )
 
 from pomona.errors import PomonaError
-from pomona.privacy import Budget, IndexMechanism, Ledger, PrivateStep, Source
-from pomona.privacy import private_step as step_module
+from pomona.privacy import Budget, IndexMechanism, Ledger, PrivateStep, Source, example_gradients
 from pomona.privacy.clipping import UNITS, GradientGrid
 from pomona.privacy.ledger import find_ledgers
 from pomona.privacy.optimizer_guard import OptimizerGuard
@@ -402,7 +401,7 @@ MUTANTS = [
     (Source, "poisson", draw_the_same_rows, check_sampling),
     (Source, "poisson", draw_pairs, check_sampling),
     (Source, "poisson", lambda original: lambda self, rows, rate: original(self, rows, 2 * rate), check_sampling),
-    (step_module, "pad_rows", lambda original: lambda batch, count: batch_of_two(batch), check_sum),
+    (example_gradients, "pad_rows", lambda original: lambda batch, count: batch_of_two(batch), check_sum),
     (PrivateStep, "check_examples", accept_any_rows, check_charges),
     (PrivateStep, "__call__", allow_the_same_rows_twice, check_charges),
     (PrivateStep, "draw", charge_taken_steps_only, check_charges),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pomona.data import Dataset, ImageStream
 from pomona.data import load as load_dataset
 from pomona.errors import PomonaError, require
-from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems
+from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems, solve_steps
 from pomona.privacy import splits as predict_splits
 from pomona.privacy.budget_split import SHARES
 from pomona.privacy.ledger import ledger_folder
@@ -158,6 +158,7 @@ class PrivateStrategy(TrainingStrategy):
             group=options.group or None,
             grouping=options.grouping,
             clip=options.clip,
+            clipping=options.clipping,
             loss=cross_entropy,
             micro=options.micro,
             views=options.views,
@@ -265,6 +266,16 @@ def public_batch(run: Run) -> tuple[Tensor, Tensor]:
         "method 'public' takes the held-out rows as public data: set data.validation to their count.",
     )
     return next(run.data.batches(len(run.data.part("valid")), part="valid").evaluate())
+
+
+def count_steps(recipe: PrivateRecipe, sigma: float, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+    """Return how many steps, and epochs, noise of a σ allows within the budget of a recipe; see `solve_steps`."""
+    strategy = PrivateStrategy(recipe)
+    with prepared_run(strategy, data_dir) as run:
+        per_epoch = run.steps_per_epoch
+    target = {key: getattr(strategy.step.budget, key) for key in ("epsilon", "delta", "rows", "batch_size")}
+    steps = solve_steps(**target, sigma=sigma)
+    return {"sigma": sigma, "steps": steps, "epochs": steps // per_epoch, "steps_per_epoch": per_epoch}
 
 
 def compare_budget_shares(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:
