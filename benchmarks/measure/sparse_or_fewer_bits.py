@@ -7,8 +7,8 @@ trained, and every layout continues from it for the same number of steps, the de
 *resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs. Sparsity
 is the same in all layers that DPF prunes by default. The bytes are those of the weights of these layers.
 
-Every trained network is stored in each type of values of weight_forms.py, and tested as restored; with codes of 8 bits
-also with inputs of the layers rounded to 8 bits. `--quick` takes tiny networks and data, to see that the script runs.
+Every trained network is stored in each type of values of weight_forms.py, and tested as restored; codes also with the
+layers' inputs rounded to 8 bits. `--quick` takes tiny networks and data, to see that the script runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import language_model
 import torch
 from record_file import write_record
 from torch import Tensor, nn
-from weight_forms import LAYOUTS, VALUES, Layout, rounded_inputs, stored_weights
+from weight_forms import LAYOUTS, LEVELS, VALUES, Layout, rounded_inputs, stored_weights
 
 import pomona as pm
 from pomona.lab.recipes.bundled import find_recipe
@@ -55,7 +55,7 @@ def test_forms(
         with stored_weights(targets, layout, values) as nbytes:
             facts = {**example, "layout": layout.name, "sparsity": layout.sparsity, "zeros": zeros, "bytes": nbytes}
             yield {**facts, "values": values, "inputs": "float", "measured": test(model)}
-            if values == "int8":
+            if values in LEVELS:
                 with rounded_inputs(targets):
                     yield {**facts, "values": values, "inputs": "int8", "measured": test(model)}
 
