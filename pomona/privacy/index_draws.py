@@ -33,7 +33,7 @@ class IndexDraws:
         leaves = self.sizes if self.grouping == "parameter" else None
         make = partial(IndexMechanism, self.kept_share(step), group=self.group, leaves=leaves)
         if self.method == "gip":
-            return make(epsilon=self.budget.index)
+            return make(epsilon=self.budget.index_at(step))
         return make(theta=0.0 if self.method == "random" else math.inf)
 
     def lost(self, step: int) -> float | None:
