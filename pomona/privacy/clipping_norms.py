@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PomonaError, require
+from ..registry import validate_type
 from .budget import Budget
 from .clipping import MAX_CLIP, MIN_CLIP, OTHER_ROWS, UNITS, GradientGrid
 from .ramp import CONSTANT, Ramp, RampLike
@@ -58,9 +59,10 @@ class Clipping:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ramp", Ramp.of(self.ramp))
+        require(isinstance(self.layers, bool | Mapping), f"layers is true, false or proportions, got {self.layers!r}.")
         shares = self.layers.values() if isinstance(self.layers, Mapping) else ()
         require(
-            all(0 < share < math.inf for share in shares),
+            all(isinstance(share, int | float) and 0 < share < math.inf for share in shares),
             f"the proportions of layers must be above 0 and finite, got {list(shares)}.",
         )
         require(
@@ -89,7 +91,12 @@ class Clipping:
         if value is None or isinstance(value, Clipping):
             return value or cls()
         unknown = sorted(value.keys() - set(cls.__dataclass_fields__))
-        require(not unknown, f"clipping has no option '{(unknown or [''])[0]}': it has layers, ramp, quantile, …")
+        require(
+            not unknown,
+            f"clipping has no option '{(unknown or [''])[0]}': it has {', '.join(cls.__dataclass_fields__)}.",
+        )
+        for key, hint in (("quantile", float | None), ("rate", float), ("count_noise", float | None)):
+            validate_type(f"clipping.{key}", value.get(key, getattr(cls, key)), hint)
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from .fixed_shapes import micro_batch_rows, repeatable_kernels
 from .index_draws import IndexDraws
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger
-from .model_validation import refuse_mixed_examples, validate
+from .model_validation import refuse_mixed_examples, unchanged_buffers, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
 from .per_example_gradients import Loss
 from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
@@ -129,6 +129,7 @@ class PrivateStep:
             f"the budget is for {budget.rows} rows, and the data has another number.",
         )
         self.journal = StepJournal(ledger, self.source, self.processes, budget)
+        self.is_tested = False  # whether the model was found not to mix examples
         self.drawn = 0  # steps that are charged
         self.steps_taken = 0
         self.pending: Tensor | None = None  # the rows that were drawn for the next step
@@ -191,12 +192,12 @@ class PrivateStep:
         inputs, targets = self.check_examples(inputs, targets, rows)
         validate(self.model)
         refuse_other_parameters(self.model, self.optimizer, self.parameters)
-        if self.steps_taken == 0:
+        if not self.is_tested:
             flat_views = map_tensors(lambda part: part.flatten(0, 1), inputs) if self.views > 1 else inputs
-            refuse_mixed_examples(self.model, flat_views)
+            self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch():
+        with repeatable_kernels(), self.source.seeded_torch(), unchanged_buffers(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn
