@@ -4,10 +4,9 @@
         [--tokens N] [--batch N] [--pattern P] [--device cuda] [--quick]
 
 The model is made from its configuration in bfloat16: 32 blocks, 4096 wide, 11,008 neurons, 6.7 billion parameters. It
-is pruned to 50 % with windows of random tokens, one block at a time, after a tiny model, for which kernels are compiled
-on a GPU. The peak memory is that of the GPU, or on a CPU of
-the process so far, its libraries included. `--blocks 2` measures a block where the model does not fit; `--quick` is a
-tiny model for tests.
+is pruned to 50 % with windows of random tokens, one block at a time. On a GPU a tiny model is pruned before it, so that
+no kernel is compiled meanwhile. The peak memory is that of the GPU, or on a CPU of the process so far, its libraries
+included. `--blocks 2` measures a block where the model does not fit; `--quick` is a tiny model for tests.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ ROWS = 16  # of a program
 def prune_group(weight: Tensor, kept: Tensor, ratios: Tensor, removed: Tensor, group: slice, block: slice) -> None:
     """Prune the columns of a group within a block, and let the columns behind each of them in the block make up for it.
 
-    All tensors are contiguous. `removed` has the columns of the block, and receives what was pruned from those of the group.
+    All tensors are contiguous. `removed` has the columns of the block, and receives what was pruned from those of the
+    group.
     """
     rows, columns = weight.shape
     width = triton.next_power_of_2(block.stop - block.start)
