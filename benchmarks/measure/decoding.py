@@ -106,7 +106,7 @@ def pack_unstructured(sparsity: float, layer: nn.Module) -> nn.Module:
 
 def make_few_bits(kind: type[Int8Linear | Int4Linear], layer: nn.Module) -> nn.Module:
     """Return a layer with dense weights of few bits."""
-    return kind(read_weights(layer)["weight"], layer.bias)  # type: ignore[arg-type]
+    return kind(read_weights(layer)["weight"], layer.bias)
 
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

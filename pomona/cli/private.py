@@ -147,6 +147,8 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
             facts[name] = f"from {private[key]['start']:.3g} to {private[key]['end']:.3g} times its value"
     if "origin" in private:
         facts["public weights"] = format_origin(private["origin"])
+    if "not_covered" in private:
+        facts["not covered"] = f"{private['not_covered']}, taken from the training rows without noise"
     if private["method"] == "datalens":
         facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {params:,} coordinates of each example"
     elif private["method"] != "dpsgd":

@@ -223,7 +223,8 @@ def assess_layer(
     chosen = min(candidates, key=lambda name: (times.get(name, 0.0), sizes[name]))
     main = next(iter(candidates[chosen].values()))
     if isinstance(main, BalancedTensor):
-        fields |= {"block": main.block, "kept": main.kept}
+        bits = main.bits if isinstance(main, QuantizedBalancedTensor) else None
+        fields |= {"block": main.block, "kept": main.kept, "bits": bits}
     seconds = (dense_seconds, times[chosen]) if times else None
     dense_bytes = sum(w.nbytes for w in weights.values())
     fields |= {"format": chosen, "bytes": (dense_bytes, sizes[chosen]), "seconds": seconds}

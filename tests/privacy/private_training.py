@@ -49,7 +49,7 @@ def make_step(seed: int = 0, *, budget: Budget | None = None, noiseless: bool = 
     """Return a network and its private step, by default of DP-SGD."""
     model = make_network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    source = (NoiselessSource if noiseless else Source)(seed=3)
+    source = options.pop("source", None) or (NoiselessSource if noiseless else Source)(seed=3)
     return model, PrivateStep(
         model, optimizer, budget or make_budget(), source=source, **{"method": "dpsgd", **options}
     )

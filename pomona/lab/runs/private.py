@@ -111,7 +111,7 @@ class PrivateStrategy(TrainingStrategy):
         )
 
     def validate_run(self, run: Run) -> None:
-        self.origin = describe_origin(self.recipe)
+        self.origin, self.not_covered = describe_origin(self.recipe), run.data.fitted
         world_size = run.processes.world_size
         require(world_size == 1, f"private training is for one process, got {world_size}: leave torchrun out.")
         require(
@@ -162,6 +162,7 @@ class PrivateStrategy(TrainingStrategy):
             loss=cross_entropy,
             micro=options.micro,
             views=options.views,
+            precision=options.precision,
             public=public_batch(run) if options.method == "public" else None,
             source=Source(run.device, seed=None if options.secure else run.recipe.seed),
             ledger=Ledger(self.ledger_folder, digest_data(run.data), name=run.data.name, run_name=run.recipe.name),
@@ -190,8 +191,9 @@ class PrivateStrategy(TrainingStrategy):
         return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
 
     def facts(self) -> dict[str, Any]:
-        """Return what may be published about the private steps, and about the public weights if the run has any."""
-        return self.step.facts() | ({} if self.origin is None else {"origin": self.origin})
+        """Return what may be published about the private steps, about public weights, and what is not covered."""
+        others = {"origin": self.origin, "not_covered": self.not_covered}
+        return self.step.facts() | {key: value for key, value in others.items() if value}
 
     def stage_fields(self) -> dict[str, Any]:
         facts = self.facts()
@@ -230,7 +232,8 @@ class PoissonLoop(EagerLoop):
                 group["lr"] = run.rate(step)
             rows = private_step.draw()
             inputs, targets = self.gather(rows)
-            self.losses.append(private_step(inputs, targets, rows))
+            # A run that stopped at a loss that is not finite would tell that an example with such a loss is there.
+            self.losses.append(torch.nan_to_num(private_step(inputs, targets, rows), posinf=0.0, neginf=0.0))
             self.strategy.update_average(run)
             yield 1
 

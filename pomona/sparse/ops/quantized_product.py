@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import backend as cpu
+from ..cuda import quantized as cuda
 from ..quantized import QuantizedBalancedTensor, round_activations, validate_quantized
 from .dense_product import (
     choose_dense_dtype,
@@ -27,7 +28,10 @@ from .dense_product import (
 from .registration import register_operator
 
 # The product by type of device, with the arguments of the operator. It returns None where it has no kernel for them.
-BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.multiply_quantized}
+BACKENDS: dict[str, Callable[..., Tensor | None]] = {
+    "cpu": cpu.multiply_quantized,
+    "cuda": cuda.multiply_quantized,
+}
 # The same with integers, for vectors that are to be rounded to 8 bits.
 INTEGER_BACKENDS: dict[str, Callable[..., Tensor | None]] = {"cpu": partial(cpu.multiply_quantized, input_bits=8)}
 
