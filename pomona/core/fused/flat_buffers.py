@@ -157,7 +157,9 @@ class FlatBuffers:
             )
         elif operation == "store_select_project":
             copy("store", self.latent)
-            self._select(self.latent[: self.count])
+            scores = self.latent[: self.count]
+            # A norm of units needs scores of one sign: see `EdgePopup.update`.
+            self._select(scores if self.method.pattern.is_elementwise else scores - scores.amin())
             copy("project", dense)
         else:
             copy(operation, dense if operation == "project" else self.latent)
