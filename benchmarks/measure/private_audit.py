@@ -106,8 +106,8 @@ def main() -> None:
         rows.append(row)
         low, high = row["bounds"]
         print(
-            f"{row['method']:8} {row['setting']:25} q = {row['rate']:<4g} {row['steps']:3} steps: ε = {row['epsilon']:g}, "
-            f"{low:.3f} to {high:.3f} by the second accountant, at least {row['audited']:.2f} by the audit",
+            f"{row['method']:8} {row['setting']:25} q = {row['rate']:<4g} {row['steps']:3} steps: "
+            f"ε = {row['epsilon']:g}, {low:.3f} to {high:.3f} by the second accountant, at least {row['audited']:.2f} by the audit",
             flush=True,
         )
     write_record(options.json, audit=rows)
