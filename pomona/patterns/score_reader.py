@@ -24,7 +24,7 @@ class ScoreReader:
     score: Tensor
     magnitudes: bool = False  # whether |score| is ranked
     within: Tensor | None = None  # a mask; entries off it rank as −inf
-    raised: Tensor | None = None  # a mask; entries on it rank as +inf, except those of −inf
+    raised: Tensor | None = None  # a mask; entries on it rank as +inf, except NaN and −inf
     dtype: torch.dtype | None = None  # in which entries are ranked; None is their own
 
     def whole(self) -> Tensor | None:
@@ -55,13 +55,34 @@ class ScoreReader:
         if within is not None:
             part = fill_pruned(part, within, -torch.inf)
         if raised is not None:
-            part = part.masked_fill(raised & (part != -torch.inf), torch.inf)
+            part = part.masked_fill(raised & (part > -torch.inf), torch.inf)
         return part
 
     def sample(self, places: Tensor) -> Tensor:
         """Return what is ranked at some places, counted row by row."""
         within, raised = (None if m is None else m.take(places) for m in (self.within, self.raised))
         return self._rank(self.score.detach().take(places), within, raised)
+
+
+def join_chunks(
+    readers: Sequence[ScoreReader], masks: Sequence[Tensor] | None = None
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield what is ranked of several tensors in flat runs, each with views of its parts of the tensors' masks, if any.
+
+    Small tensors are joined, so that a GPU launches few kernels for many of them.
+    """
+    parts: list[Tensor] = []
+    views: list[Tensor] = []
+    for reader, mask in zip(readers, [None] * len(readers) if masks is None else masks, strict=True):
+        size = CHUNK["cuda" if reader.score.is_cuda else "cpu"]
+        for part, own in reader.chunks(mask):
+            if parts and sum(map(len, parts)) + len(part) > size:
+                yield torch.cat(parts), views
+                parts, views = [], []
+            parts.append(part)
+            views += [] if own is None else [own]
+    if parts:
+        yield torch.cat(parts) if len(parts) > 1 else parts[0], views
 
 
 def read_scores(scores: Sequence[Tensor], magnitudes: bool, within: Sequence[Tensor] | None) -> list[ScoreReader]:

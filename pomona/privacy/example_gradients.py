@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from .clipping import flatten
@@ -15,16 +16,27 @@ from .per_example_gradients import (
     compute_gradients_one_by_one,
     compute_summed_gradients,
 )
+from .row_independence import require_independent_rows
 
 
 class ExampleGradients:
-    """How the gradients of single examples of a model are computed."""
+    """How the gradients of single examples of a model are computed; `dtype` is that of the layers, if not the model's.
+
+    In a smaller dtype the gradients of a row must be the same whatever its place and the other rows are. That is tested
+    before the first.
+    """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, parameters: Mapping[str, nn.Parameter], micro_rows: int, views: int
+        self,
+        model: nn.Module,
+        loss: Loss,
+        parameters: Mapping[str, nn.Parameter],
+        micro_rows: int,
+        views: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.loss, self.parameters = model, loss, parameters
-        self.micro_rows, self.views = micro_rows, views
+        self.micro_rows, self.views, self.dtype = micro_rows, views, dtype
         self.compute: Callable[..., tuple[Gradients, Tensor]] | None = None  # known after the first examples
 
     def of_examples(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
@@ -33,10 +45,14 @@ class ExampleGradients:
         They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
         """
         count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
+        is_first = self.compute is None
         if self.compute is None:
-            self.compute = choose_gradients(*arguments, inputs, targets, self.views)
+            self.compute = choose_gradients(*arguments, inputs, targets, self.views, self.dtype)
         if self.compute is not compute_gradients_one_by_one:
             inputs, targets = pad_rows((inputs, targets), self.micro_rows)
+        if is_first and self.dtype is not None:
+            compute = self.compute
+            require_independent_rows(lambda *batch: compute(*arguments, *batch, self.views)[0], inputs, targets)
         gradients, losses = self.compute(*arguments, inputs, targets, self.views)
         return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
 
@@ -64,5 +80,9 @@ class SampleGradients:
         if self.single is not None:
             return total.add_(flatten({name: rows.sum(0) for name, rows in self.single[0].items()}))
         for inputs, targets in self.chunks:
-            total += self.gradients.of_batch(inputs, targets, self.gradients.views)
+            if self.gradients.dtype is None:
+                total += self.gradients.of_batch(inputs, targets, self.gradients.views)
+            else:  # one backward pass of the model itself would be one in its own dtype
+                rows = self.gradients.of_examples(inputs, targets)[0]
+                total += flatten({name: part.sum(0, dtype=total.dtype) for name, part in rows.items()})
         return total

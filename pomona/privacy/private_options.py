@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ..errors import require, unknown_name_error
 from .budget import Budget
 from .clipping_norms import Clipping
@@ -11,6 +13,8 @@ from .example_batches import Batch
 
 METHODS = ("dpsgd", "random", "public", "gip", "datalens")
 GROUPINGS = ("model", "parameter")
+# What the layers compute in; None is the dtype of the model
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 DENSE_METHODS = ("dpsgd", "datalens")  # whose index set holds all coordinates
 
 
@@ -24,11 +28,14 @@ def validate_options(
     clipping: Clipping,
     micro: int,
     views: int,
+    precision: str,
     public: tuple[Batch, Batch] | None,
 ) -> None:
     """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
     if method not in METHODS:
         raise unknown_name_error("private method", method, METHODS)
+    if precision not in PRECISIONS:
+        raise unknown_name_error("precision", precision, PRECISIONS)
     if grouping not in GROUPINGS:
         raise unknown_name_error("grouping", grouping, GROUPINGS)
     require(

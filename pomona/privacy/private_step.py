@@ -38,7 +38,7 @@ from .ledger import Ledger
 from .model_validation import refuse_mixed_examples, unchanged_buffers, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
 from .per_example_gradients import Loss
-from .private_options import DENSE_METHODS, METHODS, validate_options
+from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
 from .processes import Processes
 from .random_source import Source
 from .step_journal import StepJournal
@@ -72,6 +72,7 @@ class PrivateStep:
         loss: Loss = F.cross_entropy,
         micro: int = 256,
         views: int = 1,
+        precision: str = "float32",
         public: tuple[Tensor, Tensor] | None = None,
         source: Source | None = None,
         data: tuple[Batch, Batch] | None = None,
@@ -94,6 +95,7 @@ class PrivateStep:
             micro: rows whose gradients are held in memory at a time; the result does not depend on it.
             views: augmented copies of a row. Inputs are then (rows, views, …), and the gradient of an example is the
                 mean over its views.
+            precision: "bfloat16" computes the gradients of examples in 16 bits; "float32" in the model's own dtype.
             public: inputs and targets of public data, for method "public".
             source: the random source; by default its key is the operating system's.
             data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
@@ -101,11 +103,11 @@ class PrivateStep:
         """
         budget.verify()
         self.clipping = Clipping.of(clipping)
-        validate_options(budget, method, keep, group, grouping, clip, self.clipping, micro, views, public)
+        validate_options(budget, method, keep, group, grouping, clip, self.clipping, micro, views, precision, public)
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
         self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
-        self.clip, self.micro, self.views, self.public = clip, micro, views, public
+        self.clip, self.micro, self.views, self.precision, self.public = clip, micro, views, precision, public
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.size = sum(self.sizes)
@@ -119,7 +121,7 @@ class PrivateStep:
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
         micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
-        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views)
+        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views, PRECISIONS[precision])
         self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
         require(
@@ -296,6 +298,7 @@ class PrivateStep:
             "group": self.group,
             "grouping": self.grouping,
             "views": self.views,
+            "precision": self.precision,
             "schedule": spec_to_dict(self.schedule),
             "clipping": self.clipping.to_dict(),
         }

@@ -70,7 +70,9 @@ def test_the_report_has_the_bytes_of_codes_scales_and_indices(bits: int) -> None
     compressed = compress(nn.Sequential(make_linear()), policy="all", bits=bits)
     (layer,) = compressed.compression.layers
     stored = 64 * (2 * 3 * bits // 8 + 2 * 2 + 4)
-    assert (layer.format, layer.block, layer.kept, layer.bytes) == ("balanced_quantized", 32, 3, (40 * 64 * 4, stored))
+    assert (layer.format, layer.block, layer.kept, layer.bits) == ("balanced_quantized", 32, 3, bits)
+    assert layer.bytes == (40 * 64 * 4, stored)
+    assert f"3 of 32, int{bits}" in str(compressed.compression)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -87,6 +89,16 @@ def test_copies_files_and_states(bits: int, tmp_path: Path) -> None:
         other.hidden[0].weight_values.zero_()
         other.load_state_dict(compressed.state_dict())
         assert torch.equal(other(x), y)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "csr"])
+def test_exports_hold_the_rounded_weights(kind: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(make_linear(640)).eval(), torch.randn(2, 640)
+    compressed = compress(model, x, policy="all", bits=4)
+    report = pm.export(compressed, tmp_path / "file.safetensors", kind, x, note=lambda _: None)
+    assert report.difference is not None
+    assert report.difference < 1e-3
+    assert report.bytes < 0.25 * model[0].weight.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
