@@ -105,9 +105,10 @@ def main() -> None:
         row = measure_setting(setting, options.runs)
         rows.append(row)
         low, high = row["bounds"]
+        what = f"{row['method']:8} {row['setting']:25} q = {row['rate']:<4g} {row['steps']:3} steps"
         print(
-            f"{row['method']:8} {row['setting']:25} q = {row['rate']:<4g} {row['steps']:3} steps: "
-            f"ε = {row['epsilon']:g}, {low:.3f} to {high:.3f} by the second accountant, at least {row['audited']:.2f} by the audit",
+            f"{what}: ε = {row['epsilon']:g}, {low:.3f} to {high:.3f} by the second accountant, "
+            f"at least {row['audited']:.2f} by the audit",
             flush=True,
         )
     write_record(options.json, audit=rows)
