@@ -63,7 +63,7 @@ def test_step_in_bfloat16_refuses_a_model_whose_rows_depend_on_each_other(monkey
         "pomona.privacy.example_gradients.choose_gradients", lambda *a: lambda *b: (add_mean(b[3].flatten(1), None), y)
     )
     rows = step.draw()
-    with pytest.raises(PomonaError, match="leave the precision out"):
+    with pytest.raises(PomonaError, match="leave precision=.bfloat16. out"):
         step(x[rows], y[rows])
 
 
