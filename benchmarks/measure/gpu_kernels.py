@@ -17,6 +17,7 @@ The targets on an H200 (float16, cold, over cuBLAS) are TARGETS, and that nothin
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ from pomona.sparse.timing import make_cache_flusher, median_seconds
 
 BLOCK = 32  # columns of a balanced block
 STATES = ("cold", "warm")
-SHAPES = ((3000, 1536), (777, 4032), (5120, 13_824), (13_824, 5120), (8192, 8192), (16_384, 16_384))
+SHAPES = ((8192, 8192), (3000, 1536), (777, 4032), (5120, 13_824), (13_824, 5120), (16_384, 16_384))
 # Speed-ups over the dense product with cold caches, by side, rows, columns, sparsity and batch.
 TARGETS = {
     (UNSTRUCTURED, 8192, 8192, 0.5, 1): 1.5,
@@ -215,13 +216,18 @@ def measure_all(
     states: Sequence[str],
     patience: float,
     device: str,
+    limit: float,
 ) -> dict[str, Any]:
     """Measure all matrices, print the results and return them."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     timings: list[Timing] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's on sparse tensors
+        start = time.perf_counter()
         for (rows, columns), sparsity in product(shapes, sparsities):
+            if time.perf_counter() - start > limit:
+                print(f"{rows}x{columns} at {sparsity:.0%} is left out: the time is up")
+                continue
             weight = (torch.randn(rows, columns, device=device) / columns**0.5).to(dtype)
             timings += time_matrix(weight, sparsity, batches, states, patience)
     for failed in {(t.side, t.note) for t in timings if t.note}:
@@ -248,10 +254,17 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 64], help="numbers of vectors")
     parser.add_argument("--states", nargs="+", default=STATES, choices=STATES, help="of the caches")
     parser.add_argument("--patience", type=float, default=0.1, help="seconds for each matrix, batch and state")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no matrix is begun")
     parser.add_argument("--device", default="cuda", help="cpu is for trying the script out")
     options = parser.parse_args()
     results = measure_all(
-        options.shapes, options.sparsities, options.batches, options.states, options.patience, options.device
+        options.shapes,
+        options.sparsities,
+        options.batches,
+        options.states,
+        options.patience,
+        options.device,
+        options.limit,
     )
     write_record(options.json, **results)
 

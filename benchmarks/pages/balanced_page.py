@@ -5,8 +5,10 @@ python benchmarks/pages/balanced_page.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from page_helpers import (
     DOCS,
@@ -24,6 +26,8 @@ PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
 UNSTRUCTURED_RECORDS = "unstructured-*.json"
 QUANTIZED_RECORDS = "quantized-h200*.json"
+GPU_RECORDS = "kernels-h200*.json"
+GPU_SIDES = ("CSR", "2:4", "balanced", "unstructured", "compress, balanced", "compress, unstructured")
 QUANTIZED_SIDES = ("dense", "dense int4", "dense int8", "balanced float16", "balanced int8", "balanced int4")
 SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
 # Names of timings in the records of balanced_kernels.py.
@@ -58,6 +62,37 @@ def format_unstructured() -> str:
             rows.append([record["device"], *what, *times, *gains])
     speed_ups = "speed-up over dense", "over CSR", "over DeepSparse"
     return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
+
+
+def format_gpu_kernels() -> str:
+    """Return the table of products on a GPU: speed-ups over the dense product with cold and with warm caches."""
+    rows = []
+    for record in read_records(GPU_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("rows", "columns", "sparsity", "batch")):
+            found = {(row["side"], row["state"]): row for row in group}
+            dense = " / ".join(format_microseconds(found["dense", state]["seconds"]) for state in ("cold", "warm"))
+            what = f"{case[0]}×{case[1]}", f"{100 * case[2]:.0f} %", str(case[3]), dense
+            rows.append([*what, *(format_speedups(found, side) for side in GPU_SIDES)])
+    return format_table(["matrix", "zeros", "batch", "dense, µs", *GPU_SIDES], rows)
+
+
+def format_speedups(found: Mapping[tuple[str, str], Mapping[str, Any]], side: str) -> str:
+    """Return the speed-ups of a side with cold and with warm caches, marked where its output is inaccurate."""
+    cells = []
+    for state in ("cold", "warm"):
+        row = found.get((side, state), {"speedup": None})
+        cells.append("" if row["speedup"] is None else f"{row['speedup']:.2f}×{'!' * bool(row['note'])}")
+    return " / ".join(cells) if any(cells) else ""
+
+
+def format_gpu_targets() -> str:
+    """Return the table of the targets of the kernels on a GPU."""
+    rows = []
+    for record in read_records(GPU_RECORDS):
+        for answer in record["targets"]:
+            met = "met" if answer["reached"] >= answer["asked"] else "missed"
+            rows.append([answer["target"], f"{answer['asked']}×", f"{answer['reached']:.2f}×", met])
+    return format_table(["target on an H200, cold, over dense", "asked", "reached", ""], rows)
 
 
 def format_quantized() -> str:
@@ -127,13 +162,15 @@ def render() -> str:
     measured = {
         "matrices": format_matrices(),
         "unstructured": format_unstructured(),
+        "gpu": format_gpu_kernels(),
+        "gpu-targets": format_gpu_targets(),
         "quantized": format_quantized(),
         "memory": format_memory(),
         "targets": format_targets(),
         "workloads": format_workloads(),
         "called": format_workloads("called", "called_"),
     }
-    patterns = RECORDS, UNSTRUCTURED_RECORDS, QUANTIZED_RECORDS
+    patterns = RECORDS, UNSTRUCTURED_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
     sources = [record for pattern in patterns for record in read_records(pattern)]
     return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 

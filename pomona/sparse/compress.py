@@ -88,8 +88,8 @@ def compress(
         dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
         policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
         patience: seconds for which the whole model is timed; each layer is timed for a third of that.
-        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps"; all by
-            default. With a `block`, only "balanced"; with `bits`, only "balanced_quantized".
+        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps" and "bitmap";
+            all by default. With a `block`, only "balanced"; with `bits`, only "balanced_quantized".
         bits: 4 or 8 stores balanced blocks as codes of so many bits with scales ("balanced_quantized"), which rounds
             the weights; by default no value changes.
         keep: deprecated name of `policy`.

@@ -13,7 +13,6 @@ from ..packed_tensor import DTYPE_CODES
 from .launcher import CompiledKernel, compile_kernel, prepare_bias
 from .tensor_core import CLUSTER_MAJOR, MIN_MAJOR
 from .tensor_core_common import (
-    CACHE_BYTES_PER_CYCLE,
     MAX_SHARED_BYTES,
     MAX_SPLIT_K,
     START_CYCLES,
@@ -27,9 +26,9 @@ PIECE_BYTES = 16  # that are copied to shared memory at a time
 WORD_PIECES = 32  # of the bits of a step
 MAX_VECTOR_TILES = 8  # whose sums fit the registers
 MAX_STAGES = 4
-STEP_CYCLES, VECTOR_TILE_CYCLES = 240, 16  # of a warp's step, on a multiprocessor that others keep busy
-LATENCY_CYCLES = 1400  # of a step of a warp that has the multiprocessor alone
-IN_FLIGHT_BYTES = 32 << 10  # of a multiprocessor, which keep the memory busy
+# Estimates of the cycles of a step of a warp, for a multiprocessor that has other warps, and for each tile of vectors.
+STEP_CYCLES, VECTOR_TILE_CYCLES = 170, 25
+INPUT_BYTES_PER_CYCLE = 10  # of x that a multiprocessor copies
 MEMORY_BYTES_PER_CYCLE = 18  # that a multiprocessor reads from memory, as measured on an H200
 
 
@@ -122,15 +121,15 @@ def choose_config(
 
 
 def estimate_cycles(config: BitmapConfig, n: int, slabs: int, steps: int, most: int, processors: int) -> float:
-    """Return an estimate of the cycles a product takes."""
+    """Return an estimate of the cycles a product takes, fitted to measurements on an H200."""
     grid = config.grid(n, slabs * SLAB_ROWS // LANES)
     waves = -(-grid[0] * grid[1] * grid[2] // processors)
     own_steps = -(-steps // config.split_k)
     step_bytes = most * 2 + WORD_PIECES * PIECE_BYTES
-    busy = STEP_CYCLES + VECTOR_TILE_CYCLES * config.vector_tiles
-    step_cycles = max(config.warps * busy, LATENCY_CYCLES, config.warps * step_bytes / MEMORY_BYTES_PER_CYCLE)
-    x_bytes = own_steps * STEP_COLUMNS * config.vector_tiles * VECTOR_TILE * 2
-    start = START_CYCLES + x_bytes / CACHE_BYTES_PER_CYCLE
-    in_flight = config.warps * (config.stages - 1) * step_bytes
-    waiting = IN_FLIGHT_BYTES / min(in_flight, IN_FLIGHT_BYTES)
-    return waves * (start + -(-own_steps // config.slice_k) * step_cycles * waiting**0.5) + exchange_cycles(config)
+    # A few warps do not keep a multiprocessor busy.
+    busy_cycles = (config.warps + 4) * (STEP_CYCLES + VECTOR_TILE_CYCLES * config.vector_tiles)
+    memory_cycles = config.warps * step_bytes / MEMORY_BYTES_PER_CYCLE
+    step_cycles = max(busy_cycles + memory_cycles / 2, memory_cycles)  # which overlap in part
+    x_bytes = own_steps * STEP_COLUMNS * min(n, config.vector_tiles * VECTOR_TILE) * 2
+    start = START_CYCLES + x_bytes / INPUT_BYTES_PER_CYCLE
+    return waves * (start + -(-own_steps // config.slice_k) * step_cycles) + exchange_cycles(config)
