@@ -214,17 +214,22 @@ def format_product_times() -> str:
 
 
 def make_marks(forms: Sequence[Form], batch: int | None = None) -> list[Mark]:
-    """Return the marks of a picture: over bytes, or over the seconds of a batch."""
-    marks = []
+    """Return the marks of a picture: over bytes, or over the seconds of a batch, with the fastest type of inputs."""
+    chosen: dict[tuple[str, float, str], tuple[float, Form]] = {}
     for form in forms:
         cost = form.nbytes if batch is None else form.seconds.get(batch)
         shown = form.layout == DENSE or form.values != "fp32"
         if cost is None or not shown or (batch is None and form.inputs == "int8"):
             continue
-        label = form.values if form.layout == DENSE else f"{100 * form.sparsity:.0f} %"
-        label += ", int8 inputs" if form.inputs == "int8" and form.layout == DENSE else ""
-        marks.append(Mark(form.layout, form.values, cost, form.mean, label))
-    return marks
+        key = form.layout, form.sparsity, form.values
+        if key not in chosen or cost < chosen[key][0]:
+            chosen[key] = cost, form
+    return [Mark(form.layout, form.values, cost, form.mean, label_mark(form)) for cost, form in chosen.values()]
+
+
+def label_mark(form: Form) -> str:
+    """Return the text beside a mark: the type of values of a dense form, the sparsity of another one."""
+    return form.values if form.layout == DENSE else f"{100 * form.sparsity:.0f} %"
 
 
 def draw_pictures() -> dict[str, str]:
