@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from pomona.lab.kernels.implementations import first_line, prune_unequal_rows
 from pomona.patterns.balanced import select_per_block
-from pomona.sparse import BalancedTensor, GapTensor, QuantizedBalancedTensor, UnstructuredTensor
+from pomona.sparse import BalancedTensor, BitmapTensor, QuantizedBalancedTensor, UnstructuredTensor
 from pomona.sparse.layers import PackedLayer, build_packed_layer, is_packable, read_weights, share_inputs
 from pomona.sparse.ops import quantized_product
 
@@ -88,7 +88,7 @@ def pack_balanced(bits: int | None, layer: nn.Module) -> nn.Module:
 def pack_unstructured(sparsity: float, layer: nn.Module) -> nn.Module:
     """Return a layer without a share of its weights, packed; rows keep unequal counts."""
     pruned = prune_unequal_rows(read_weights(layer)["weight"], sparsity)
-    packed_format = GapTensor if pruned.is_cuda else UnstructuredTensor
+    packed_format = BitmapTensor if pruned.is_cuda else UnstructuredTensor
     return build_packed_layer(layer, {"weight": packed_format.from_dense(pruned)})
 
 

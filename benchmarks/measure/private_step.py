@@ -1,4 +1,4 @@
-"""Measure private training: the index sampler, a step against Opacus, and the audit.
+"""Measure private training: the index sampler, and a step against Opacus.
 
     python benchmarks/measure/private_step.py [--json PATH] [--device cuda] [--quick]
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pomona import models
-from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source, audit
+from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source
 from pomona.privacy.per_example_gradients import compute_per_example_gradients
 
 SIZE = 10_000_000
@@ -178,24 +178,6 @@ def measure_steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
     return results
 
 
-# ---- the audit
-
-
-def measure_audits() -> list[dict[str, Any]]:
-    """Return the ε that audits of DP-SGD and of GIP find, at two sampling rates."""
-    results = []
-    for method, share, options in (
-        ("dpsgd", 0.0, {}),
-        ("gip", 0.5, {"keep": 0.5, "schedule": "constant", "group": None}),
-    ):
-        for rate in (1.0, 0.5):
-            count, size = (2, 1024) if rate == 1.0 else (4, 512)
-            budget = Budget.solve(epsilon=8, delta=1e-6, rows=1024, batch_size=size, steps=count, share=share)
-            found = audit(budget, method=method, **options)
-            results.append({"method": method, "rate": rate, "steps": count, "epsilon": 8.0, "audited": found})
-    return results
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -215,9 +197,6 @@ def main() -> None:
             print(
                 f"{row['model']:12} batch {row['batch']}: {times}; {sizes}; gradients differ by {row['difference']:.1e}"
             )
-        results["audit"] = measure_audits()
-        for row in results["audit"]:
-            print(f"audit of {row['method']} at q = {row['rate']}: ε ≥ {row['audited']:.2f}, promised {row['epsilon']}")
     write_record(options.json, **results)
 
 

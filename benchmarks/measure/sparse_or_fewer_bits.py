@@ -1,9 +1,11 @@
 """Train small networks dense and sparse, store their weights in fewer bits, and record accuracy beside bytes.
 
-    python benchmarks/measure/sparse_or_fewer_bits.py transformer|resnet20 [--json FILE] [--seeds N] [--quick]
+    python benchmarks/measure/sparse_or_fewer_bits.py transformer|resnet20 [--json FILE] [--seeds N] [--size small]
+        [--quick]
 
-*transformer* is the character model of language_model.py with 10.7 million parameters. For each seed a dense model is
-trained, and every layout continues from it for the same number of steps, the dense one too: sparse ones with DPF.
+*transformer* is the character model of language_model.py, with 10.7 million parameters or those of a `--size`. For each
+seed a dense model is trained, and every layout continues from it for the same number of steps, the dense one too:
+sparse ones with DPF.
 *resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs. Sparsity
 is the same in all layers that DPF prunes by default. The bytes are those of the weights of these layers.
 
@@ -38,6 +40,7 @@ from pomona.lab.sweeps.concurrent_runs import train_concurrently
 from pomona.lab.sweeps.job import Job
 
 DENSE_STEPS, LAYOUT_STEPS, LAYOUT_RATE = 1200, 250, 5e-4  # of the transformer
+MAX_BATCH = 32  # windows
 EPOCHS, CONCURRENT = 16, 12  # of ResNet-20
 BATCH = 2000  # images tested at a time
 
@@ -165,12 +168,21 @@ def print_rows(rows: list[Row], seconds: float) -> None:
     print(f"seed {first['seed']}  {name}  {'  '.join(cells)}  {seconds:.1f} s", flush=True)
 
 
+def choose_settings(size: str, quick: bool, device: str) -> tuple[language_model.Settings, int]:
+    """Return the settings of the dense transformer, and the steps for which each layout is trained."""
+    if quick:
+        return replace(language_model.QUICK, device=device), 20
+    settings = replace(language_model.SIZES[size], steps=DENSE_STEPS, device=device)
+    return replace(settings, batch=min(settings.batch, MAX_BATCH)), LAYOUT_STEPS
+
+
 def main() -> None:
     """Train and test all networks, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", choices=("transformer", "resnet20"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--size", choices=("full", "small"), default="full", help="of the transformer")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.network == "resnet20":
@@ -179,8 +191,7 @@ def main() -> None:
         settings: dict[str, Any] = {"epochs": epochs}
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = language_model.QUICK if options.quick else language_model.Settings(batch=32, steps=DENSE_STEPS)
-        chosen, steps = replace(chosen, device=device), 20 if options.quick else LAYOUT_STEPS
+        chosen, steps = choose_settings(options.size, options.quick, device)
         jobs = [(chosen, steps, seed) for seed in range(options.seeds)]
         with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
             rows = [row for part in pool.starmap(test_transformer, jobs) for row in part]

@@ -2,9 +2,9 @@
 
 A form is a layout, dense, balanced or unstructured, and a type of values. Codes of 8 bits share a float32 scale in a
 row. Codes of 4 bits share one among about 32 stored values. Weights are rounded to the nearest code after training,
-without calibration. Dense bytes are those of ONNX Runtime's `MatMulNBits`; sparse ones those of our packed formats. No
-format of ours has codes in an unstructured layout: its bytes are the positions of `UnstructuredTensor`, plus codes and
-scales.
+without calibration. Dense bytes are those of ONNX Runtime's `MatMulNBits`, and sparse ones those of our packed formats:
+for unstructured weights of the one that takes the fewest. None of these has codes, whose bytes and scales are counted
+as if they had.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import pomona as pm
 from pomona.core.targets import Target
 from pomona.sparse import BalancedTensor, QuantizedBalancedTensor, UnstructuredTensor
+from pomona.sparse.bitmap import BitmapTensor
+from pomona.sparse.gaps import GapTensor
 
 BLOCK = 32  # columns of a balanced block
 VALUES = ("fp32", "fp16", "int8", "int4")
@@ -27,6 +29,7 @@ VALUE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}
 LEVELS = {"int8": 127, "int4": 7}
 SCALE_VALUES = 32  # stored values that share a scale at 4 bits
 SCALE_BYTES = 4
+ANY_MASK_FORMATS = (UnstructuredTensor, GapTensor, BitmapTensor)
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,19 @@ def store_matrix(matrix: Tensor, layout: Layout, values: str) -> tuple[Tensor, f
         restored, scales = round_to_codes(matrix, values)
     else:
         restored, scales = (matrix.half().float() if values == "fp16" else matrix), 0
-    stored, positions = matrix.numel(), 0
-    if layout.name == "unstructured":
-        packed_matrix = UnstructuredTensor.from_dense(matrix)
-        stored, positions = packed_matrix.values.numel(), packed_matrix.nbytes - packed_matrix.values.nbytes
-    return restored, stored * VALUE_BYTES[values] + scales * SCALE_BYTES + positions
+    nbytes = (
+        count_any_mask_bytes(matrix, values) if layout.name == "unstructured" else matrix.numel() * VALUE_BYTES[values]
+    )
+    return restored, nbytes + scales * SCALE_BYTES
+
+
+def count_any_mask_bytes(matrix: Tensor, values: str) -> float:
+    """Return the bytes of the nonzeros of a matrix in the format for any mask that takes the fewest, without scales."""
+    sizes = []
+    for packed_format in ANY_MASK_FORMATS:
+        packed = packed_format.from_dense(matrix)
+        sizes.append(packed.nbytes + packed.values.numel() * VALUE_BYTES[values] - packed.values.nbytes)
+    return min(sizes)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pomona.theory import gip
 PAGE = DOCS / "privacy.md"
 RECORDS = "privacy-*.json"
 ARITHMETIC_RECORDS = "private-arithmetic-*.json"
+AUDIT_RECORDS = "private-audit-*.json"
 format_table = partial(page_helpers.format_table, rule="| --- ")
 
 ARMS = {  # of benchmarks/measure/private_cifar.py
@@ -141,12 +142,14 @@ def format_steps() -> str:
 
 
 def format_audits() -> str:
-    """Return the ε that the audits found."""
-    rows = [
-        [row["method"], f"{row['rate']:g}", str(row["steps"]), f"{row['epsilon']:g}", f"{row['audited']:.2f}"]
-        for _, row in read_rows(RECORDS, "audit")
-    ]
-    return format_table(["method", "q", "steps", "promised ε", "audited: at least"], rows)
+    """Return the ε that the second accountant and the audits found."""
+    rows = []
+    for _, row in read_rows(AUDIT_RECORDS, "audit"):
+        low, high = row["bounds"]
+        figures = f"{row['rate']:g}", str(row["steps"]), f"{row['epsilon']:g}", f"{low:.3f} … {high:.3f}"
+        rows.append([row["method"], row["setting"], *figures, f"{row['audited']:.2f}"])
+    heads = ["method", "setting", "q", "steps", "promised ε", "second accountant", "audited: at least"]
+    return format_table(heads, rows)
 
 
 def format_arithmetic() -> str:

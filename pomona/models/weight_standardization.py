@@ -36,7 +36,7 @@ class Standardize(torch.autograd.Function):
         ctx.save_for_backward(*output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
         return pull_back(gradient[None], *ctx.saved_tensors)[0]
 
 

@@ -18,10 +18,13 @@ from scipy.optimize import brentq
 from ..errors import require
 from .accounting import ROUNDING_DELTA, Pair, compose_steps, total_delta, validate_delta
 from .ramp import CONSTANT, Ramp, RampLike
+from .second_accountant import LossBound
 
 CURVE_POINTS = 12  # steps at which the spent ε is computed in advance
 RELATIVE_TOLERANCE = 1e-4  # between a solved σ and the smallest one that meets the target
 MIN_COST_RATIO = 1e-3  # cost over target is clipped here: far below the target the logarithm is not linear
+BOUND_TOLERANCE = 0.03  # of ε, that the second accountant may miss
+MIN_BOUND_INTERVAL = 2e-5  # of its grid
 MAX_STEPS = 10_000_000
 RAMPS = frozenset({"noise_ramp", "index_ramp"})  # fields that are left out where they are constant
 
@@ -69,7 +72,8 @@ class Budget:
     def verify(self) -> None:
         """Raise PomonaError if the steps cost more than the budget, or more than its curve says.
 
-        Without dp-accounting a single step is verified, by its closed form.
+        Without dp-accounting it is refused where the second accountant shows that all steps cost more, by some
+        hundredths of ε.
         """
         if self in _solved:
             return
@@ -143,21 +147,29 @@ def make_pair(rate: float, sigma: float, index: float) -> Pair:
 
 @lru_cache(maxsize=64)
 def costs_at(budget: Budget, points: tuple[tuple[int, float], ...]) -> list[float]:
-    """Return the δ of so many steps of a budget at an ε, for each point.
+    """Return the δ of so many steps of a budget at an ε, for each point; of a single step in closed form.
 
-    Without dp-accounting, or where there is one step, it is the largest δ of a single step, in closed form.
+    Without dp-accounting it is a lower bound on δ, by the second accountant.
     """
-    if budget.steps == 1 or find_spec("dp_accounting") is None:
+    if budget.steps == 1:
         losses = np.array([epsilon for _, epsilon in points])
-        kinds = [budget.pairs(range(steps)) for steps, _ in points]
-        single = [
-            [max(pair.delta_if_removed(loss), pair.delta_if_added(loss)) for pair in kind]
-            for kind, loss in zip(kinds, losses, strict=True)
-        ]
-        return [float(max(found)) for found in single]
+        (pair,) = budget.pairs([0])
+        return [float(delta) for delta in np.maximum(pair.delta_if_removed(losses), pair.delta_if_added(losses))]
+    if find_spec("dp_accounting") is None:
+        return [bound_cost(budget, *point) for point in points]
     steps = sorted({steps for steps, _ in points})
     composed = dict(zip(steps, compose_budget(budget.pairs, steps), strict=True))
     return [float(composed[count].get_delta_for_epsilon(epsilon)) for count, epsilon in points]
+
+
+def bound_cost(budget: Budget, steps: int, epsilon: float) -> float:
+    """Return a lower bound on the δ of so many steps of a budget at an ε: of a single step, or of all steps."""
+    kinds, at = budget.pairs(range(steps)), np.array(epsilon)
+    single = max(float(delta(at)) for pair in kinds for delta in (pair.delta_if_removed, pair.delta_if_added))
+    if steps < budget.steps:
+        return single
+    interval = max(BOUND_TOLERANCE * epsilon / steps, MIN_BOUND_INTERVAL)
+    return max(single, LossBound.of(kinds, interval, round_up=False).delta(epsilon))
 
 
 def compose_budget(pairs: Callable[[Iterable[int]], Counter[Pair]], counts: Sequence[int]) -> Iterator[Any]:

@@ -25,6 +25,19 @@ GUESSED_SHARES = 1.0, 0.1  # of the canaries: all of them, and those the adversa
 CANARY_NORM = 10  # gradient norm of a canary over the clipping norm: a step without clipping is detected
 
 
+class TwoLayers(nn.Module):
+    """The sum of two linear layers, whose weights begin at zero."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(size, 1, bias=False), nn.Linear(size, 1, bias=False)
+        for layer in (self.first, self.second):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
 def audit(
     budget: Budget,
     *,
@@ -37,9 +50,9 @@ def audit(
 ) -> float:
     """Return a lower bound on ε, from `runs` runs of `PrivateStep` with `canaries` canaries each.
 
-    Each canary has a weight that no other canary moves, and a gradient ten times the clipping norm. The adversary sees
-    the trained weights. `change` may modify the step, to test that the audit detects a defect; `options` are those of
-    `PrivateStep`.
+    Each canary has a weight in each of two layers that no other canary moves, and gradients ten times the clipping
+    norm. The adversary sees the trained weights. `change` may modify the step, to test that the audit detects a defect;
+    `options` are those of `PrivateStep`.
     """
     require(budget.rows == canaries, f"the budget is for {budget.rows} rows, but there are {canaries} canaries.")
     generator = torch.Generator().manual_seed(seed)
@@ -54,12 +67,11 @@ def audit(
 def score_canaries(
     budget: Budget, member: Tensor, source: Source, change: Callable[[PrivateStep], None] | None, **options: object
 ) -> Tensor:
-    """Train on the canaries that are members and return the trained weight of every canary, its score.
+    """Train on the canaries that are members and return the sum of the trained weights of every canary, its score.
 
     A canary that is not a member has a gradient of zero.
     """
-    model = nn.Linear(len(member), 1, bias=False)
-    nn.init.zeros_(model.weight)
+    model = TwoLayers(len(member))
     step = PrivateStep(
         model,
         torch.optim.SGD(model.parameters(), 1.0),
@@ -73,7 +85,7 @@ def score_canaries(
     features = torch.diag(CANARY_NORM * step.clip * member.float())
     for rows in step:
         step(features[rows], rows)
-    return model.weight.detach()[0]
+    return (model.first.weight + model.second.weight).detach()[0]
 
 
 def epsilon_lower_bound(

@@ -76,9 +76,9 @@ class GradientGrid:
         squares = []
         for parts in zip(*(part.split(MAX_ROWS) for part in gradients), strict=True):
             if kernels is not None:
-                parts = [part.contiguous() for part in parts]
-                squares.append(kernels.sum_squares(parts))
-                kernels.add_rounded_rows(parts, self.scale_rows(squares[-1]), total)
+                rows = [part.contiguous() for part in parts]
+                squares.append(kernels.sum_squares(rows))
+                kernels.add_rounded_rows(rows, self.scale_rows(squares[-1]), total)
                 continue
             floats = [part.float().contiguous() for part in parts]
             squares.append(sum_squares(floats))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -14,6 +15,7 @@ from .per_example_gradients import (
     Loss,
     choose_gradients,
     compute_gradients_one_by_one,
+    compute_per_example_gradients,
     compute_summed_gradients,
 )
 from .row_independence import require_independent_rows
@@ -22,8 +24,8 @@ from .row_independence import require_independent_rows
 class ExampleGradients:
     """How the gradients of single examples of a model are computed; `dtype` is that of the layers, if not the model's.
 
-    In a smaller dtype the gradients of a row must be the same whatever its place and the other rows are. That is tested
-    before the first.
+    Where all rows are computed together, the gradients of a row must not depend on its place and the other rows, in a
+    smaller dtype not by a single bit. That is tested before the first.
     """
 
     def __init__(
@@ -50,11 +52,26 @@ class ExampleGradients:
             self.compute = choose_gradients(*arguments, inputs, targets, self.views, self.dtype)
         if self.compute is not compute_gradients_one_by_one:
             inputs, targets = pad_rows((inputs, targets), self.micro_rows)
-        if is_first and self.dtype is not None:
-            compute = self.compute
-            require_independent_rows(lambda *batch: compute(*arguments, *batch, self.views)[0], inputs, targets)
+        if is_first and self.compute not in (compute_per_example_gradients, compute_gradients_one_by_one):
+            self.test_independence(inputs, targets)
         gradients, losses = self.compute(*arguments, inputs, targets, self.views)
         return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
+
+    def test_independence(self, inputs: Batch, targets: Batch) -> None:
+        """Raise PomonaError if rows of a whole micro-batch change the gradients of each other.
+
+        Where each row is computed on its own they cannot. A copy of the model is tested in evaluation mode, where
+        nothing is random.
+        """
+        assert self.compute is not None
+        compute, trial = self.compute, copy.deepcopy(self.model).eval()
+        own = {name: parameter for name, parameter in trial.named_parameters() if name in self.parameters}
+        require_independent_rows(
+            lambda *batch: compute(trial, self.loss, own, *batch, self.views)[0],
+            inputs,
+            targets,
+            is_exact=self.dtype is not None,
+        )
 
     def of_batch(self, inputs: Batch, targets: Batch, views: int = 1) -> Tensor:
         """Return the sum of the gradients of all rows as a flat tensor, by one backward pass."""

@@ -66,8 +66,8 @@ def conv2d_weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry,
     # One convolution with a group for each example, over the views
     inputs, gradient = (part.unflatten(0, (rows, -1)).transpose(0, 1).flatten(1, 2) for part in (inputs, gradient))
     size = (gradient.shape[1], inputs.shape[1] // rows // geometry.groups, *geometry.kernel)
-    *places, groups = geometry.options
-    return conv2d_weight(inputs, size, gradient, *places, rows * groups).unflatten(0, (rows, -1))
+    places = geometry.stride, geometry.padding, geometry.dilation
+    return conv2d_weight(inputs, size, gradient, *places, rows * geometry.groups).unflatten(0, (rows, -1))
 
 
 def multiply_patches(inputs: Tensor, gradient: Tensor, geometry: Geometry, rows: int) -> Tensor:

@@ -151,11 +151,11 @@ def recording_obstacle(
     """
     trial = copy.deepcopy(model).eval()
     own = {name: parameter for name, parameter in trial.named_parameters() if name in parameters}
-    batch = pad_rows((inputs, targets), 2)
+    inputs, targets = pad_rows((inputs, targets), 2)
     try:
         with forked_random_state(next(iter(own.values())).device):
-            found, _ = compute_recorded_gradients(trial, loss, own, *batch, views)
-            expected, _ = compute_gradients_one_by_one(trial, loss, own, *batch, views)
+            found, _ = compute_recorded_gradients(trial, loss, own, inputs, targets, views)
+            expected, _ = compute_gradients_one_by_one(trial, loss, own, inputs, targets, views)
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as error:

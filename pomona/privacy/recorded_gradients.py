@@ -24,6 +24,8 @@ from ..models.weight_standardization import Standardize
 from . import layer_gradients as layers
 from .example_batches import Batch, call_model, count_rows, map_tensors
 
+STANDARDIZATION = Standardize._backward_cls.__name__  # the name of its node in autograd's graph
+
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[str, Tensor]
 
@@ -76,9 +78,8 @@ class Recorder:
         if id(weight) in self.names:
             return {self.names[id(weight)]: gradient}
         function: Any = weight.grad_fn
-        if isinstance(function, Standardize._backward_cls):
-            leaf = function.next_functions[0][0]
-            name = self.names.get(id(getattr(leaf, "variable", None)))
+        if function.name() == STANDARDIZATION:
+            name = self.names.get(id(getattr(function.next_functions[0][0], "variable", None)))
             if name is not None:
                 return {name: layers.pull_back_standardization(gradient, *function.saved_tensors)}
         parts = torch.autograd.grad(
@@ -204,14 +205,14 @@ class RecordedConv2d(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, anchor: Tensor, weights: Weights, geometry: layers.Geometry, recorder: Recorder
     ) -> Tensor:
-        weight, bias = (detach(part) for part in weights)
-        values = cast(weight, recorder.dtype)
+        values, bias = convert(weights, inputs.dtype)
+        values = cast(values, recorder.dtype)
         ctx.save_for_backward(inputs, values)
         ctx.rest = weights, geometry, recorder
-        return torch.conv2d(inputs, values, None if bias is None else bias.to(inputs.dtype), *geometry.options)
+        return torch.conv2d(inputs, values, bias, *geometry.options)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, values), ((weight, bias), geometry, recorder) = ctx.saved_tensors, ctx.rest
         each = recorder.split_rows(gradient)
         for_inputs = None
@@ -227,13 +228,13 @@ class RecordedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, anchor: Tensor, weights: Weights, recorder: Recorder) -> Tensor:
-        weight, bias = (None if part is None else part.detach().to(inputs.dtype) for part in weights)
+        weight, bias = convert(weights, inputs.dtype)
         ctx.save_for_backward(inputs, weight)
         ctx.rest = weights, recorder
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, values), ((weight, bias), recorder) = ctx.saved_tensors, ctx.rest
         ours, theirs = (recorder.split_rows(part).flatten(1, -2) for part in (gradient, inputs))
         recorder.add(weight, lambda: ours.mT @ theirs)
@@ -248,15 +249,16 @@ class RecordedGroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, anchor: Tensor, groups: int, weights: Weights, eps: float, recorder: Recorder
     ) -> Tensor:
-        outputs, *statistics = layers.group_norm(inputs, groups, *map(detach, weights), eps)
-        ctx.save_for_backward(inputs, *statistics)
+        weight, bias = map(detach, weights)
+        outputs, mean, scale = layers.group_norm(inputs, groups, weight, bias, eps)
+        ctx.save_for_backward(inputs, mean, scale)
         ctx.rest = groups, weights, recorder
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (inputs, *statistics), (groups, (weight, bias), recorder) = ctx.saved_tensors, ctx.rest
-        found = layers.group_norm_gradients(gradient, inputs, *statistics, groups, detach(weight))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs, mean, scale), (groups, (weight, bias), recorder) = ctx.saved_tensors, ctx.rest
+        found = layers.group_norm_gradients(gradient, inputs, mean, scale, groups, detach(weight))
         recorder.add(weight, lambda: recorder.split_rows(found[1]).sum(1))
         recorder.add(bias, lambda: recorder.split_rows(found[2]).sum(1))
         return found[0], None, None, None, None, None
@@ -274,7 +276,7 @@ class RecordedScale(torch.autograd.Function):
         return outputs if bias is None else outputs + bias
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), ((weight, bias), recorder) = ctx.saved_tensors, ctx.rest
         if weight is None:
             return gradient, None, None, None
@@ -297,11 +299,16 @@ class RecordedEmbedding(torch.autograd.Function):
         return F.embedding(indices, weights[0].detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (indices,), (weight, padding_idx, recorder) = ctx.saved_tensors, ctx.rest
         places, vectors = recorder.split_rows(indices).flatten(1), recorder.split_rows(gradient).flatten(1, -2)
         recorder.add(weight, lambda: layers.embedding_gradient(places, vectors, len(weight), padding_idx))
         return None, None, None, None, None
+
+
+def convert(weights: Weights, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return weights in a dtype, without autograd."""
+    return tuple(None if part is None else part.detach().to(dtype) for part in weights)
 
 
 def detach(weight: Tensor | None) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from scipy.stats import norm
 
 from pomona.errors import PomonaError
 from pomona.privacy import Pair
+from pomona.privacy.second_accountant import bracket_epsilon
 
 pytest.importorskip("dp_accounting")
 
@@ -51,59 +51,6 @@ def test_delta_of_a_step_is_the_integral_of_its_definition(pair, epsilon):
         assert float(delta(np.array(epsilon))) == pytest.approx(total, abs=1e-7)
 
 
-def compose_bounds(
-    steps: Mapping[Pair, int], delta: float, interval: float = 1e-3, size: int = 1 << 14
-) -> tuple[float, float]:
-    """Return a lower and an upper bound on ε from a second, independent accountant.
-
-    The loss of each kind of step is rounded down and up, and composed over all steps by a Fourier transform.
-    """
-    bounds = []
-    half = size // 2
-    grid = (np.arange(size) - half) * interval
-    for direction in ("removed", "added"):
-        for round_up in (False, True):
-            transform = np.ones(size, dtype=complex)
-            for pair, count in steps.items():
-                mass = loss_mass(pair, grid, interval, direction, round_up)
-                transform *= np.fft.fft(np.roll(mass, -half)) ** count
-            total = np.roll(np.real(np.fft.ifft(transform)), half)
-            high = grid[-1]
-            low = 0.0
-            for _ in range(60):
-                middle = (low + high) / 2
-                tail = grid > middle
-                value = (total[tail] * -np.expm1(middle - grid[tail])).sum()
-                low, high = (middle, high) if value > delta else (low, middle)
-            bounds.append((round_up, high))
-    return max(e for up, e in bounds if not up), max(e for up, e in bounds if up)
-
-
-def loss_mass(pair: Pair, grid: np.ndarray, interval: float, direction: str, round_up: bool) -> np.ndarray:
-    """Return P(loss in each grid interval); the loss increases with x, so its edges map to values of x."""
-    e, s, q = sum(pair.pure), pair.sigma, pair.rate
-    yes = 1 / (1 + math.exp(-e))
-    edges = np.concatenate([grid, [grid[-1] + interval]]) - (interval if round_up else 0)
-
-    def crossing(edges: np.ndarray, shift: float) -> np.ndarray:
-        """Return the x at which the sampled loss equals each edge."""
-        with np.errstate(all="ignore"):
-            if direction == "removed":  # loss = log(1 − q + q e^{shift + (x − ½)/σ²})
-                inner = np.log((np.exp(edges) - 1 + q) / q)
-            else:  # loss = −log(1 − q + q e^{−shift − (x − ½)/σ²})
-                inner = -np.log((np.exp(-edges) - 1 + q) / q)
-        inner = np.where(np.isnan(inner), -np.inf if direction == "removed" else np.inf, inner)
-        return (inner - shift) * s**2 + 0.5
-
-    total = np.zeros(len(grid))
-    for answer, shift in ((yes, e), (1 - yes, -e)):
-        x = crossing(edges, shift)
-        with_row, without = answer * norm.cdf(x, 1, s), (1 - answer) * norm.cdf(x, 0, s)
-        cdf = with_row if direction == "added" else (1 - q) * without + q * with_row
-        total += np.diff(cdf)
-    return total
-
-
 @pytest.mark.parametrize(
     ("pair", "steps", "delta"),
     [
@@ -113,7 +60,7 @@ def loss_mass(pair: Pair, grid: np.ndarray, interval: float, direction: str, rou
     ],
 )
 def test_second_accountant_agrees(pair, steps, delta):
-    low, high = compose_bounds({pair: steps}, delta)
+    low, high = bracket_epsilon({pair: steps}, delta, 1e-3)
     ours = pair.epsilon(steps, delta)
     assert low < ours < high
     assert high - low < 2e-3 * steps  # two roundings by one grid interval in every step

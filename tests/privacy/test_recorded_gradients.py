@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from private_training import gradients_one_by_one, make_data, make_network
 from torch import nn
-from torch.nn.utils import parametrize, parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from pomona import models
 from pomona.models.weight_standardization import StandardizedWeight

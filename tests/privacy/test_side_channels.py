@@ -86,6 +86,21 @@ def test_model_that_mixes_examples_is_refused_at_the_first_sample_of_two():
     assert step.steps_taken == 2
 
 
+class Crowded(nn.Linear):
+    """A layer that mixes rows where there are many, as routers of experts with a capacity do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(1)
+        return super().forward(flat - flat.mean(0) if len(flat) > 4 else flat)
+
+
+def test_model_that_mixes_rows_of_a_whole_micro_batch_only_is_refused():
+    (x, y), step = make_data(), step_of(Crowded(72, 5), 3)
+    rows = step.draw()
+    with pytest.raises(PomonaError, match="'weight' of an example depends on its place in the batch or on the other"):
+        step(x[rows].float(), y[rows])
+
+
 # ---- random numbers of the model
 
 

@@ -230,3 +230,28 @@ def test_the_stacked_weight_is_the_weights_one_below_the_other() -> None:
     stacked = BalancedTensor(*shared.stacked[:2], torch.Size((104, 64)), 32)
     assert torch.equal(stacked.dense(), torch.cat([reader.weight for reader in model.readers]))
     assert torch.equal(shared.stacked[2], torch.cat([reader.bias for reader in model.readers]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [None, 4])
+def test_one_product_in_a_cuda_graph(bits: int | None, products: list[int]) -> None:
+    """The graph holds one product for three layers, and reads its input anew at each replay."""
+    model = Attention((512, 256, 256), bias=False, columns=512).cuda().half()
+    packed = compress(model, torch.randn(1, 512).cuda().half(), policy="all", bits=bits, block=32, patience=0)
+    x = torch.randn(1, 512).cuda().half()
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        packed(x)
+        stream.synchronize()
+        products.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = packed(x)
+    assert products == [1024, 512]
+    plain = decompress(packed)
+    for _ in range(2):
+        x.copy_(torch.randn(1, 512))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2 * float(y.abs().max()))

@@ -1,12 +1,12 @@
 /* The product of a packed balanced matrix of int8 or int4 codes with dense vectors: see balanced.h for the layout.
  *
  * Processors with AVX-512, VBMI and VNNI multiply integers, for blocks of up to 64 columns. Each vector of x is rounded
- * to 16 bits: its largest magnitude becomes 32767. The high and the low byte of its elements are two planes, and a sum of
- * products with each is exact in 32 bits. A vector that is to be rounded to 8 bits has one plane. A 32-bit lane belongs to
- * one row, and its four bytes to four survivors, a *quad*: one permutation of 64 bytes picks their inputs from a window of
- * 64 columns, and one instruction adds the four products. Quads take survivors in the order in which they are stored, so
- * that those of several blocks may share one. The quads of a group of rows are expanded to bytes in the cache, for all
- * vectors, or in registers, for a single one.
+ * to 16 bits: its largest magnitude becomes 32767. The high and the low byte of its elements are two planes, and a sum
+ * of products with each is exact in 32 bits. A vector that is to be rounded to 8 bits has one plane. A 32-bit lane
+ * belongs to one row, and its four bytes to four survivors, a *quad*: one permutation of 64 bytes picks their inputs
+ * from a window of 64 columns, and one instruction adds the four products. Quads take survivors in the order in which
+ * they are stored, so that those of several blocks may share one. The quads of a group of rows are expanded to bytes in
+ * the cache, for all vectors, or in registers, for a single one.
  *
  * Other processors, and wider blocks, use floats.
  */
@@ -225,8 +225,8 @@ INLINE void write_part(const Matrix *m, int64_t group, int part, __m512 sum, flo
   _mm512_mask_storeu_ps(y + 16 * part, mask, sum);
 }
 
-/* Sum the products of the quads from `q` on and before `end` with so many planes, of which `count` are of one vector. The
- * sums are written to memory only at the end, so that a compiler keeps them in registers. */
+/* Sum the products of the quads from `q` on and before `end` with so many planes, of which `count` are of one vector.
+ * The sums are written to memory only at the end, so that a compiler keeps them in registers. */
 INLINE void sum_quads(const Quad *quads, const Expanded *from, int64_t q, int64_t end, const __m512i *corrections,
                       const uint8_t *bytes, int64_t width, __m512i (*to)[PARTS], int streams, int count) {
   __m512i sums[STREAMS][PARTS];
@@ -261,7 +261,7 @@ INLINE void multiply_tile(const Matrix *m, const Plan *plan, const Expanded *fro
   for (int64_t span = 0; span < plan->spans; span++) {
     sum_quads(plan->quads, from, span ? plan->ends[span - 1] : 0, plan->ends[span], from->corrections + PARTS * span,
               bytes, planes->width, sums, tile * count, count);
-    __asm__ volatile("" : : "r"(sums) : "memory");
+    __asm__ volatile("" : : "r"(sums) : "memory"); /* or a compiler would give up the registers of the sums */
     const float *scale = m->scales + (group * plan->spans + span) * LANES;
     for (int t = 0; t < tile; t++)
 #pragma GCC unroll 2
@@ -419,8 +419,8 @@ static int multiply_integers(const Matrix *m, const Operands *v, int plane_count
 
 /* ---- public functions */
 
-/* Vectors are rounded to 8 bits where `input_bits` is 8. NOT_ROUNDED says that this processor does not do so: the product
- * is that of other instruction sets with rounded vectors. */
+/* Vectors are rounded to 8 bits where `input_bits` is 8. NOT_ROUNDED says that this processor does not do so: the
+ * product is that of other instruction sets with rounded vectors. */
 #define MATRIX_PARAMETERS                                                                                           \
   const char *values, const uint16_t *indices, const float *scales, const float *bias, int64_t rows,                \
       int64_t columns, int64_t block, int64_t span, int64_t kept, int64_t input_bits, int64_t value_type, int64_t relu

@@ -308,6 +308,8 @@ __device__ __forceinline__ void multiply_units(const Product &product, const Uni
   if (order.left > 0) columns.load(product, order.slice); /* first, so that x does not wait for the matrix */
   Ring ring(product, ring_memory, order);
   if (STAGES == 1 && order.left > 0) unit.load(order.address(product), policy);
+#pragma unroll 1
+  for (int i = 0; i < all.count * VECTORS; i++) own_sums[i * (WARPS * LANES)] = 0;
   float zero = 0; /* NaN where an input is infinite or NaN */
   if (GATHER && stage_inputs(product, first_slice * UNIT_COLUMNS, (end_slice - first_slice) * UNIT_COLUMNS)) zero = 1;
   columns.convert(zero);
@@ -377,7 +379,6 @@ code_gather(const uint4 *units, const Value *x, const void *bias, Value *y, floa
   const int staged_bytes = (slices + parts - 1) / parts * UNIT_COLUMNS * VECTORS * (int)sizeof(Value);
   uint4 *const ring = memory + (GATHER ? (staged_bytes + 15) / 16 : 0);
   float *const sums = (float *)(ring + RING_LOADS), *const own_sums = sums + threadIdx.x;
-  for (int i = 0; i < count * VECTORS; i++) own_sums[i * (WARPS * LANES)] = 0;
   multiply_units(product, UnitOrder(count, first_slice, end_slice), ring, first_slice, end_slice, own_sums);
   __syncthreads();
   finish(product, sums, first_group, count);

@@ -21,7 +21,7 @@ WARPS = 16  # of a thread block
 RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
-EXCHANGE_BYTES = 32 << 10
+EXCHANGE_BYTES = 52 << 10
 INPUT_RATE = 2  # bytes of inputs, from the cache, that it reads in the time of one byte of units
 MULTIPROCESSOR_SHARED_BYTES = MAX_SHARED_BYTES + (1 << 10)
 RESERVED_SHARED_BYTES = 2 << 10  # of a thread block, by the system and for variables of the kernel
