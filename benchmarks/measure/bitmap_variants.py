@@ -28,13 +28,13 @@ from pomona.sparse.timing import make_cache_flusher, median_seconds
 
 # warps, slice_k, split_k, cluster and stages
 DIVISIONS = (
+    (32, 8, 4, 2, 2),
+    (32, 4, 8, 2, 2),
+    (24, 8, 3, 1, 2),
     (16, 4, 4, 2, 2),
     (16, 4, 4, 2, 4),
-    (16, 8, 2, 2, 2),
     (16, 2, 8, 2, 2),
-    (16, 4, 4, 4, 2),
-    (8, 2, 4, 2, 3),
-    (8, 4, 4, 2, 2),
+    (8, 2, 8, 2, 2),
     (8, 1, 8, 2, 3),
 )
 

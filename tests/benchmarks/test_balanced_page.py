@@ -49,6 +49,30 @@ def test_tables_of_products_and_workloads(load_script: Any, empty_results: Path)
     assert writer.format_workloads("called", "called_").splitlines()[2:] == [called, below]
 
 
+def test_tables_of_kernels_on_a_gpu(load_script: Any, empty_results: Path) -> None:
+    writer, missing = load_script("balanced_page"), load_script("page_helpers").NOT_MEASURED
+    assert (writer.format_gpu_kernels(), writer.format_gpu_targets()) == (missing, missing)
+    place = {"rows": 8, "columns": 4, "sparsity": 0.5, "batch": 1}
+    sides = {"dense": (1.0, ""), "CSR": (0.25, "inaccurate"), "2:4": (None, "failed"), "unstructured": (1.5, "")}
+    timings = [
+        {
+            **place,
+            "state": state,
+            "side": side,
+            "seconds": 4e-6 * factor,
+            "speedup": found and found * factor,
+            "note": note,
+        }
+        for state, factor in (("cold", 1), ("warm", 0.5))
+        for side, (found, note) in sides.items()
+    ]
+    targets = [{"target": "what", "asked": 1.5, "reached": reached} for reached in (1.499, 1.5)]
+    (empty_results / "kernels-h200.json").write_text(json.dumps({"timings": timings, "targets": targets}))
+    line = "| 8×4 | 50 % | 1 | 4.0 / 2.0 | 0.25×! / 0.12×! |  |  | 1.50× / 0.75× |  |  |"
+    assert writer.format_gpu_kernels().splitlines()[2:] == [line]
+    assert [row.split(" | ")[-1] for row in writer.format_gpu_targets().splitlines()[2:]] == ["missed |", "met |"]
+
+
 def test_table_of_codes(load_script: Any, empty_results: Path) -> None:
     writer, place = load_script("balanced_page"), {"rows": 8, "columns": 4, "batch": 1, "state": "cold"}
     assert writer.format_quantized() == load_script("page_helpers").NOT_MEASURED

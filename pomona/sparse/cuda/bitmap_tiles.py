@@ -25,6 +25,7 @@ from .tensor_core_common import (
 PIECE_BYTES = 16  # that are copied to shared memory at a time
 WORD_PIECES = 32  # of the bits of a step
 MAX_VECTOR_TILES = 8  # whose sums fit the registers
+WARPS = {1: (32, 16, 8, 4), 2: (16, 8, 4), 4: (8, 4), 8: (8, 4)}  # of a thread block, as registers allow
 MAX_STAGES = 4
 # Estimates of the cycles of a step of a warp, for a multiprocessor that has other warps, and for each tile of vectors.
 STEP_CYCLES, VECTOR_TILE_CYCLES = 170, 25
@@ -107,7 +108,7 @@ def choose_config(
     vector_tiles = next((tiles for tiles in (1, 2, 4) if tiles >= needed), MAX_VECTOR_TILES)
     configs = [
         BitmapConfig(vector_tiles, warps, slice_k, split_k, cluster, stages)
-        for warps in ((16, 8, 4) if vector_tiles <= 2 else (8, 4))
+        for warps in WARPS[vector_tiles]
         for slice_k in (8, 4, 2, 1)
         if slice_k <= warps
         for split_k in range(1, min(MAX_SPLIT_K, steps) + 1)

@@ -64,6 +64,7 @@ class TestProducts:
             [
                 {"warps": 4, "slice_k": 2, "split_k": 3, "cluster": 1, "stages": 2},
                 {"warps": 16, "slice_k": 8, "split_k": 1, "cluster": 1, "stages": 3},
+                {"warps": 32, "slice_k": 8, "split_k": 2, "cluster": 2, "stages": 2, "vector_tiles": 1},
                 {"warps": 8, "slice_k": 1, "split_k": 4, "cluster": 2, "stages": 4},
                 {"warps": 4, "slice_k": 4, "split_k": 9, "cluster": 1, "stages": 2},  # one thread block has no columns
             ],
