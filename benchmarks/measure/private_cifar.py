@@ -13,6 +13,9 @@ stored in results/private-budgets.json. The runs need no accountant.
     python benchmarks/measure/private_cifar.py budgets                       some minutes on a CPU
     python benchmarks/measure/private_cifar.py run --jobs 6 [--device cuda]  all runs, into results/private-cifar10.json
     python benchmarks/pages/privacy_page.py                                  docs/privacy.md's tables, from the records
+
+With --recipe, --budgets and --out another recipe is compared: results/private-comparison.json is that of
+recipes/private-comparison.toml at ε = 1, 3 and 8.
 """
 
 from __future__ import annotations
@@ -69,12 +72,12 @@ def iterate_recipes(
     options: argparse.Namespace, budgets: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, PrivateRecipe]]:
     """Yield every run with its arm. No arm trains on the public rows, so all arms train on the same data."""
-    micro = CPU_MICRO_BATCH if options.device == "cpu" else GPU_MICRO_BATCH
+    micro = options.micro or (CPU_MICRO_BATCH if options.device == "cpu" else GPU_MICRO_BATCH)
     common = ["train.checkpoint_every=0", f"train.device={options.device}", f"private.micro={micro}"]
     changes = [*common, *options.settings]
-    for epsilon, arm, seed in itertools.product(options.epsilons, options.arms, options.seeds):
+    for seed, epsilon, arm in itertools.product(options.seeds, options.epsilons, options.arms):
         choice = ARMS[arm]
-        given = read_recipe(RECIPE, [f"data.validation={PUBLIC_ROWS}", *changes])
+        given = read_recipe(options.recipe, [f"data.validation={PUBLIC_ROWS}", *changes])
         section = {key: value for key, value in given["private"].items() if key not in ("method", "share")}
         given["private"] = section | choice | {"epsilon": epsilon}
         given |= {"seed": seed, "name": f"{arm.replace(' ', '-')}-{epsilon:g}-seed{seed}"}
@@ -124,6 +127,9 @@ def train_runs(options: argparse.Namespace) -> None:
         missing = [(arm, recipe) for arm, recipe in every if recipe.fingerprint() not in have]
         todo = [pool.submit(train_run, arm, recipe, options.data_dir) for arm, recipe in missing]
         for done in as_completed(todo):
+            if time.perf_counter() - started > options.seconds:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
             runs.append(done.result())
             last = runs[-1]
             print(f"{last['name']}: {last['accuracy']:.2f} % in {last['seconds']:.1f} s", flush=True)
@@ -134,6 +140,9 @@ def train_runs(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("budgets", "run"))
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--micro", type=int, help="rows whose gradients are held in memory at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this time")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
