@@ -41,6 +41,11 @@ class PlannedForward:
         self.plans: dict[tuple[int, int, int], tuple[NetworkPlan, nn.Module | None] | None] = {}
         self.versions: list[int] = []
 
+    @property
+    def __code__(self) -> Any:
+        """The code of the model's own forward, which torch.export reads."""
+        return type(self.model).forward.__code__
+
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "__signature__": self.__signature__}
 
