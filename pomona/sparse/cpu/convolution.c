@@ -153,9 +153,11 @@ static void convolve_image(const Weight *w, const Geometry *g, const Layout *l, 
   for (int64_t line = 0; line < l->out_height; line += l->lines) {
     const int64_t first = line * l->out_width, count = smaller(l->lines * l->out_width, pixels - first);
     const int64_t tiles = ceil_div(count, TILE);
+    Panel panel;
+    describe_panel(g, l, line, 0, &panel);
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < g->channels; c++)
-      copy_channel(g, l, x + c * g->height * g->width, line, 0, planes + c * planes_of_channel);
+      copy_channel(g, l, &panel, x + c * g->height * g->width, planes + c * planes_of_channel);
 #pragma omp for schedule(dynamic)
     for (int64_t job = 0; job < tiles * m->slices; job++) {
       const int64_t start = job / m->slices * TILE, rest = smaller(TILE, count - start);
@@ -170,6 +172,7 @@ int PUBLIC(unstructured_conv2d)(MATRIX_PARAMETERS, const int64_t *sizes, const f
   const Matrix m = MATRIX_WITH_SIZES;
   Geometry g;
   memcpy(&g, sizes, sizeof g);
+  if (g.kernel_height > MAX_KERNEL || g.kernel_width > MAX_KERNEL) return TOO_LARGE;
   const Layout l = derive_layout(&g);
   const int64_t image = g.channels * g.height * g.width;
   if (!all_finite(x, n * image)) return NOT_FINITE;

@@ -17,7 +17,9 @@
 #define MAX_REGISTERS 4
 #endif
 #define TILE (MAX_REGISTERS * WIDTH)
+#ifndef PANEL_BYTES
 #define PANEL_BYTES (384 << 10) /* of input that stay in the L2 cache beside the weight */
+#endif
 
 typedef struct {
   int64_t channels, height, width, kernel_height, kernel_width, stride_height, stride_width, padding_height,
@@ -85,54 +87,113 @@ static VECTORIZED void fill(float *to, float value, int64_t count) {
   for (int64_t i = 0; i < count; i++) to[i] = value;
 }
 
-/* Copy `count` pixels of a line, from column `first` of the image on and `stride` apart, with `border` outside of it. */
-static VECTORIZED void copy_line(const float *x, int64_t width, int64_t first, int64_t stride, int64_t count,
-                                 float border, float *to) {
-  const int64_t start = first < 0 ? smaller(ceil_div(-first, stride), count) : 0;
-  const int64_t end = first < width ? between(start, ceil_div(width - first, stride), count) : start;
-  const float *from = x + first;
-  for (int64_t i = 0; i < start; i++) to[i] = border;
-  if (stride == 1)
-    for (int64_t i = start; i < end; i++) to[i] = from[i];
-  else if (stride == 2)
-    for (int64_t i = start; i < end; i++) to[i] = from[2 * i];
-  else
-    for (int64_t i = start; i < end; i++) to[i] = from[i * stride];
-  for (int64_t i = end; i < count; i++) to[i] = border;
+/* The lines of an image that are copied to a plane: `count` pixels of each, from column `first` of the image on and
+ * `stride` apart. Those of the pixels from `start` to `end` are in the image. */
+typedef struct {
+  int64_t pitch; /* numbers from one line to the next */
+  int64_t first, stride, count, start, end;
+  float border; /* the value of pixels outside of the image */
+} Lines;
+
+static Lines choose_lines(const Geometry *g, int64_t out_width, int64_t column, float border) {
+  const int64_t first = column * g->dilation_width - g->padding_width, stride = g->stride_width;
+  Lines l = {g->stride_height * g->width, first, stride, out_width, 0, 0, border};
+  l.start = first < 0 ? smaller(ceil_div(-first, stride), out_width) : 0;
+  l.end = first < g->width ? between(l.start, ceil_div(g->width - first, stride), out_width) : l.start;
+  return l;
 }
 
-/* Copy lines of the same length as those of the image, moved by `shift` columns: all at once, and then the border. */
-static void copy_moved_lines(const float *x, int64_t width, int64_t lines, int64_t shift, float border, float *to) {
-  const int64_t before = shift < 0 ? -shift : 0, after = shift > 0 ? shift : 0;
-  memcpy(to + before, x + after, (lines * width - before - after) * sizeof *x);
-  for (int64_t i = 0; i < lines; i++) {
-    for (int64_t j = 0; j < before; j++) to[i * width + j] = border;
-    for (int64_t j = width - after; j < width; j++) to[i * width + j] = border;
+#ifdef __AVX512F__
+/* Return a mask of the lanes among the WIDTH from `lane` on that lie between `start` and `end`. */
+INLINE __mmask16 lanes_between(int64_t start, int64_t end, int64_t lane) {
+  const int64_t low = between(0, start - lane, WIDTH), high = between(0, end - lane, WIDTH);
+  return ((1u << high) - 1) & ~((1u << low) - 1);
+}
+
+#define MASKED_REGISTERS 16 /* of a line that is copied with masks */
+
+/* Copy lines of at most that many registers. Up to WIDTH - 1 numbers are written behind the last one. */
+INLINE void copy_lines_of_stride(const Lines *l, const float *x, int64_t lines, int64_t stride, float *to) {
+  const __m512 border = _mm512_set1_ps(l->border);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const int64_t registers = ceil_div(l->count, WIDTH);
+  __mmask16 inside[MASKED_REGISTERS];
+  for (int64_t r = 0; r < registers; r++) inside[r] = lanes_between(l->start, l->end, r * WIDTH);
+  x += l->first;
+  for (int64_t i = 0; i < lines; i++, x += l->pitch, to += l->count)
+    for (int64_t r = 0; r < registers; r++) {
+      const float *from = x + r * WIDTH * stride;
+      __m512 value;
+      if (stride == 1) value = _mm512_mask_loadu_ps(border, inside[r], from);
+      else {
+        const uint32_t both = _pdep_u32(inside[r], 0x55555555);
+        value = _mm512_permutex2var_ps(_mm512_maskz_loadu_ps(both, from), even,
+                                       _mm512_maskz_loadu_ps(both >> 16, from + WIDTH));
+        value = _mm512_mask_mov_ps(border, inside[r], value);
+      }
+      store(to + r * WIDTH, value);
+    }
+}
+#endif
+
+/* Copy lines. There is room for WIDTH numbers behind the last one. */
+static VECTORIZED void copy_lines(const Lines *l, const float *x, int64_t lines, float *to) {
+#ifdef __AVX512F__
+  if (l->stride <= 2 && l->count <= MASKED_REGISTERS * WIDTH) {
+    if (l->stride == 1) copy_lines_of_stride(l, x, lines, 1, to);
+    else copy_lines_of_stride(l, x, lines, 2, to);
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < lines; i++, x += l->pitch, to += l->count) {
+    const float *from = x + l->first;
+    for (int64_t j = 0; j < l->start; j++) to[j] = l->border;
+    if (l->stride == 1)
+      for (int64_t j = l->start; j < l->end; j++) to[j] = from[j];
+    else
+      for (int64_t j = l->start; j < l->end; j++) to[j] = from[j * l->stride];
+    for (int64_t j = l->end; j < l->count; j++) to[j] = l->border;
   }
 }
 
-/* Copy what one channel contributes to the panel of the lines from `line` on to its planes. */
-static void copy_channel(const Geometry *g, const Layout *l, const float *x, int64_t line, float border,
-                         float *planes) {
-  const int64_t count = smaller(l->lines, l->out_height - line) + l->extra, width = l->out_width;
+#define MAX_KERNEL 64 /* lines and columns of a kernel */
+
+/* The lines of the image, of each line of the kernel that has planes, and the lines of each column of the kernel. */
+typedef struct {
+  int64_t count; /* lines of a plane */
+  struct {
+    int64_t top, above, end; /* the image's line that is the plane's first; where the image begins and ends in it */
+  } leads[MAX_KERNEL];
+  Lines columns[MAX_KERNEL];
+} Panel;
+
+static void describe_panel(const Geometry *g, const Layout *l, int64_t line, float border, Panel *p) {
+  p->count = smaller(l->lines, l->out_height - line) + l->extra;
   for (int64_t lead = 0; lead < l->leads; lead++) {
-    if (lead_of(g, lead) != lead) continue;
-    /* The lines of the plane that are lines of the image, `above` of the border before them. */
     const int64_t top = line * g->stride_height + lead * g->dilation_height - g->padding_height;
-    const int64_t above = top < 0 ? smaller(ceil_div(-top, g->stride_height), count) : 0;
-    const int64_t end = top < g->height ? between(above, ceil_div(g->height - top, g->stride_height), count) : above;
+    const int64_t above = top < 0 ? smaller(ceil_div(-top, g->stride_height), p->count) : 0;
+    const int64_t inside = g->height - top;
+    p->leads[lead].top = top;
+    p->leads[lead].above = above;
+    p->leads[lead].end = inside > 0 ? between(above, ceil_div(inside, g->stride_height), p->count) : above;
+    if (lead_of(g, lead) != lead) p->leads[lead].end = -1; /* it shares the planes of another one */
+  }
+  for (int64_t j = 0; j < g->kernel_width; j++) p->columns[j] = choose_lines(g, l->out_width, j, border);
+}
+
+/* Copy what one channel contributes to a panel to its planes. */
+static void copy_channel(const Geometry *g, const Layout *l, const Panel *p, const float *x, float *planes) {
+  const int64_t width = l->out_width;
+  for (int64_t lead = 0; lead < l->leads; lead++) {
+    const int64_t above = p->leads[lead].above, end = p->leads[lead].end;
+    if (end < 0) continue;
+    const float *from = x + (p->leads[lead].top + above * g->stride_height) * g->width;
     for (int64_t j = 0; j < g->kernel_width; j++) {
+      const Lines *lines = p->columns + j;
       float *to = planes + (lead * g->kernel_width + j) * l->plane;
-      const int64_t first = j * g->dilation_width - g->padding_width;
-      const int is_moved = g->stride_height == 1 && g->stride_width == 1 && width == g->width && end > above &&
-                           first > -width && first < width;
-      fill(to, border, above * width);
-      if (is_moved) copy_moved_lines(x + (top + above) * width, width, end - above, first, border, to + above * width);
-      else
-        for (int64_t i = above; i < end; i++)
-          copy_line(x + (top + i * g->stride_height) * g->width, g->width, first, g->stride_width, width, border,
-                    to + i * width);
-      fill(to + end * width, border, l->plane - end * width);
+      fill(to, lines->border, above * width);
+      copy_lines(lines, from, end - above, to + above * width);
+      fill(to + end * width, lines->border, (p->count - end) * width);
     }
   }
 }

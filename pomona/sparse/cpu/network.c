@@ -17,6 +17,7 @@
 #include <omp.h>
 #else
 #define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
 #endif
 
 #include "convolution.h"
@@ -36,11 +37,19 @@ typedef struct {
   const float *values, *shifts;
 } Step;
 
-/* The memory of a run. */
+/* A thread's part in a run. */
 typedef struct {
   float *workspace, *planes, *sums; /* sums has a tile of all rows for each thread */
-  int threads, is_finite;
+  int thread, threads;
+  int *is_finite; /* of all threads */
 } Run;
+
+/* Wait until all threads have come here. */
+INLINE void wait_for_team(const Run *run) {
+  if (run->threads > 1) {
+#pragma omp barrier
+  }
+}
 
 static Geometry geometry_of(const Step *s) {
   Geometry g;
@@ -55,6 +64,18 @@ static int is_direct(const Geometry *g) {
 }
 
 /* ---- convolution */
+
+/* Return the larger ones, or b where any is NaN. */
+#if defined(__AVX512F__)
+INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+#elif defined(__AVX2__)
+INLINE Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+#else
+INLINE Floats larger(Floats a, Floats b) {
+  Floats result;
+  FOR_EACH_LANE(a.at[lane] > b.at[lane] ? a.at[lane] : b.at[lane]);
+}
+#endif
 
 /* Add the survivors from `from` to `end` to the sums of a row: `sets` of them at a time, independent of each other. */
 INLINE void add_survivors(const Step *s, int64_t from, int64_t end, const float *x, Floats *sum, int registers,
@@ -86,48 +107,58 @@ INLINE void add_survivors(const Step *s, int64_t from, int64_t end, const float 
     for (int i = 0; i < registers; i++) sum[i] = add_product(more[set][i], broadcast(1.0f), sum[i]);
 }
 
-/* Write `count` pixels of a row: its sums with shift, residual and ReLU. Return zeros, or NaN where any is not finite. */
-INLINE Floats finish_row(const Step *s, const Floats *sum, float shift, const float *residual, int64_t count, float *to,
-                         int registers) {
+/* Write `count` pixels of a row, with ReLU. Return zeros, or NaN where any is not finite. */
+INLINE Floats write_row(const Floats *sum, float least, int64_t count, float *to, int registers) {
   Floats check = broadcast(0.0f);
-  float last[WIDTH];
+  const int64_t whole = count / WIDTH;
+  float last[WIDTH] = {0};
 #pragma GCC unroll 8
   for (int i = 0; i < registers; i++) {
-    Floats value = add_product(sum[i], broadcast(1.0f), broadcast(shift));
-    if (residual) value = add_product(load((const char *)residual, i * WIDTH, FLOAT32), broadcast(1.0f), value);
-    if (s->relu) value = rectify(value);
-    if ((i + 1) * WIDTH <= count) {
+    const Floats value = larger(broadcast(least), sum[i]);
+    if (i + 1 < registers || i < whole) {
       store(to + i * WIDTH, value);
       check = add_product(value, broadcast(0.0f), check);
     } else {
       store(last, value);
-      for (int64_t j = i * WIDTH; j < count; j++) to[j] = last[j - i * WIDTH];
-      for (int64_t j = count; j < (i + 1) * WIDTH; j++) last[j - i * WIDTH] = 0;
+      memcpy(to + i * WIDTH, last, (count - whole * WIDTH) * sizeof *to);
+      memset(last + count - whole * WIDTH, 0, ((whole + 1) * WIDTH - count) * sizeof *to);
       check = add_product(load((const char *)last, 0, FLOAT32), broadcast(0.0f), check);
     }
   }
   return check;
 }
 
-/* Compute `count` pixels of the rows from `from` to `to`; x, y and residual are their places in the first planes. */
+/* Set the sums of a row to what they begin with: the shift and the residual. */
+INLINE void begin_row(Floats *sum, float shift, const float *residual, int registers) {
+#pragma GCC unroll 8
+  for (int i = 0; i < registers; i++) sum[i] = broadcast(shift);
+  if (residual)
+#pragma GCC unroll 8
+    for (int i = 0; i < registers; i++)
+      sum[i] = add_product(load((const char *)residual, i * WIDTH, FLOAT32), broadcast(1.0f), sum[i]);
+}
+
+/* Compute `count` pixels of the rows from `from` to `to`; x, y and residual are their places in the first planes. The
+ * last of the registers may be partly used. */
 INLINE int convolve_tile(const Step *s, int64_t from, int64_t to, const float *x, int64_t count, const float *residual,
                          float *y, float *sums, int registers) {
   const int sets = registers <= 2 ? 4 : registers <= 4 ? 2 : 1;
+  const float least = s->relu ? 0 : -INFINITY;
   Floats check = broadcast(0.0f), sum[MAX_REGISTERS];
   for (int64_t chunk = 0; chunk < s->chunks; chunk++)
     for (int64_t row = from; row < to; row++) {
       const int64_t *starts = s->starts + chunk * s->rows + row;
       float *stored = sums + row * registers * WIDTH;
+      if (chunk == 0) begin_row(sum, s->shifts[row], residual ? residual + row * s->residual_plane : 0, registers);
+      else
 #pragma GCC unroll 8
-      for (int i = 0; i < registers; i++)
-        sum[i] = chunk ? load((const char *)stored, i * WIDTH, FLOAT32) : broadcast(0.0f);
+        for (int i = 0; i < registers; i++) sum[i] = load((const char *)stored, i * WIDTH, FLOAT32);
       add_survivors(s, starts[0], starts[1], x, sum, registers, sets);
       if (chunk + 1 < s->chunks) {
 #pragma GCC unroll 8
         for (int i = 0; i < registers; i++) store(stored + i * WIDTH, sum[i]);
       } else {
-        const float *other = residual ? residual + row * s->residual_plane : 0;
-        const Floats wrong = finish_row(s, sum, s->shifts[row], other, count, y + row * s->output_plane, registers);
+        const Floats wrong = write_row(sum, least, count, y + row * s->output_plane, registers);
         check = add_product(wrong, broadcast(1.0f), check);
       }
     }
@@ -165,52 +196,48 @@ INLINE int64_t registers_of_tile(int64_t pixels) {
 
 #define ROWS_AT_ONCE 16 /* that a thread takes at a time, where there are several threads */
 
-/* Compute `count` pixels from `first` on, whose planes begin at `planes`. All threads of the team call this. */
-static void convolve_pixels(const Step *s, Run *run, const float *planes, int64_t first, int64_t count) {
+/* Compute one thread's part of the `count` pixels from `first` on, whose planes begin at `planes`. */
+static void convolve_pixels(const Step *s, const Run *run, const float *planes, int64_t first, int64_t count) {
   const int64_t registers = registers_of_tile(count), tiles = ceil_div(count, registers * WIDTH);
   const int64_t rows = run->threads > 1 ? ROWS_AT_ONCE : s->rows, blocks = ceil_div(s->rows, rows);
   const float *residual = s->residual < 0 ? 0 : run->workspace + s->residual + first;
-  float *y = run->workspace + s->output + first;
-#pragma omp for schedule(dynamic)
-  for (int64_t job = 0; job < tiles * blocks; job++) {
+  float *y = run->workspace + s->output + first, *sums = run->sums + run->thread * s->rows * TILE;
+  int is_finite = 1;
+  for (int64_t job = run->thread; job < tiles * blocks; job += run->threads) {
     const int64_t start = job / blocks * registers * WIDTH, row = job % blocks * rows;
     const int64_t rest = smaller(registers * WIDTH, count - start);
-    float *sums = run->sums + omp_get_thread_num() * s->rows * TILE;
-    if (!CONVOLVE_TILE[ceil_div(rest, WIDTH) - 1](s, row, smaller(s->rows, row + rows), planes + start, rest,
-                                                  residual ? residual + start : 0, y + start, sums))
+    is_finite &= CONVOLVE_TILE[ceil_div(rest, WIDTH) - 1](s, row, smaller(s->rows, row + rows), planes + start, rest,
+                                                          residual ? residual + start : 0, y + start, sums);
+  }
+  if (!is_finite) {
 #pragma omp atomic write
-      run->is_finite = 0;
+    *run->is_finite = 0;
   }
 }
 
-static void convolve(const Step *s, Run *run) {
+/* Compute one thread's part of a convolution. */
+static void convolve(const Step *s, const Run *run) {
   const Geometry g = geometry_of(s);
   const Layout l = derive_layout(&g);
   const int64_t planes_of_channel = l.leads * g.kernel_width * l.plane;
   const float *input = run->workspace + s->input;
-#pragma omp parallel num_threads(run->threads)
-  if (is_direct(&g)) convolve_pixels(s, run, input, 0, g.height * g.width);
-  else
-    for (int64_t line = 0; line < l.out_height; line += l.lines) {
-#pragma omp for schedule(static)
-      for (int64_t c = 0; c < g.channels; c++)
-        copy_channel(&g, &l, input + c * s->input_plane, line, 0, run->planes + c * planes_of_channel);
-      convolve_pixels(s, run, run->planes, line * l.out_width, smaller(l.lines, l.out_height - line) * l.out_width);
-    }
+  if (is_direct(&g)) {
+    convolve_pixels(s, run, input, 0, g.height * g.width);
+    return;
+  }
+  for (int64_t line = 0; line < l.out_height; line += l.lines) {
+    Panel panel;
+    describe_panel(&g, &l, line, 0, &panel);
+    for (int64_t c = run->thread; c < g.channels; c += run->threads)
+      copy_channel(&g, &l, &panel, input + c * s->input_plane, run->planes + c * planes_of_channel);
+    wait_for_team(run);
+    const int64_t count = smaller(l.lines, l.out_height - line) * l.out_width;
+    convolve_pixels(s, run, run->planes, line * l.out_width, count);
+    wait_for_team(run);
+  }
 }
 
 /* ---- pools */
-
-#if defined(__AVX512F__)
-INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-#elif defined(__AVX2__)
-INLINE Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-#else
-INLINE Floats larger(Floats a, Floats b) {
-  Floats result;
-  FOR_EACH_LANE(a.at[lane] > b.at[lane] ? a.at[lane] : b.at[lane]);
-}
-#endif
 
 /* Write the maxima of one channel for the panel of the lines from `line` on. */
 static void pool_panel(const Geometry *g, const Layout *l, const float *planes, int64_t line, float *y) {
@@ -237,22 +264,25 @@ static Geometry channel_geometry(const Step *s) {
   return g;
 }
 
-static void pool(const Step *s, Run *run) {
+/* Compute one thread's part of a pool. */
+static void pool(const Step *s, const Run *run) {
   const Geometry g = channel_geometry(s);
   const Layout l = derive_layout(&g);
-  const int64_t room = l.leads * g.kernel_width * l.plane;
-#pragma omp parallel for num_threads(run->threads) schedule(static)
-  for (int64_t c = 0; c < s->channels; c++)
-    for (int64_t line = 0; line < l.out_height; line += l.lines) {
-      float *planes = run->planes + omp_get_thread_num() * room;
-      copy_channel(&g, &l, run->workspace + s->input + c * s->input_plane, line, -INFINITY, planes);
+  float *planes = run->planes + run->thread * l.leads * g.kernel_width * l.plane;
+  for (int64_t line = 0; line < l.out_height; line += l.lines) {
+    Panel panel;
+    describe_panel(&g, &l, line, -INFINITY, &panel);
+    for (int64_t c = run->thread; c < s->channels; c += run->threads) {
+      copy_channel(&g, &l, &panel, run->workspace + s->input + c * s->input_plane, planes);
       pool_panel(&g, &l, planes, line, run->workspace + s->output + c * s->output_plane);
     }
+  }
 }
 
-static VECTORIZED void average(const Step *s, Run *run) {
+/* Compute one thread's part of the means. */
+static VECTORIZED void average(const Step *s, const Run *run) {
   const int64_t pixels = s->height * s->width;
-  for (int64_t c = 0; c < s->channels; c++) {
+  for (int64_t c = run->thread; c < s->channels; c += run->threads) {
     const float *x = run->workspace + s->input + c * s->input_plane;
     float sums[16] = {0}, sum = 0;
     for (int64_t i = 0; i + 16 <= pixels; i += 16)
@@ -260,6 +290,32 @@ static VECTORIZED void average(const Step *s, Run *run) {
     for (int64_t i = pixels / 16 * 16; i < pixels; i++) sum += x[i];
     for (int j = 0; j < 16; j++) sum += sums[j];
     run->workspace[s->output + c * s->output_plane] = sum / pixels;
+  }
+}
+
+/* ---- runs */
+
+/* Copy all channels of an image from planes of one distance to those of another. */
+static void copy_planes(const Step *s, const float *from, int64_t from_plane, float *to, int64_t to_plane) {
+  const int64_t pixels = s->height * s->width;
+  for (int64_t c = 0; c < s->channels; c++) memcpy(to + c * to_plane, from + c * from_plane, pixels * sizeof *to);
+}
+
+/* Compute one thread's part of the network for one image. All threads of the team do the same steps. */
+static void run_image(const Step *steps, int64_t count, const Run *run, const float *x, float *y) {
+  for (const Step *s = steps; s < steps + count; s++) {
+    switch (s->kind) {
+      case LOAD:
+        if (run->thread == 0) copy_planes(s, x, s->height * s->width, run->workspace + s->output, s->output_plane);
+        break;
+      case STORE:
+        if (run->thread == 0) copy_planes(s, run->workspace + s->input, s->input_plane, y, s->height * s->width);
+        break;
+      case CONVOLVE: convolve(s, run); break;
+      case MAX_POOL: pool(s, run); break;
+      case MEAN: average(s, run); break;
+    }
+    wait_for_team(run);
   }
 }
 
@@ -296,27 +352,20 @@ void PUBLIC(network_offsets)(const Step *s, int64_t count, const int32_t *column
 
 int PUBLIC(network_run)(const Step *steps, int64_t count, int64_t n, const float *x, float *y, float *workspace,
                         int64_t planes, int64_t sums, int64_t threads) {
-  Run run = {workspace, workspace + planes, workspace + sums, threads, 1};
   const Step *first = steps, *last = steps + count - 1;
   const int64_t image = first->channels * first->height * first->width;
   const int64_t result = last->channels * last->height * last->width;
-  if (!all_finite(x, n * image)) return NOT_FINITE;
-  for (int64_t i = 0; i < n && run.is_finite; i++)
-    for (const Step *s = steps; s <= last && run.is_finite; s++) {
-      const int64_t pixels = s->height * s->width;
-      switch (s->kind) {
-        case LOAD:
-          for (int64_t c = 0; c < s->channels; c++)
-            memcpy(workspace + s->output + c * s->output_plane, x + i * image + c * pixels, pixels * sizeof *x);
-          break;
-        case STORE:
-          for (int64_t c = 0; c < s->channels; c++)
-            memcpy(y + i * result + c * pixels, workspace + s->input + c * s->input_plane, pixels * sizeof *y);
-          break;
-        case CONVOLVE: convolve(s, &run); break;
-        case MAX_POOL: pool(s, &run); break;
-        case MEAN: average(s, &run); break;
-      }
+  int is_finite = all_finite(x, n * image);
+  const Run alone = {workspace, workspace + planes, workspace + sums, 0, 1, &is_finite};
+  for (int64_t i = 0; i < n && is_finite; i++, x += image, y += result)
+    if (threads == 1) run_image(steps, count, &alone, x, y);
+    else
+#pragma omp parallel num_threads(threads)
+    {
+      Run part = alone;
+      part.thread = omp_get_thread_num();
+      part.threads = omp_get_num_threads();
+      run_image(steps, count, &part, x, y);
     }
-  return run.is_finite ? DONE : NOT_FINITE;
+  return is_finite ? DONE : NOT_FINITE;
 }

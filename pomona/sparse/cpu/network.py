@@ -16,6 +16,7 @@ from ...native.toolchain import NETWORK_SOURCE
 
 LOAD, STORE, CONVOLVE, MAX_POOL, MEAN = range(5)  # the kinds of steps
 TILE_NUMBERS = 128  # of the largest tile of any instruction set
+MAX_KERNEL = 64  # lines and columns of a kernel
 NO_RESIDUAL = -1
 NUMBER, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 SIZES = ("channels", "height", "width")

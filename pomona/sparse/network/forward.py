@@ -39,7 +39,6 @@ class PlannedForward:
     def forget_plans(self) -> None:
         """Drop the plans and what they were made from."""
         self.plans: dict[tuple[int, int, int], tuple[NetworkPlan, nn.Module | None] | None] = {}
-        self.versions: list[int] = []
 
     @property
     def __code__(self) -> Any:
@@ -82,7 +81,7 @@ class PlannedForward:
     def has_changed(self) -> bool:
         """Return whether weights, modes or hooks are not those of the plans."""
         return (
-            [*map(read_version, self.tensors)] != self.versions
+            sum(map(read_version, self.tensors)) != self.versions
             or any(self.hooks)
             or any(map(read_training, self.modules))
             or PackedLayer.moves != self.moves
@@ -92,10 +91,12 @@ class PlannedForward:
         """Make the plan for images of a shape, and drop those of other weights, or the oldest one."""
         if self.plans and (self.has_changed() or len(self.plans) == MAX_PLANS):
             self.plans = {}
-        self.tensors = [t for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_inference()]
-        self.versions = [*map(read_version, self.tensors)]
-        self.modules = list(self.model.modules())
-        self.hooks = [hooks for m in self.modules[1:] for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.tensors = [t for t in tensors if t.is_floating_point() and not t.is_inference()]
+        self.versions = sum(map(read_version, self.tensors))
+        modules = list(self.model.modules())
+        self.modules = [m for m in modules if not isinstance(m, PackedLayer) and not any(m.children())]
+        self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self.hooks += global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks
         self.moves = PackedLayer.moves
         observed = any(self.hooks) or any(map(read_training, self.modules))

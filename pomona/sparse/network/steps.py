@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..conv_geometry import ConvGeometry
+from ..cpu.network import MAX_KERNEL
 
 
 @dataclass(eq=False, frozen=True)
@@ -110,6 +110,6 @@ class UnsupportedError(Exception):
 def output_activation(x: Activation, geometry: ConvGeometry, channels: int) -> Activation:
     """Return the output of a convolution or pool; raise UnsupportedError where the image is too small."""
     height, width = geometry.output_size((x.height, x.width))
-    if min(height, width) < 1 or math.prod(geometry.kernel) < 1:
-        raise UnsupportedError("an image smaller than the kernel")
+    if min(height, width) < 1 or max(geometry.kernel) > MAX_KERNEL:
+        raise UnsupportedError("an image smaller than the kernel, or a large kernel")
     return Activation(channels, height, width)
