@@ -22,7 +22,7 @@ from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
 from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
 from .layers.base import is_channels_last
-from .network import plan_network, remove_plan
+from .network import is_planned, plan_network, remove_plan
 from .packed_tensor import PackedTensor
 from .surgery import (
     choose_encoder_paths,
@@ -150,7 +150,7 @@ def decompress(model: nn.Module) -> nn.Module:
 
 def copy_without_plan(model: nn.Module) -> nn.Module:
     """Return a model that runs module by module: itself, unless it runs as planned."""
-    if "forward" in vars(model):
+    if is_planned(model):
         model = copy.deepcopy(model)
         remove_plan(model)
     return model
@@ -163,7 +163,7 @@ def plan_copy(packed: nn.Module, inputs: ModelInputs) -> nn.Module | None:
     if not has_images or images.dtype != torch.float32 or not any(isinstance(m, PackedLayer) for m in packed.modules()):
         return None
     planned = copy.deepcopy(packed).eval()
-    return planned if plan_network(planned, tuple(images.shape[1:])) else None
+    return planned if plan_network(planned, (images.shape[1], images.shape[2], images.shape[3])) else None
 
 
 def refuse_computed_weights(model: nn.Module) -> None:

@@ -290,7 +290,7 @@ class Converter:
 
     def add_mean_method(self, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> None:
         """Add `x.mean(dim, keepdim)` over both dimensions of images."""
-        if not isinstance(dim, (tuple, list)) or sorted(d % 4 for d in dim) != [2, 3]:
+        if dim not in ((2, 3), [2, 3], (-2, -1), [-2, -1]) or type(keepdim) is not bool:
             raise UnsupportedError(node)
         self.add_mean(node, x, not keepdim)
 
@@ -317,7 +317,8 @@ class Converter:
         """Add `F.pad(x, …)` of zero channels, as rows of zeros of the convolution before it."""
         self.read_images(x)
         sizes = list(pad) if isinstance(pad, (tuple, list)) else []
-        if len(sizes) != 6 or sizes[:4] != [0] * 4 or min(sizes) < 0 or mode != "constant" or value:
+        counts = [size for size in sizes if type(size) is int and size >= 0]
+        if len(counts) != 6 or len(sizes) != 6 or sizes[:4] != [0] * 4 or mode != "constant" or value not in (None, 0):
             raise UnsupportedError(node)
         step = self.convolution_of(node, x)
         step.weight.pad_rows(*sizes[4:])

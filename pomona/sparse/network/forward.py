@@ -113,23 +113,29 @@ def warn_about_gradients() -> None:
     )
 
 
-def plan_network(model: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Let a model run as planned for images of a shape, channels first; return whether it can.
+def plan_network(model: nn.Module, shape: tuple[int, int, int] | None = None) -> bool:
+    """Let a model run as planned where it can; return whether it can for images of a shape, channels first.
 
     It cannot where it has no forward of its class, where modules other than itself have hooks, and where its first
     layers are none that the kernel has.
     """
-    if load_function("network_run") is None or len(shape) != 3 or "forward" in vars(model):
+    if load_function("network_run") is None or "forward" in vars(model):
         return False
     planned = PlannedForward(model)
-    planned.make_plan((shape[0], shape[1], shape[2]))
-    if planned.plans[shape[0], shape[1], shape[2]] is None:
-        return False
+    if shape is not None:
+        planned.make_plan(shape)
+        if planned.plans[shape] is None:
+            return False
     vars(model)["forward"] = planned
     return True
 
 
+def is_planned(model: nn.Module) -> bool:
+    """Return whether a model runs as planned."""
+    return isinstance(vars(model).get("forward"), PlannedForward)
+
+
 def remove_plan(model: nn.Module) -> None:
     """Let a model run module by module."""
-    if isinstance(vars(model).get("forward"), PlannedForward):
+    if is_planned(model):
         del vars(model)["forward"]

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..conv_geometry import ConvGeometry
 from ..cpu.network import MAX_KERNEL
 
+MAX_NUMBERS = 1 << 30  # of an activation and its copies for a kernel, which the native code addresses in 32 bits
+
 
 @dataclass(eq=False, frozen=True)
 class Activation:
@@ -110,6 +112,7 @@ class UnsupportedError(Exception):
 def output_activation(x: Activation, geometry: ConvGeometry, channels: int) -> Activation:
     """Return the output of a convolution or pool; raise UnsupportedError where the image is too small."""
     height, width = geometry.output_size((x.height, x.width))
-    if min(height, width) < 1 or max(geometry.kernel) > MAX_KERNEL:
-        raise UnsupportedError("an image smaller than the kernel, or a large kernel")
+    largest = max(x.channels * geometry.taps, channels) * (max(x.pixels, height * width) + MAX_KERNEL)
+    if min(height, width) < 1 or max(geometry.kernel) > MAX_KERNEL or largest > MAX_NUMBERS:
+        raise UnsupportedError("an image smaller than the kernel, or one that is too large")
     return Activation(channels, height, width)
