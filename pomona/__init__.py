@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .patterns import NM, Balanced, Block, Filter, Kernel, Unstructured
     from .posttraining import SparseGPT, Wanda
     from .schedules import Constant, Cosine, Cubic, Linear
+    from .sparse.bitmap import BitmapTensor
     from .sparse.compress import compress, decompress
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
@@ -73,6 +74,7 @@ __all__ = [
     "Balanced",
     "BalancedTensor",
     "Binary",
+    "BitmapTensor",
     "Block",
     "Certified",
     "Constant",
@@ -132,6 +134,7 @@ _PUBLIC_NAMES = {
     "patterns": "NM Balanced Block Filter Kernel Unstructured",
     "posttraining": "SparseGPT Wanda",
     "schedules": "Constant Cosine Cubic Linear",
+    "sparse.bitmap": "BitmapTensor",
     "sparse.compress": "compress decompress",
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",

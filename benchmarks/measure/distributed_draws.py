@@ -53,6 +53,7 @@ METHODS = {
     "iterand": ["every=2, rate=0.5"],
     "finetune": [""],
 }
+ELEMENTWISE = ("st3", "feather")  # which take no other pattern
 COMPRESSORS = ("soft", "quantize(bits=4)", "binary", "power")
 PATTERNS = ("unstructured", "filter", "kernel", "block((2, 2))", "block((None, 2))", "balanced(4)", "2:4", "1:2")
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
@@ -80,7 +81,7 @@ def make_draw(number: int, seed: int) -> Draw:
         name = generator.choice(list(METHODS))
         options = [generator.choice(METHODS[name])]
         if name not in ("srigl", "finetune"):
-            pattern = generator.choice(PATTERNS)
+            pattern = "unstructured" if name in ELEMENTWISE else generator.choice(PATTERNS)
             sparsity = {"2:4": 0.5, "1:2": 0.5}.get(pattern, generator.choice([0.5, 0.7]))
             options += [f"pattern={pattern!r}", f"sparsity={sparsity}"]
             if generator.random() < 0.3:

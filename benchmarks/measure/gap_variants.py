@@ -2,7 +2,8 @@
 
     python benchmarks/measure/gap_variants.py [--json FILE] [--shape 8192x8192] [--batches 1 8]
 
-A variant is the number of chunks of a part, of warps of a thread block, and of thread blocks on a multiprocessor. All
+A variant is the number of chunks of a part, of warps of a thread block, of thread blocks on a multiprocessor, and of
+parts that a warp loads ahead. All
 variants of a matrix take turns, with emptied caches, together with the dense product; every output is compared with
 float64.
 """
@@ -35,12 +36,24 @@ class Variant(NamedTuple):
     part_chunks: int
     warps: int
     min_blocks: int
+    prefetched_parts: int
 
 
 # By vectors of a launch.
 VARIANTS = {
-    1: [Variant(*one) for one in ((2, 16, 2), (1, 16, 2), (2, 8, 4), (2, 32, 1), (4, 12, 2), (2, 16, 1))],
-    8: [Variant(*one) for one in ((2, 16, 1), (1, 16, 1), (2, 20, 1))],
+    1: [
+        Variant(*one)
+        for one in (
+            (2, 16, 2, 1),
+            (1, 16, 2, 2),
+            (1, 16, 2, 1),
+            (2, 16, 1, 2),
+            (2, 12, 2, 2),
+            (1, 8, 4, 3),
+            (1, 20, 1, 4),
+        )
+    ],
+    8: [Variant(*one) for one in ((2, 16, 1, 1), (1, 16, 1, 2), (2, 12, 1, 2))],
 }
 
 
@@ -62,7 +75,7 @@ def make_call(packed: gaps.GapTensor, x: Tensor, variant: Variant) -> tuple[Any,
     rows, columns = packed.matrix
     y = x.new_full((len(x), rows), torch.nan)
     vectors = min(len(x), gap_gather.MAX_LAUNCH_VECTORS)
-    config = GapConfig(vectors, variant.warps, variant.min_blocks)
+    config = GapConfig(vectors, variant.warps, variant.min_blocks, variant.prefetched_parts)
     gap_gather.choose_config = lambda *_: config  # type: ignore[assignment]
     gap_gather.PART_CHUNKS = variant.part_chunks  # type: ignore[misc]
     gap_gather.prepare_launch.cache_clear()
@@ -119,8 +132,8 @@ def print_table(timings: Sequence[Timing], dtype: torch.dtype) -> None:
     """Print the microseconds of each variant, a line for each, and how many times faster than dense it is."""
     cases = list(dict.fromkeys((t.sparsity, t.batch) for t in timings))
     dense = {(t.sparsity, t.batch): t.seconds for t in timings if t.variant is None}
-    print("part warps blocks" + "".join(f"{f'{s:.0%} n={n}':>22}" for s, n in cases))
-    print("dense            " + "".join(f"{1e6 * dense[case]:>22.1f}" for case in cases))
+    print("part warps blocks ahead" + "".join(f"{f'{s:.0%} n={n}':>22}" for s, n in cases))
+    print("dense                  " + "".join(f"{1e6 * dense[case]:>22.1f}" for case in cases))
     for variant in dict.fromkeys(t.variant for t in timings if t.variant is not None):
         found = {(t.sparsity, t.batch): t for t in timings if t.variant == variant}
         cells = []
@@ -129,7 +142,7 @@ def print_table(timings: Sequence[Timing], dtype: torch.dtype) -> None:
             mark = "" if one is None or is_rounding(one.error, dtype) else "!"
             rate = one.nbytes / one.seconds / 1e12 if one else 0.0
             cells.append(f"{1e6 * one.seconds:.1f} {dense[case] / one.seconds:.2f}x {rate:.1f}T{mark}" if one else "-")
-        print("{:4}{:6}{:7}".format(*variant) + "".join(f"{cell:>22}" for cell in cells))
+        print("{:4}{:6}{:7}{:6}".format(*variant) + "".join(f"{cell:>22}" for cell in cells))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Measure what pruning costs a large model on a CPU: attaching, a step, a mask update, and the memory.
 
-    python benchmarks/measure/large_model.py --weights 50e6
+    python benchmarks/measure/large_model.py --weights 500e6 --methods plain,dpf --json results/large-training.json
 
 Each figure comes from a process of its own, and plain training is measured in the same way.
 """
@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from record_file import write_record
 from torch import nn
 
 import pomona as pm
@@ -80,20 +82,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--cpu-time", action="store_true", help="on a busy machine, with OMP_NUM_THREADS=1")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.methods.split(",")
     if options.in_process:
         print(json.dumps(measure(names[0], int(options.weights), options.steps)))
         return
+    found: dict[str, dict[str, float]] = {}
     for name in names:
         command = [sys.executable, __file__, "--weights", str(options.weights), "--steps", str(options.steps)]
         command += ["--cpu-time"] if options.cpu_time else []
         output = subprocess.run([*command, "--methods", name, "--in-process"], capture_output=True, text=True)
         if output.returncode:
             sys.exit(output.stderr)
-        figures = json.loads(output.stdout)
-        print(f"{name:12}", "  ".join(f"{key} {value:.4g}" for key, value in figures.items()), flush=True)
+        found[name] = json.loads(output.stdout)
+        print(f"{name:12}", "  ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
+    write_record(options.json, steps=options.steps, processor_time=options.cpu_time, methods=found)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class FloatStep(PrivateStep):
         """Return the noisy sum of clipped gradients and the losses, as the step computed them before the grid."""
         total, losses = self.zeros(self.size), []
         for chunk in zip(inputs.split(self.micro), targets.split(self.micro), strict=True):
-            gradients, loss = self.per_example_gradients(*chunk)
+            gradients, loss = self.gradients.of_examples(*chunk)
             total += clip_and_sum([gradient.flatten(1) for gradient in gradients.values()], self.clip)
             losses.append(loss)
         total += torch.randn(self.size, device=total.device).mul_(self.budget.sigma * self.clip)

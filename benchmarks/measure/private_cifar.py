@@ -35,6 +35,7 @@ from record_file import RESULTS, write_record
 from pomona.lab import describe_run, train
 from pomona.lab.recipes.overrides import read_recipe
 from pomona.lab.recipes.private_recipe import PrivateRecipe
+from pomona.lab.runs.private import PrivateStrategy
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "private-cifar10.toml"
 RECORD, BUDGETS = RESULTS / "private-cifar10.json", RESULTS / "private-budgets.json"
@@ -93,7 +94,9 @@ def solve_budgets(options: argparse.Namespace) -> None:
     for _, recipe in iterate_recipes(options, None):
         key = budget_key(recipe.private.epsilon, recipe.private.share)
         if key not in budgets:
-            budgets[key] = describe_run(recipe, data_dir=options.data_dir)["recipe"]["private"]["budget"]
+            budgets[key] = describe_run(PrivateStrategy(recipe), data_dir=options.data_dir)["recipe"]["private"][
+                "budget"
+            ]
             print(f"{key}: σ = {budgets[key]['sigma']:.4f}, index draw ε = {budgets[key]['index']:.3g}", flush=True)
     options.budgets.write_text(json.dumps(budgets, indent=1) + "\n")
 
@@ -102,7 +105,7 @@ def train_run(arm: str, recipe: PrivateRecipe, data_dir: str | None) -> dict[str
     """Train one run in a temporary folder and return its entry in the record."""
     folder = Path(tempfile.mkdtemp(prefix="private-"))
     try:
-        done = train(recipe, folder / "run", data_dir=data_dir)
+        done = train(PrivateStrategy(recipe, folder / "ledger"), folder / "run", data_dir=data_dir)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {"arm": arm, "seed": recipe.recipe.seed, **{key: done[key] for key in RUN_KEYS}}

@@ -1,7 +1,7 @@
 """Prune a decoder in the shape of Llama 7B, with random weights, and record the time and the peak memory.
 
     python benchmarks/measure/prune_large_model.py [--json FILE] [--method wanda sparsegpt] [--blocks N] [--windows N]
-        [--tokens N] [--pattern P] [--device cuda] [--quick]
+        [--tokens N] [--batch N] [--pattern P] [--device cuda] [--quick]
 
 The model is made from its configuration in bfloat16: 32 blocks, 4096 wide, 11,008 neurons, 6.7 billion parameters. It
 is pruned to 50 % with windows of random tokens, one block at a time. The peak memory is that of the GPU, or on a CPU of
@@ -62,7 +62,7 @@ def measure(method: str, pattern: str, shape: dict[str, int], options: argparse.
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(shape["vocab_size"], (options.windows, options.tokens), generator=generator)
-    data = [{"input_ids": window} for window in windows.to(options.device).split(1)]
+    data = [{"input_ids": part} for part in windows.to(options.device).split(options.batch)]
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     synchronize(options.device)
@@ -91,6 +91,8 @@ def measure(method: str, pattern: str, shape: dict[str, int], options: argparse.
     )
     del model, report
     gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
     return row
 
 
@@ -103,6 +105,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1, help="windows that run together")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()

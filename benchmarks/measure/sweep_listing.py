@@ -1,6 +1,6 @@
 """Time how long a sweep of many finished runs takes to list: nothing is trained, every run is read and compared.
 
-    python benchmarks/measure/sweep_listing.py --cells 10000
+    python benchmarks/measure/sweep_listing.py --cells 10000 --json results/sweep-listing.json
 
 One run is trained. The folders of the others are copies of it with their own recipe, seed and fingerprint.
 """
@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from record_file import write_record
+
 from pomona import lab
 from pomona.lab.recipes.stored_text import mark_end
 from pomona.lab.runs.folder import RECIPE_FILE, SUMMARY_FILE
@@ -29,14 +31,12 @@ SETTINGS: dict[str, Any] = {
     "train": {"epochs": 1},
     "method": {"name": "dpf"},
 }
-SEEDS = 10
 
 
-def make_axes(cells: int) -> dict[str, list[Any]]:
-    """Return axes with this many combinations: sparsities, each with ten seeds."""
-    count = max(cells // SEEDS, 1)
-    sparsities = [round(0.5 + 0.4 * i / count, 6) for i in range(count)]
-    return {"method.sparsity": sparsities, "seed": list(range(SEEDS))}
+def make_axes(cells: int, seeds: int) -> dict[str, list[Any]]:
+    """Return axes with a cell for each of so many sparsities, each with some seeds."""
+    sparsities = [round(0.5 + 0.4 * i / cells, 6) for i in range(cells)]
+    return {"method.sparsity": sparsities, "seed": list(range(seeds))}
 
 
 def copy_run(source: SweepRun, target: SweepRun) -> None:
@@ -53,8 +53,11 @@ def main() -> None:
     """Make the folders, list them twice, and print the seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", type=int, default=10_000)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    axes = make_axes(options.cells)
+    found = {}
+    axes = make_axes(options.cells, options.seeds)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         first, *others = expand_runs(SETTINGS, axes, out)
@@ -67,9 +70,11 @@ def main() -> None:
             started = time.perf_counter()
             result = sweep(SETTINGS, axes, out, only_missing=True)
             seconds = time.perf_counter() - started
+            found[attempt] = seconds
             assert not result["failed"]
             assert sum(len(cell["setting"]["seeds"]) for cell in result["cells"]) == count
             print(f"{attempt} listing: {seconds:.1f} s, {len(result['cells']):,} cells", flush=True)
+    write_record(options.json, runs=count, cells=len(result["cells"]), seconds=found)
 
 
 if __name__ == "__main__":

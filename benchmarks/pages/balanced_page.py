@@ -23,6 +23,8 @@ from results_page import compare_with_paper, format_trained_rows, load_run_store
 PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
 UNSTRUCTURED_RECORDS = "unstructured-*.json"
+QUANTIZED_RECORDS = "quantized-h200*.json"
+QUANTIZED_SIDES = ("dense", "dense int4", "dense int8", "balanced float16", "balanced int8", "balanced int4")
 SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
 # Names of timings in the records of balanced_kernels.py.
 DENSE_FUSED, CHANNELS_LAST = "dense, fused", ", channels last"
@@ -56,6 +58,20 @@ def format_unstructured() -> str:
             rows.append([record["device"], *what, *times, *gains])
     speed_ups = "speed-up over dense", "over CSR", "over DeepSparse"
     return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
+
+
+def format_quantized() -> str:
+    """Return the table of products with codes of few bits on a GPU, for every matrix, batch and state of the caches."""
+    rows = []
+    for record in read_records(QUANTIZED_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("rows", "columns", "batch", "state")):
+            seconds = {row["side"]: row["seconds"] for row in group if row["seconds"] is not None}
+            times = [format_microseconds(seconds[side]) if side in seconds else "" for side in QUANTIZED_SIDES]
+            ours = seconds[QUANTIZED_SIDES[-1]]
+            gains = [f"{seconds[side] / ours:.2f}×" if side in seconds else "" for side in QUANTIZED_SIDES[:3]]
+            rows.append([record["device"], f"{case[0]}×{case[1]}", str(case[2]), case[3], *times, *gains])
+    gains = [f"balanced int4 over {side}" for side in QUANTIZED_SIDES[:3]]
+    return format_table(["machine", "matrix", "batch", "caches", *QUANTIZED_SIDES, *gains], rows)
 
 
 def format_memory() -> str:
@@ -111,12 +127,14 @@ def render() -> str:
     measured = {
         "matrices": format_matrices(),
         "unstructured": format_unstructured(),
+        "quantized": format_quantized(),
         "memory": format_memory(),
         "targets": format_targets(),
         "workloads": format_workloads(),
         "called": format_workloads("called", "called_"),
     }
-    sources = [*read_records(RECORDS), *read_records(UNSTRUCTURED_RECORDS)]
+    patterns = RECORDS, UNSTRUCTURED_RECORDS, QUANTIZED_RECORDS
+    sources = [record for pattern in patterns for record in read_records(pattern)]
     return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/language-models.md from the records of language_model.py and prune_large_model.py.
+"""Write the tables of docs/language-models.md: records of language_model.py, prune_large_model.py and decoding.py.
 
 python benchmarks/pages/language_models_page.py
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 from page_helpers import (
     DOCS,
+    NOT_MEASURED,
+    Record,
     fill_page,
     format_sources,
     format_table,
@@ -21,6 +23,8 @@ from page_helpers import (
 
 PAGE = DOCS / "language-models.md"
 PERPLEXITY_RECORDS, LARGE_RECORDS = "language-model*.json", "large-model*.json"
+DECODING_RECORDS = "decoding-*.json"
+MODELS = {"gpt2": "GPT-2", "llama": "Llama"}
 NAMES = {"dense": "dense", "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "dpf": "DPF"}
 
 Row = dict[str, Any]
@@ -62,15 +66,46 @@ def format_large_models() -> str:
     return format_table(["", "parameters", "tokens", "time", "a block", "peak memory"], rows)
 
 
+def format_decoding(records: Sequence[Record]) -> str:
+    """Return a table for each decoder and machine: a row for each format, and the speed at each batch size."""
+    parts = []
+    for record in records:
+        for model, shape in record["shapes"].items():
+            rows = [row for row in record["rows"] if row["model"] == model]
+            threads = "" if record["device"] == "cuda" else f", {record['threads']} thread"
+            title = (
+                f"**{MODELS[model]}, {shape['layers']} blocks, {shape['width']:,} wide**, "
+                f"{machine_name(record, record['device'])}{threads}:"
+            )
+            parts.append(f"{title}\n\n{format_speeds(rows)}")
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def format_speeds(rows: Sequence[Row]) -> str:
+    """Return a row for each format: the bytes of the blocks, and tokens per second at each batch size."""
+    batches = sorted({row["batch"] for row in rows})
+    found = {(row["format"], row["batch"]): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["format"] for row in rows):
+        of_format = [found[name, batch] for batch in batches]
+        speeds = [f"{row['tokens_per_second']:,.0f} ({row['speedup']:.2f}×)" for row in of_format]
+        lines.append([name, of_format[0]["dtype"], f"{of_format[0]['weight_bytes'] / 1e6:,.0f} MB", *speeds])
+    heads = [f"tokens/s, batch {batch}" for batch in batches]
+    return format_table(["weights", "activations", "bytes", *heads], lines)
+
+
 def render() -> str:
     """Return the page with its tables filled in."""
     measured = read_records(PERPLEXITY_RECORDS)
     means = [row for record in measured for row in record["means"]]
-    sources = format_sources([*measured, *read_records(LARGE_RECORDS)])
-    return fill_page(
-        PAGE,
-        {"perplexity": format_perplexities(means), "memory": format_large_models(), "sources": sources},
-    )
+    decoding = read_records(DECODING_RECORDS)
+    parts = {
+        "perplexity": format_perplexities(means),
+        "memory": format_large_models(),
+        "decoding": format_decoding(decoding),
+        "sources": format_sources([*measured, *read_records(LARGE_RECORDS), *decoding]),
+    }
+    return fill_page(PAGE, parts)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,10 @@ def train(
     shares: Annotated[
         bool, typer.Option("--shares", help="Show the predicted error for other shares of ε; train nothing.")
     ] = False,
+    sigma: Annotated[
+        float | None,
+        typer.Option(help="Show how many steps noise of this σ allows within the budget; train nothing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train under differential privacy, within a privacy budget.
@@ -81,6 +85,10 @@ def train(
     if shares:
         found = lab.compare_budget_shares(resolved, data_dir=data_dir)
         print_json(found) if as_json else print_table(shares_table(found))
+        return
+    if sigma is not None:
+        counted = lab.count_steps(resolved, sigma, data_dir=data_dir)
+        print_json(counted) if as_json else print_table(facts_table({"σ": f"{sigma:g}", **counted}))
         return
     strategy = lab.PrivateStrategy(resolved)
     if dry_run:
@@ -132,8 +140,15 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
         "noise": f"σ = {private['sigma']:.4g} times the norm {private['clip']:g}, to which each example is clipped",
         "randomness": "secure" if private["secure"] else "NOT PRIVATE: the seed decides the noise, and reveals it",
     }
+    if "clipping" in private:
+        facts["clipping"] = ", ".join(f"{key} = {value}" for key, value in private["clipping"].items())
+    for key, name in (("noise_ramp", "σ over the steps"), ("index_ramp", "ε of index draws over the steps")):
+        if key in private:
+            facts[name] = f"from {private[key]['start']:.3g} to {private[key]['end']:.3g} times its value"
     if "origin" in private:
         facts["public weights"] = format_origin(private["origin"])
+    if "not_covered" in private:
+        facts["not covered"] = f"{private['not_covered']}, taken from the training rows without noise"
     if private["method"] == "datalens":
         facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {params:,} coordinates of each example"
     elif private["method"] != "dpsgd":

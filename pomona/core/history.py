@@ -111,10 +111,10 @@ def is_finite(entry: dict[str, Any]) -> bool:
 def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:
     """Return an update's figures: the kept count of each target, then flips, kept before, ‖w − w̃‖ and ‖w‖."""
     fused = buffers.measure_update()
+    if buffers.is_sharded:
+        return measure_shards(buffers, measure_parts(buffers, before) if fused is None else fused)
     if fused is not None:
         return fused
-    if buffers.is_sharded:
-        return measure_shards(buffers, before)
     mask, norms = buffers.target_mask, [total[None] for total in weight_norms(buffers)]
     if mask.device.type == "cpu":
         parts = zip(mask.split(buffers.sizes), before.split(buffers.sizes), strict=True)
@@ -125,17 +125,23 @@ def measure(buffers: FlatBuffers, before: Tensor) -> Tensor | list[Tensor]:
     return [kept_up_to.diff(prepend=kept_up_to.new_zeros(1)), *totals, *norms]
 
 
-def measure_shards(buffers: FlatBuffers, before: Tensor) -> list[Tensor]:
-    """Return the figures of `measure` over all ranks among which the weights are divided."""
+def measure_shards(buffers: FlatBuffers, own: Tensor) -> list[Tensor]:
+    """Return the figures of `measure` over all ranks among which the weights are divided, given those of this rank."""
+    squares = torch.cat([own[:3], own[3:] ** 2]).t().contiguous()
+    figures = sum_parts(squares, [slot.parameter for slot in buffers.targets])
+    return [figures[:, 0], *(total[None] for total in (*figures[:, 1:3].sum(0), *figures[:, 3:].sum(0).sqrt()))]
+
+
+def measure_parts(buffers: FlatBuffers, before: Tensor) -> Tensor:
+    """Return kept entries, flips, entries kept before, ‖w − w̃‖ and ‖w‖ of this rank's part of each target."""
     rows = []
     for slot, old in zip(buffers.targets, before.split(buffers.sizes), strict=True):
         old = old.as_strided(slot.mask.shape, slot.mask.stride(), old.storage_offset())
         counts = [slot.mask.count_nonzero(), (slot.mask ^ old).count_nonzero(), old.count_nonzero()]
         dense = slot.dense.detach()
-        squares = [norm(value).double() ** 2 for value in (dense - slot.projected(), dense)]
-        rows.append(torch.stack([*(count.double() for count in counts), *squares]))
-    figures = sum_parts(torch.stack(rows), [slot.parameter for slot in buffers.targets])
-    return [figures[:, 0], *(total[None] for total in (*figures[:, 1:3].sum(0), *figures[:, 3:].sum(0).sqrt()))]
+        norms = norm(dense - slot.projected()), norm(dense)
+        rows.append(torch.stack([figure.double() for figure in (*counts, *norms)]))
+    return torch.stack(rows, 1)
 
 
 def count_changes(mask: Tensor, before: Tensor) -> tuple[int, int, int]:

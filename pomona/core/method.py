@@ -248,6 +248,14 @@ class Method:
         return None
 
     @property
+    def calibrates_outputs(self) -> bool:
+        """Whether `calibrate` gives a scale for each output, from its own weights, and the largest of thresholds.
+
+        Ranks among which outputs are divided then measure their own, and exchange nothing but the thresholds.
+        """
+        return False
+
+    @property
     def fused_projection(self) -> FusedProjection | None:
         """What the fused kernels compute in place of `project`; None where only `project` itself will do."""
         return PLAIN_MASK

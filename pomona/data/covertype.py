@@ -60,14 +60,15 @@ class Covertype(Source):
             raise self.damaged_error(path, "a feature that is not a finite number", "numbers")
         y = labels.astype(np.int64) - 1
         train, test = keyed_random.stratified_split(y, round(self.test * len(y)), 0)
-        x = scale_to_unit_range(x)
+        features = scale_to_unit_range(x)
         return Dataset(
             self.name,
-            Split.from_arrays(x[train], y[train]),
-            Split.from_arrays(x[test], y[test]),
+            Split.from_arrays(features[train], y[train]),
+            Split.from_arrays(features[test], y[test]),
             classes=7,
             input_shape=(FEATURES,),
             kind="table",
+            fitted="the range of each feature" if features is not x else "",
         )
 
     def read_rows(self, path: Path) -> np.ndarray:

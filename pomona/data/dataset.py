@@ -45,6 +45,7 @@ class Dataset:
     valid: Split | None = None
     vocab: int | None = None  # number of token ids
     labels: tuple[str, ...] = ()  # names of the classes, or the tokens of a text
+    fitted: str = ""  # what the inputs owe to all training rows together, such as a vocabulary
 
     def part(self, name: str) -> Split:
         """Return the part `train`, `valid` or `test`; raise PomonaError if there is no such part."""

@@ -70,6 +70,7 @@ class Imdb(Source):
             kind="tokens",
             vocab=FIRST + self.words,
             labels=("neg", "pos"),
+            fitted="the vocabulary",
         )
 
     def read_reviews(self, folder: Path, counts: Counter[str]) -> list[list[str]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PomonaError, require, unknown_name_error
-from ..sparse.compress import MIN_SPARSITY
+from ..sparse.balanced_blocks import MIN_SPARSITY
 from ..sparse.compression_report import TIMING_TOLERANCE
 from .comparison import measure_latency
 from .example import Example

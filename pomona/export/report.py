@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from ..sparse.compress import MIN_SPARSITY, Compression
+from ..sparse.balanced_blocks import MIN_SPARSITY
+from ..sparse.compress import Compression
 from ..sparse.compression_report import TIMING_TOLERANCE
 
 

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection, SoftThreshold
+from ..compressors import COMPRESSORS, PLAIN_MASK, Compressor, FusedProjection, SoftThreshold, Threshold
+from ..core.gradient_bound import output_factors
 from ..core.method import GradientBound, Method
+from ..core.sharded_outputs import output_norms
 from ..errors import require
-from ..sharding import whole
+from ..sharding import replicate, sharding_mesh, whole
 
 WEAK = 0.1  # the share of its layer's typical norm at which an output is weak: see BoundedFeedback
 
@@ -40,6 +41,10 @@ class Compressed(Method):
 
     def calibrate(self, latent: Tensor, mask: Tensor, output_dim: int) -> Tensor | None:
         return None if self.compressor is None else self.compressor.calibrate(latent, mask, output_dim)
+
+    @property
+    def calibrates_outputs(self) -> bool:
+        return isinstance(self.compressor, Threshold)
 
     def project(self, latent: Tensor, mask: Tensor, out: Tensor, calibration: Tensor | None = None) -> None:
         if self.compressor is None:
@@ -90,19 +95,10 @@ class BoundedFeedback(Method):
         assert self.feedback is not None
         if gradient.ndim < 2:  # a bias or a gain: one weight for each output, whose scale no norm divides out
             return gradient
-        inner = [dim for dim in range(gradient.ndim) if dim != output_dim]
-        weight_norm = torch.linalg.vector_norm(projected.float(), dim=inner, keepdim=True)
-        norm = torch.linalg.vector_norm(gradient.float(), dim=inner, keepdim=True)
-        weak = weight_norm < WEAK * weight_norm.mean()
-        largest = median_where(norm, ~weak & (norm > 0)) * torch.where(weak, self.feedback, 1 / WEAK)
-        bounded = norm > largest
-        if gradient.device.type == "cpu" and not bool(bounded.any()):
+        weight_norm, norm = (whole(output_norms(values, output_dim)) for values in (projected, gradient))
+        factors = output_factors(weight_norm.view(1, -1), norm.view(1, -1), GradientBound(self.feedback, WEAK))
+        if gradient.device.type == "cpu" and bool((factors == 1).all()):
             return gradient
-        return gradient * torch.where(bounded, largest / norm, 1).to(gradient.dtype)
-
-
-def median_where(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the lower median of the chosen values, inf for none, without a host sync (`torch.nanmedian` has one)."""
-    values, chosen = whole(values), whole(chosen)
-    ranked = values.masked_fill(~chosen, torch.inf).flatten().sort().values
-    return ranked.take((chosen.sum() - 1).clamp(min=0) // 2)
+        factors = factors.view(norm.shape).to(gradient.dtype)
+        mesh = sharding_mesh([gradient])
+        return gradient * (factors if mesh is None else replicate(factors, mesh))

@@ -9,6 +9,7 @@ from torch import nn
 
 from .layers import init_he_normal, make_conv, make_dropout, make_head, make_norm
 from .registry import register
+from .weight_standardization import add_weight_standardization
 
 
 class PreactivationBlock(nn.Module):
@@ -32,7 +33,8 @@ class PreactivationBlock(nn.Module):
 class WideResNet(nn.Module):
     """6n+4 layers in three stages of 16k, 32k and 64k channels, initialized He-normal.
 
-    `norm="group"` does not mix samples, as training under differential privacy requires.
+    `norm="group"` does not mix samples, as training under differential privacy requires; De et al. (2022) combine it
+    with `weight_standardization`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class WideResNet(nn.Module):
         dropout: float = 0.0,
         norm: Literal["batch", "group"] = "batch",
         affine: bool = True,
+        weight_standardization: bool = False,
     ) -> None:
         super().__init__()
         channels = 16
@@ -60,11 +63,13 @@ class WideResNet(nn.Module):
         self.final = nn.Sequential(make_norm(channels, norm, affine), nn.ReLU())
         self.head = make_head(channels, num_classes)
         init_he_normal(self)
+        if weight_standardization:
+            add_weight_standardization(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.final(self.blocks(self.stem(x))))
 
 
-for _depth, _width in ((16, 4), (28, 2), (28, 4), (28, 8), (28, 10)):
+for _depth, _width in ((16, 1), (16, 2), (16, 4), (28, 2), (28, 4), (28, 8), (28, 10)):
     _name = f"wrn{_depth}_{_width}"
     register(_name, "Zagoruyko & Komodakis, BMVC 2016", (3, 32, 32), WideResNet, _depth, _width)

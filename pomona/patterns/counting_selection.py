@@ -3,7 +3,8 @@
 A score becomes an integer key of the same order (`score_reader.keys_of`). The threshold, which is the key of the
 smallest score that is kept, is found a few bits at a time, from the highest: each pass counts that digit in the keys
 whose higher bits equal the threshold's. The counts of all ranks are added, so that ranks which hold parts of the same
-tensors agree on one threshold and never exchange scores. Scores are read in chunks; on CUDA the host does not wait.
+tensors agree on one threshold and never exchange scores. Scores are read in chunks. On CUDA the host waits once, to
+know whether some of the scores that equal the threshold are left out, of which each rank then needs its share.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..errors import require
 from ..native import step
-from .score_reader import ScoreReader, keys_of, read_scores
+from .score_reader import ScoreReader, join_chunks, keys_of, read_scores
 
 DIGITS = {32: (11, 11, 10), 64: (11, 11, 11, 11, 11, 9)}  # the bits of a key that each pass counts, by its width
 
@@ -39,10 +40,11 @@ ONE_RANK = Ranks(sum_all=lambda count: count, sum_lower=torch.zeros_like)
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Of each group of tensors, the key of the smallest score that is kept, and how many scores with it are kept."""
+    """Of each group of tensors, the key of the smallest score that is kept, and how many with it are kept and not."""
 
     keys: Tensor
     ties: Tensor
+    dropped: Tensor
 
 
 @torch.no_grad()
@@ -106,25 +108,27 @@ def find_thresholds(groups: Groups, keep: Sequence[int], ranks: Ranks = ONE_RANK
         base = (base << bits) if number else base - (1 << (bits - 1))  # keys are signed
         counts = torch.zeros(len(groups), 1 << bits, dtype=torch.int64, device=first.device)
         for group, own_base, own_counts in zip(groups, base.unbind(), counts.unbind(), strict=True):
-            for reader in group:
-                _count(reader, shift, own_base, own_counts)
+            _count(group, shift, own_base, own_counts)
         counts = ranks.sum_all(counts)
         up_to = counts.flip(1).cumsum(1).flip(1)  # how many have this digit or a higher one
         found = (up_to >= remaining[:, None]) & (up_to - counts < remaining[:, None])
         digit = (found * torch.arange(1 << bits, device=first.device)).sum(1)
         remaining = remaining - (found * (up_to - counts)).sum(1)
+        dropped = (found * counts).sum(1) - remaining
         base = base + digit
     largest = torch.iinfo(torch.int64 if width == 64 else torch.int32).max  # above all keys: nothing is kept
-    return Thresholds(torch.where(wanted > 0, base, largest), torch.where(wanted > 0, remaining, 0))
+    some = wanted > 0
+    return Thresholds(torch.where(some, base, largest), torch.where(some, remaining, 0), torch.where(some, dropped, 0))
 
 
-def _count(reader: ScoreReader, shift: int, base: Tensor, counts: Tensor) -> None:
+def _count(readers: Sequence[ScoreReader], shift: int, base: Tensor, counts: Tensor) -> None:
     """Add to `counts` how many keys have each value of the digit (key >> shift) − base."""
-    if not counts.is_cuda:
-        values = reader.whole()
-        if values is not None and step.count_digits(values, reader.magnitudes, shift, int(base), counts):
-            return
-    for part, _ in reader.chunks():
+    rest = []
+    for reader in readers:
+        values = None if counts.is_cuda else reader.whole()
+        if values is None or not step.count_digits(values, reader.magnitudes, shift, int(base), counts):
+            rest.append(reader)
+    for part, _ in join_chunks(rest):
         if not counts.is_cuda and step.count_digits(part, False, shift, int(base), counts):
             continue
         digit = (keys_of(part) >> shift) - base
@@ -139,6 +143,12 @@ def _count(reader: ScoreReader, shift: int, base: Tensor, counts: Tensor) -> Non
 def _mark(groups: Groups, thresholds: Thresholds, masks: Sequence[Tensor], ranks: Ranks) -> None:
     """Write the masks of all scores above the threshold of their group and of its first ties."""
     readers, sizes = [reader for group in groups for reader in group], [len(group) for group in groups]
+    if not bool(thresholds.dropped.any()):  # as almost always where scores are not of a few values
+        first = 0
+        for group, key in zip(groups, thresholds.keys, strict=True):
+            _mark_from(group, key, masks[first : first + len(group)])
+            first += len(group)
+        return
     of_readers = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)).to(thresholds.keys.device)
     keys = thresholds.keys[of_readers]
     own = torch.stack([_mark_above(*each) for each in zip(readers, keys, masks, strict=True)])
@@ -148,6 +158,21 @@ def _mark(groups: Groups, thresholds: Thresholds, masks: Sequence[Tensor], ranks
     quotas = (thresholds.ties[of_readers] - before).clamp(min=0)
     for reader, key, quota, mask in zip(readers, keys, quotas, masks, strict=True):
         _mark_ties(reader, key, quota, mask)
+
+
+def _mark_from(readers: Sequence[ScoreReader], key: Tensor, masks: Sequence[Tensor]) -> None:
+    """Mark all scores of a threshold or above it."""
+    rest = []
+    for reader, mask in zip(readers, masks, strict=True):
+        values = None if key.is_cuda else reader.whole()
+        ties = None if values is None else step.mark_keys(values, reader.magnitudes, int(key), mask)
+        if ties is None:
+            rest.append((reader, mask))
+        elif ties and values is not None:
+            step.mark_ties(values, reader.magnitudes, int(key), ties, mask)
+    for part, views in join_chunks([reader for reader, _ in rest], [mask for _, mask in rest]):
+        kept = keys_of(part) >= key
+        torch._foreach_copy_(views, kept.split([len(view) for view in views]))
 
 
 def _mark_above(reader: ScoreReader, key: Tensor, mask: Tensor) -> Tensor:

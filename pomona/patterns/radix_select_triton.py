@@ -56,7 +56,7 @@ def select_largest(scores: Sequence[Tensor], keep: int) -> Tensor:
     with torch.cuda.device_of(flat):
         for digit in range(DIGITS):
             _count[grid](*common, program_counts, digit, *constants)
-        _mark[grid](*common, program_counts, None, mask, MAX_PROGRAMS, *constants)
+        _mark[grid](*common, program_counts, None, mask, None, MAX_PROGRAMS, *constants)
     return mask[:total]
 
 
@@ -119,16 +119,26 @@ class SegmentedTopK:
     def select(self, scores: Tensor, mask: Tensor) -> None:
         """Write the mask of the flat scores into `mask`."""
         self.states.zero_()
-        common = scores, self.keep, *self.programs.unbind(), None, None, self.states
-        constants = self.program_count, True, DIGITS, DIGIT_BITS, BLOCK
-        grid = (self.program_count,)
         with torch.cuda.device_of(scores):
-            _count_predicted[grid](
+            _count_predicted[(self.program_count,)](
                 scores, self.keep, *self.programs.unbind(), self.states, self.predictions, DIGITS, DIGIT_BITS, BLOCK
             )
-            for digit in range(DIGITS):
-                _count[grid](*common, self.program_counts, digit, *constants)
-            _mark[grid](*common, self.program_counts, self.predictions, mask, self.max_segment_programs, *constants)
+        for digit in range(DIGITS):
+            self.count(scores, digit)
+        self.mark(scores, mask)
+
+    def count(self, scores: Tensor, digit: int) -> None:
+        """Count the values of one digit in the keys that agree with the thresholds so far."""
+        common = scores, self.keep, *self.programs.unbind(), None, None, self.states, self.program_counts
+        with torch.cuda.device_of(scores):
+            _count[(self.program_count,)](*common, digit, self.program_count, True, DIGITS, DIGIT_BITS, BLOCK)
+
+    def mark(self, scores: Tensor, mask: Tensor, quotas: Tensor | None = None) -> None:
+        """Write the mask once all digits are counted; with `quotas`, so many ties of each segment are kept."""
+        common = scores, self.keep, *self.programs.unbind(), None, None, self.states, self.program_counts
+        constants = self.max_segment_programs, self.program_count, True, DIGITS, DIGIT_BITS, BLOCK
+        with torch.cuda.device_of(scores):
+            _mark[(self.program_count,)](*common, self.predictions, mask, quotas, *constants)
 
 
 def _pin_for(device: torch.device, values: Tensor) -> Tensor:
@@ -307,6 +317,7 @@ def _mark(
     program_counts,
     predictions,
     mask,
+    quotas,
     MAX_SEGMENT_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SEGMENTED: tl.constexpr,
@@ -322,6 +333,8 @@ def _mark(
         states += segment * (DIGITS + 1) * (RADIX + 2)
     state = states + (DIGITS - 1) * (RADIX + 2)
     threshold, remaining = _find_digit(state, RADIX)
+    if quotas is not None:
+        remaining = tl.load(quotas + segment)
     digit = threshold - tl.load(state + RADIX)
     earlier = first + tl.arange(0, MAX_SEGMENT_PROGRAMS)
     ties = tl.load(program_counts + digit * PROGRAMS + earlier, mask=earlier < program, other=0)

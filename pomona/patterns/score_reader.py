@@ -64,6 +64,27 @@ class ScoreReader:
         return self._rank(self.score.detach().take(places), within, raised)
 
 
+def join_chunks(
+    readers: Sequence[ScoreReader], masks: Sequence[Tensor] | None = None
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield what is ranked of several tensors in flat runs, each with views of its parts of the tensors' masks, if any.
+
+    Small tensors are joined, so that a GPU launches few kernels for many of them.
+    """
+    parts: list[Tensor] = []
+    views: list[Tensor] = []
+    for reader, mask in zip(readers, [None] * len(readers) if masks is None else masks, strict=True):
+        size = CHUNK["cuda" if reader.score.is_cuda else "cpu"]
+        for part, own in reader.chunks(mask):
+            if parts and sum(map(len, parts)) + len(part) > size:
+                yield torch.cat(parts), views
+                parts, views = [], []
+            parts.append(part)
+            views += [] if own is None else [own]
+    if parts:
+        yield torch.cat(parts) if len(parts) > 1 else parts[0], views
+
+
 def read_scores(scores: Sequence[Tensor], magnitudes: bool, within: Sequence[Tensor] | None) -> list[ScoreReader]:
     """Return readers of several tensors, or of their magnitudes, within masks where these are given."""
     masks = [None] * len(scores) if within is None else within

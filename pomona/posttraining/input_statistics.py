@@ -1,4 +1,4 @@
-"""What is kept of the inputs of a layer, summed over all calibration batches."""
+"""What is kept of the inputs of a layer, summed over all calibration batches in float32 or wider."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ColumnSquares(InputStatistics):
         self.squares = torch.zeros(columns, device=device, dtype=dtype)
 
     def accumulate(self, rows: Tensor) -> None:
-        self.squares += rows.square().sum(0)
+        self.squares += rows.to(self.squares.dtype).square().sum(0)
 
 
 class SecondMoments(InputStatistics):
@@ -44,7 +44,11 @@ class SecondMoments(InputStatistics):
         self.products = torch.zeros(columns, columns, device=device, dtype=dtype)
 
     def accumulate(self, rows: Tensor) -> None:
-        self.products.addmm_(rows.T, rows)
+        if rows.is_cuda and rows.itemsize == 2 and self.products.dtype == torch.float32:
+            self.products += torch.mm(rows.T, rows, out_dtype=torch.float32)  # each product is exact, sums are float32
+        else:
+            wide = rows.to(self.products.dtype)
+            self.products.addmm_(wide.T, wide)
 
 
 class NoStatistics(InputStatistics):

@@ -57,7 +57,7 @@ class CalibratedLayer:
         """Return the rows that the layer multiplies for an input: one for each sample, token or pixel."""
         if isinstance(self.module, (nn.Conv1d, nn.Conv2d)):
             return unfold_input(self.module, x.to(self.compute_dtype))
-        return x.reshape(-1, x.shape[-1]).to(self.compute_dtype)
+        return x.reshape(-1, x.shape[-1])
 
 
 def is_calibrated(module: nn.Module) -> bool:

@@ -7,25 +7,31 @@ for rows in step:
 
 from . import exponential_schedule, private_cnn  # noqa: F401  (they register themselves)
 from .accounting import Pair
-from .budget import Budget
+from .budget import Budget, solve_steps
 from .budget_split import Split, best_split, splits
 from .canary_audit import audit
+from .clipping_norms import Clipping
 from .exponential_schedule import Exponential
+from .gip_steps import gip
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger, digest_rows
 from .model_validation import fix, problems, validate
 from .poisson_loader import poisson_loader
-from .private_step import METHODS, PrivateStep, gip
+from .private_step import METHODS, PrivateStep
+from .ramp import EPSILON_RAMP, Ramp
 from .random_source import Source
 
 __all__ = [
+    "EPSILON_RAMP",
     "METHODS",
     "Budget",
+    "Clipping",
     "Exponential",
     "IndexMechanism",
     "Ledger",
     "Pair",
     "PrivateStep",
+    "Ramp",
     "Source",
     "Split",
     "audit",
@@ -35,6 +41,7 @@ __all__ = [
     "gip",
     "poisson_loader",
     "problems",
+    "solve_steps",
     "splits",
     "validate",
 ]

@@ -24,8 +24,9 @@ is 1e−11 of it. The 1e−38 of the tails that the sampler leaves out, for each
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +79,25 @@ class Pair:
         log = epsilon + np.log(self.rate / np.where(is_positive, excess, 1.0))
         return np.where(is_positive, excess * self.divergence(log), 0.0)
 
-    def loss_distribution(self) -> Any:
-        """Return the privacy-loss distribution of one step as dp-accounting's object, rounded up."""
-        pmf, pld = import_dp_accounting()
+    @property
+    def largest_loss(self) -> float:
+        """Return the end of the grid of privacy losses; larger ones have a probability of about 1e−23."""
         spread = 0.0 if self.sigma is None else 1 / (2 * self.sigma**2) + GRID_DEVIATIONS / self.sigma
-        end = math.log1p(self.rate * math.expm1(min(sum(self.pure) + spread, MAX_LOSS)))
+        return math.log1p(self.rate * math.expm1(min(sum(self.pure) + spread, MAX_LOSS)))
+
+    @property
+    def grid_interval(self) -> float:
+        """Return the interval of a grid of losses that suits these releases."""
+        end = self.largest_loss
         count = min(max(math.ceil(end / GRID_INTERVAL), MIN_GRID_POINTS), MAX_GRID_POINTS)
-        interval, places = max(end, MIN_GRID_END) / count, np.arange(-count, count + 1)
+        return max(end, MIN_GRID_END) / count
+
+    def loss_distribution(self, interval: float | None = None) -> Any:
+        """Return the privacy-loss distribution of one step as dp-accounting's object, rounded up to a grid."""
+        pmf, pld = import_dp_accounting()
+        interval = self.grid_interval if interval is None else interval
+        count = math.ceil(max(self.largest_loss, MIN_GRID_END) / interval * (1 - 1e-12))
+        places = np.arange(-count, count + 1)
         losses = np.asarray(places * interval, dtype=np.float64)
         parts = [
             pmf.create_pmf_pessimistic_connect_dots(interval, places, np.clip(delta(losses), 0, 1))
@@ -113,7 +126,31 @@ class Pair:
 
     def delta(self, steps: int, epsilon: float) -> float:
         """Return the δ of so many steps at a given ε, `ROUNDING_DELTA` included."""
-        return min(float(next(self.compose(steps)).get_delta_for_epsilon(epsilon)) + ROUNDING_DELTA, 1.0)
+        return total_delta({self: steps}, epsilon)
+
+
+def compose_steps(*stages: Mapping[Pair, int]) -> Iterator[Any]:
+    """Yield the privacy-loss distribution of all steps so far after each stage, which has numbers of steps by kind."""
+    kinds = {pair for stage in stages for pair in stage}
+    if len(kinds) == 1:
+        (pair,) = kinds
+        yield from pair.compose(*itertools.accumulate(stage.get(pair, 0) for stage in stages))
+        return
+    interval = max(
+        min(pair.grid_interval for pair in kinds), max(pair.largest_loss for pair in kinds) / MAX_GRID_POINTS
+    )
+    one_step, total = {pair: pair.loss_distribution(interval) for pair in kinds}, None
+    for stage in stages:
+        with np.errstate(all="ignore"):
+            for pair, count in stage.items():
+                part = one_step[pair].self_compose(count)
+                total = part if total is None else total.compose(part)
+        yield total
+
+
+def total_delta(steps: Mapping[Pair, int], epsilon: float) -> float:
+    """Return the δ of numbers of steps by kind at a given ε, `ROUNDING_DELTA` included."""
+    return min(float(next(compose_steps(steps)).get_delta_for_epsilon(epsilon)) + ROUNDING_DELTA, 1.0)
 
 
 def validate_delta(delta: float) -> None:

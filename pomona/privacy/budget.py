@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -14,11 +16,14 @@ import numpy as np
 from scipy.optimize import brentq
 
 from ..errors import require
-from .accounting import ROUNDING_DELTA, Pair, validate_delta
+from .accounting import ROUNDING_DELTA, Pair, compose_steps, total_delta, validate_delta
+from .ramp import CONSTANT, Ramp, RampLike
 
 CURVE_POINTS = 12  # steps at which the spent ε is computed in advance
 RELATIVE_TOLERANCE = 1e-4  # between a solved σ and the smallest one that meets the target
 MIN_COST_RATIO = 1e-3  # cost over target is clipped here: far below the target the logarithm is not linear
+MAX_STEPS = 10_000_000
+RAMPS = frozenset({"noise_ramp", "index_ramp"})  # fields that are left out where they are constant
 
 _solved: set[Budget] = set()  # by this process, and therefore right
 
@@ -36,14 +41,30 @@ class Budget:
     sigma: float  # noise multiplier: standard deviation of the noise over the clipping norm
     index: float  # pure ε of one index draw on its sample
     curve: tuple[tuple[int, float], ...]  # (step, ε spent after it)
+    noise_ramp: Ramp = CONSTANT  # the factor of σ in each step
+    index_ramp: Ramp = CONSTANT  # the factor of `index` in each step
 
     @classmethod
     def solve(
-        cls, *, epsilon: float, delta: float, rows: int, batch_size: int, steps: int, share: float = 0.0
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        rows: int,
+        batch_size: int,
+        steps: int,
+        share: float = 0.0,
+        noise_ramp: RampLike = None,
+        index_ramp: RampLike = None,
     ) -> Budget:
-        """Return the budget whose index draws alone would cost share·ε and whose steps together cost ε."""
+        """Return the budget whose index draws alone would cost share·ε and whose steps together cost ε.
+
+        The ramps are factors of σ and of the ε of an index draw: step t has σ_t = noise_ramp(t)·σ.
+        """
         validate_target(epsilon, delta, rows, batch_size, steps, share)
-        return _solve_budget(float(epsilon), delta, rows, batch_size, steps, float(share))
+        ramps = Ramp.of(noise_ramp), Ramp.of(index_ramp)
+        require(share > 0 or ramps[1].is_constant, "an index ramp needs index draws: give a share above 0.")
+        return _solve_budget(float(epsilon), delta, rows, batch_size, steps, float(share), *ramps)
 
     def verify(self) -> None:
         """Raise PomonaError if the steps cost more than the budget, or more than its curve says.
@@ -59,9 +80,8 @@ class Budget:
             and all(1 <= step <= self.steps for step, _ in self.curve),
             f"the curve of a budget has increasing steps from 1 to {self.steps}, got {self.curve}.",
         )
-        if find_spec("dp_accounting") is None:
-            points = tuple((1, epsilon) for _, epsilon in points)
-        cost, epsilon = max(zip(costs_at(self.pair, points), (epsilon for _, epsilon in points), strict=True))
+        require(self.share > 0 or self.index_ramp.is_constant, "an index ramp needs index draws: give a share above 0.")
+        cost, epsilon = max(zip(costs_at(self, points), (epsilon for _, epsilon in points), strict=True))
         require(
             cost + ROUNDING_DELTA <= self.delta * (1 + RELATIVE_TOLERANCE),
             f"a budget with σ={self.sigma:g} and index draws of ε={self.index:g} gives δ={cost:.2g} at "
@@ -70,8 +90,21 @@ class Budget:
 
     @property
     def pair(self) -> Pair:
-        """Return the releases of one step."""
-        return Pair(self.rate, self.sigma, (self.index,) if self.index else ())
+        """Return the releases of a step where no ramp changes them."""
+        return make_pair(self.rate, self.sigma, self.index)
+
+    def sigma_at(self, step: int) -> float:
+        """Return σ of a step, numbered from 0."""
+        return self.sigma * self.noise_ramp(step, self.steps)
+
+    def index_at(self, step: int) -> float:
+        """Return the pure ε of the index draw of a step, numbered from 0."""
+        return self.index * self.index_ramp(step, self.steps)
+
+    def pairs(self, steps: Iterable[int]) -> Counter[Pair]:
+        """Return how many of some steps, numbered from 0, have the same releases."""
+        kinds = Counter((self.sigma_at(step), self.index_at(step)) for step in steps)
+        return Counter({make_pair(self.rate, *kind): count for kind, count in kinds.items()})
 
     @property
     def rate(self) -> float:
@@ -84,44 +117,74 @@ class Budget:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the budget as values that JSON and TOML can hold."""
-        return dataclasses.asdict(self) | {"curve": [list(point) for point in self.curve]}
+        values = dataclasses.asdict(self) | {"curve": [list(point) for point in self.curve]}
+        return {key: value for key, value in values.items() if key not in RAMPS or getattr(self, key) != CONSTANT}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Budget:
         """Return the budget that `to_dict` gave these values; raise PomonaError if a field is missing or unknown."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls)} - RAMPS
+        wrong = (set(values) - RAMPS) ^ names
         require(
-            set(values) == names,
-            f"a budget has the fields {', '.join(sorted(names))}; missing or unknown: "
-            f"{', '.join(sorted(set(values) ^ names))}.",
+            not wrong,
+            f"a budget has the fields {', '.join(sorted(names))}; missing or unknown: {', '.join(sorted(wrong))}.",
         )
         target = ("epsilon", "delta", "rows", "batch_size", "steps", "share")
         validate_target(*(values[key] for key in target))
-        return cls(**{**values, "curve": tuple((int(step), float(value)) for step, value in values["curve"])})
+        curve = tuple((int(step), float(value)) for step, value in values["curve"])
+        ramps = {key: Ramp.of(values.get(key)) for key in RAMPS}
+        return cls(**{**values, "curve": curve, **ramps})
+
+
+def make_pair(rate: float, sigma: float, index: float) -> Pair:
+    """Return the releases of a step with noise, and with an index draw unless its ε is 0."""
+    return Pair(rate, sigma, (index,) if index else ())
 
 
 @lru_cache(maxsize=64)
-def costs_at(pair: Pair, points: tuple[tuple[int, float], ...]) -> list[float]:
-    """Return the δ of so many steps at an ε, for each point; of a single step in closed form."""
-    if {steps for steps, _ in points} == {1}:
+def costs_at(budget: Budget, points: tuple[tuple[int, float], ...]) -> list[float]:
+    """Return the δ of so many steps of a budget at an ε, for each point.
+
+    Without dp-accounting, or where there is one step, it is the largest δ of a single step, in closed form.
+    """
+    if budget.steps == 1 or find_spec("dp_accounting") is None:
         losses = np.array([epsilon for _, epsilon in points])
-        return [float(delta) for delta in np.maximum(pair.delta_if_removed(losses), pair.delta_if_added(losses))]
+        kinds = [budget.pairs(range(steps)) for steps, _ in points]
+        single = [
+            [max(pair.delta_if_removed(loss), pair.delta_if_added(loss)) for pair in kind]
+            for kind, loss in zip(kinds, losses, strict=True)
+        ]
+        return [float(max(found)) for found in single]
     steps = sorted({steps for steps, _ in points})
-    composed = dict(zip(steps, pair.compose(*steps), strict=True))
+    composed = dict(zip(steps, compose_budget(budget.pairs, steps), strict=True))
     return [float(composed[count].get_delta_for_epsilon(epsilon)) for count, epsilon in points]
 
 
+def compose_budget(pairs: Callable[[Iterable[int]], Counter[Pair]], counts: Sequence[int]) -> Iterator[Any]:
+    """Yield the privacy-loss distribution of the first steps, for increasing numbers of them."""
+    return compose_steps(*(pairs(range(start, stop)) for start, stop in itertools.pairwise([0, *counts])))
+
+
 @lru_cache(maxsize=64)
-def _solve_budget(epsilon: float, delta: float, rows: int, batch_size: int, steps: int, share: float) -> Budget:
+def _solve_budget(
+    epsilon: float,
+    delta: float,
+    rows: int,
+    batch_size: int,
+    steps: int,
+    share: float,
+    noise_ramp: Ramp,
+    index_ramp: Ramp,
+) -> Budget:
     """Solve a validated target, once for each set of arguments."""
-    rate = batch_size / rows
-    index = solve_index_epsilon(share * epsilon, delta, rate, steps)
-    sigma = solve_noise_multiplier(epsilon, delta, rate, steps, index)
-    pair = Pair(rate, sigma, (index,) if index else ())
+    ramps, rate = (noise_ramp, index_ramp), batch_size / rows
+    index = solve_index_epsilon(share * epsilon, delta, rate, steps, index_ramp)
+    sigma = solve_noise_multiplier(epsilon, delta, rate, steps, index, *ramps)
+    budget = Budget(epsilon, delta, rows, batch_size, steps, share, sigma, index, (), *ramps)
     places = sorted({math.ceil(steps * k / CURVE_POINTS) for k in range(1, CURVE_POINTS + 1)})
-    costs = [min(float(loss.get_epsilon_for_delta(delta - ROUNDING_DELTA)), epsilon) for loss in pair.compose(*places)]
-    curve = tuple(zip(places, costs, strict=True))
-    budget = Budget(epsilon, delta, rows, batch_size, steps, share, sigma, index, curve)
+    composed = compose_budget(budget.pairs, places)
+    costs = [min(float(loss.get_epsilon_for_delta(delta - ROUNDING_DELTA)), epsilon) for loss in composed]
+    budget = dataclasses.replace(budget, curve=tuple(zip(places, costs, strict=True)))
     _solved.add(budget)
     return budget
 
@@ -141,20 +204,64 @@ def validate_target(epsilon: float, delta: float, rows: int, batch_size: int, st
 
 
 @lru_cache(maxsize=64)
-def solve_index_epsilon(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """Return the pure ε that each index draw may have so that all draws together cost `epsilon`."""
+def solve_index_epsilon(epsilon: float, delta: float, rate: float, steps: int, ramp: Ramp = CONSTANT) -> float:
+    """Return the pure ε that each index draw may have, times its factor, so that all together cost `epsilon`."""
     if not epsilon:
         return 0.0
     start = epsilon / (rate * math.sqrt(2 * steps * math.log(1 / delta)))  # from advanced composition
-    return solve_monotone(lambda cost: Pair(rate, pure=(cost,)).delta(steps, epsilon), delta, start, rising=True)
+
+    def cost(index: float) -> float:
+        factors = Counter(ramp(step, steps) for step in range(steps))
+        return total_delta({Pair(rate, pure=(index * factor,)): count for factor, count in factors.items()}, epsilon)
+
+    return solve_monotone(cost, delta, start, rising=True)
 
 
 @lru_cache(maxsize=64)
-def solve_noise_multiplier(epsilon: float, delta: float, rate: float, steps: int, index: float = 0.0) -> float:
-    """Return the smallest σ with which so many steps, each with an index draw of ε = `index`, cost `epsilon`."""
-    pure = (index,) if index else ()
-    start = 1 + rate * math.sqrt(steps) / epsilon
-    return solve_monotone(lambda sigma: Pair(rate, sigma, pure).delta(steps, epsilon), delta, start, rising=False)
+def solve_noise_multiplier(
+    epsilon: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    index: float = 0.0,
+    noise_ramp: Ramp = CONSTANT,
+    index_ramp: Ramp = CONSTANT,
+) -> float:
+    """Return the smallest σ with which so many steps, each with an index draw of ε = `index`, cost `epsilon`.
+
+    The ramps are factors of σ and of `index` in each step.
+    """
+    factors = Counter((noise_ramp(step, steps), index_ramp(step, steps)) for step in range(steps))
+
+    def cost(sigma: float) -> float:
+        pairs = {make_pair(rate, sigma * noise, index * draw): count for (noise, draw), count in factors.items()}
+        return total_delta(pairs, epsilon)
+
+    return solve_monotone(cost, delta, 1 + rate * math.sqrt(steps) / epsilon, rising=False)
+
+
+def solve_steps(*, epsilon: float, delta: float, rows: int, batch_size: int, sigma: float) -> int:
+    """Return T, the largest number of steps with noise of σ that costs at most ε.
+
+    So do the authors of GIP choose T; σ is then solved again for T steps, which pays for the index draws as well.
+    """
+    validate_target(epsilon, delta, rows, batch_size, 1, 0.0)
+    pair = Pair(batch_size / rows, sigma)
+
+    def is_paid(steps: int) -> bool:
+        return pair.delta(steps, epsilon) <= delta
+
+    require(
+        is_paid(1), f"one step with σ={sigma:g} costs more than ε={epsilon:g} at δ={delta:g}: give a larger σ or ε."
+    )
+    low, high = 1, 2
+    while is_paid(high):
+        low, high = high, 2 * high
+        require(high < MAX_STEPS, f"σ={sigma:g} allows more than {MAX_STEPS:,} steps: give a smaller σ or ε.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_paid(middle) else (low, middle)
+    return low
 
 
 def solve_monotone(cost: Callable[[float], float], target: float, start: float, rising: bool) -> float:

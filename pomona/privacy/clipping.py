@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ MIN_CLIP, MAX_CLIP = 2.0**-20, 2.0**20  # so that no square of a number that mat
 SMOOTHING_VARIANCE = 9  # added to the noise; see `accounting`
 MAGIC = 1.5 * 2**23  # added to |x| < 2²² it gives the float32 whose last bits are round(x)
 MAGIC_BITS = 0x4B400000
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of which the Triton kernels read gradients
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class GradientGrid:
 
     clip: float  # C
     size: int  # d
+    units: int = UNITS  # the norm of an example in these coordinates; less than 2²¹ in a layer that has a part of C
 
     def __post_init__(self) -> None:
         require(
@@ -56,26 +60,35 @@ class GradientGrid:
 
     @property
     def norm_limit(self) -> float:
-        """Return the largest s ‖g‖ of an example, in units, for which ‖q‖ and all margins are at most 2²¹."""
-        return (UNITS * (1 - OTHER_ROWS) - math.sqrt(self.size) / 2 - 1) / (1 + NORM_ERROR)
+        """Return the largest s ‖g‖ of an example, in units, for which ‖q‖ and all margins are at most `units`."""
+        return (self.units * (1 - OTHER_ROWS) - math.sqrt(self.size) / 2 - 1) / (1 + NORM_ERROR)
 
     def noise_variance(self, sigma: float) -> int:
         """Return the variance of the noise in units², for a noise multiplier σ."""
         return math.ceil((sigma * UNITS) ** 2) + SMOOTHING_VARIANCE
 
-    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> None:
+    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> Tensor:
         """Add the clipped gradients of all rows, from parts of shape (rows, n), to the int64 `total` in units.
 
-        An example whose norm is not finite counts as zero. The parts may be overwritten.
+        An example whose norm is not finite counts as zero. The parts may be overwritten. Returns the squared norms.
         """
+        kernels = triton_kernels() if gradients[0].is_cuda and gradients[0].dtype in KERNEL_DTYPES else None
+        squares = []
         for parts in zip(*(part.split(MAX_ROWS) for part in gradients), strict=True):
+            if kernels is not None:
+                parts = [part.contiguous() for part in parts]
+                squares.append(kernels.sum_squares(parts))
+                kernels.add_rounded_rows(parts, self.scale_rows(squares[-1]), total)
+                continue
             floats = [part.float().contiguous() for part in parts]
-            scales = self.scale_rows(sum_squares(floats))
+            squares.append(sum_squares(floats))
+            scales = self.scale_rows(squares[-1])
             is_lost = scales == 0
             if is_lost.any():
                 for part in floats:
                     part[is_lost] = 0  # NaN · 0 is NaN
             add_rounded_rows(floats, scales, total)
+        return torch.cat(squares)
 
     def scale_rows(self, squares: Tensor) -> Tensor:
         """Return s of each row from its squared norm: min(2²¹ / C, limit / ‖g‖), and 0 where that is not finite."""
@@ -114,6 +127,16 @@ def add_rounded_rows(parts: list[Tensor], scales: Tensor, total: Tensor) -> None
     bits = [part.mul_(scales[:, None]).add_(MAGIC).view(torch.int32).sum(0, dtype=torch.int32) for part in parts]
     shifted = torch.cat(bits).long().sub_(len(scales) * MAGIC_BITS - (1 << 31))
     total += shifted.bitwise_and_((1 << 32) - 1).sub_(1 << 31)
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """Return the module of the Triton kernels, or None where Triton is not installed."""
+    try:
+        from . import clipping_triton
+    except ImportError:
+        return None
+    return clipping_triton
 
 
 def flatten(gradients: Gradients) -> Tensor:

@@ -10,30 +10,41 @@ of a run, its σ, q or number of steps, depends on earlier results, the bound is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from .accounting import ROUNDING_DELTA, Pair, import_dp_accounting, validate_delta
+from .accounting import ROUNDING_DELTA, Pair, compose_steps, import_dp_accounting, validate_delta
 
 TAIL_DELTA = 1e-14  # of each run: what its losses beyond the shared grid add to δ
 SHARED_GRID_POINTS = 20_000  # from 0 to the sum of all runs' largest losses
 
 
-def total_epsilon(steps: Mapping[Pair, int], delta: float) -> float:
-    """Return the ε at δ of all runs together, from the number of steps of each kind."""
+def total_epsilon(runs: Iterable[Mapping[Pair, int]], delta: float) -> float:
+    """Return the ε at δ of all runs together, from the number of steps of each kind in each run."""
     validate_delta(delta)
-    taken = {pair: count for pair, count in steps.items() if count}
+    taken = merge_equal_kinds(runs)
     if not taken:
         return 0.0
-    if len(taken) == 1:
-        ((pair, count),) = taken.items()
-        return pair.epsilon(count, delta)
     with np.errstate(all="ignore"):  # some of dp-accounting's bounds on the tails overflow, and are discarded
-        runs = [next(pair.compose(count)) for pair, count in taken.items()]
-        total = compose_on_shared_grid(runs)
+        if len(taken) == 1 and len(taken[0]) == 1:
+            ((pair, count),) = taken[0].items()
+            return pair.epsilon(count, delta)
+        composed = [next(compose_steps(run)) for run in taken]
+        total = composed[0] if len(composed) == 1 else compose_on_shared_grid(composed)
         return float(np.inf if total is None else total.get_epsilon_for_delta(delta - ROUNDING_DELTA))
+
+
+def merge_equal_kinds(runs: Iterable[Mapping[Pair, int]]) -> list[Counter[Pair]]:
+    """Return the runs that have steps, those of the same kinds of steps as one."""
+    merged: dict[frozenset[Pair], Counter[Pair]] = {}
+    for run in runs:
+        taken = Counter({pair: count for pair, count in run.items() if count})
+        if taken:
+            merged.setdefault(frozenset(taken), Counter()).update(taken)
+    return list(merged.values())
 
 
 def compose_on_shared_grid(runs: list[Any]) -> Any:

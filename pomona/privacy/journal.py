@@ -63,7 +63,8 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
                 self.size, self.lines, self.checksum = self.size + len(line), self.lines + 1, checksum
-                self.head_path.write_text(f"{self.lines} {checksum}\n", encoding="ascii")
+                with open(self.head_path, "w", encoding="ascii", opener=open_for_owner) as head:
+                    head.write(f"{self.lines} {checksum}\n")
             if is_new:
                 sync_folder(self.path.parent)
         except OSError as error:
@@ -76,7 +77,7 @@ class Journal:
     @contextmanager
     def locked_file(self, mode: str) -> Iterator[BinaryIO]:
         """Open the file and hold its lock: shared for reading, exclusive for appending."""
-        with self.path.open(mode) as file:
+        with open(self.path, mode, opener=open_for_owner) as file:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_SH if mode == "rb" else fcntl.LOCK_EX)
             yield file  # type: ignore[misc]  # closing it releases the lock
@@ -129,6 +130,11 @@ def chain_checksum(entry: Entry, previous: str) -> str:
     """Return the checksum of an entry that follows a checksum."""
     text = json.dumps(entry, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(previous.encode() + text.encode()).hexdigest()[: len(START)]
+
+
+def open_for_owner(path: str, flags: int) -> int:
+    """Open a file that only its owner can read if it is new: who knows all other rows learns a row from its digests."""
+    return os.open(path, flags, 0o600)
 
 
 def sync_folder(folder: Path) -> None:

@@ -47,20 +47,26 @@ class RunAccount:
     ended: bool = False  # whether it will draw no more
 
     @property
+    def drawn(self) -> set[int]:
+        """Return the steps that were drawn, numbered from 1."""
+        return self.released.keys() | self.skipped
+
+    @property
     def steps(self) -> int:
         """Return the number of steps that were drawn, each counted once."""
-        return len(self.released.keys() | self.skipped)
+        return len(self.drawn)
 
     @property
     def pair(self) -> Pair:
-        """Return the releases of one step."""
-        index = self.budget["index"]
-        return Pair(self.budget["batch_size"] / self.budget["rows"], self.budget["sigma"], (index,) if index else ())
+        """Return the releases of a step where no ramp changes them."""
+        return Budget.from_dict(self.budget).pair
 
-    @property
-    def admitted_steps(self) -> int:
-        """Return the steps that the run has taken or may still take."""
-        return self.steps if self.ended else max(self.steps, self.budget["steps"])
+    def pairs(self, planned: bool = False) -> Counter[Pair]:
+        """Return how many of the steps have the same releases; with `planned`, of those it may still take too."""
+        budget, steps = Budget.from_dict(self.budget), self.drawn
+        if planned and not self.ended:
+            steps = steps | set(range(1, budget.steps + 1))
+        return budget.pairs(step - 1 for step in steps)
 
 
 class Ledger:
@@ -213,10 +219,8 @@ class Ledger:
         The runs are composed as if their budgets had been chosen in advance; see `composition`.
         """
         validate_delta(delta)
-        steps: Counter[Pair] = Counter()
-        for account in self.accounts.values() if accounts is None else accounts:
-            steps[account.pair] += account.admitted_steps if planned else account.steps
-        return total_epsilon(steps, delta)
+        counted = self.accounts.values() if accounts is None else accounts
+        return total_epsilon([account.pairs(planned) for account in counted], delta)
 
     def append(self, make_entry: Any) -> None:
         """Append an entry to the journal, after the entry about the data set if the journal is new."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -92,14 +94,14 @@ def convert_to_group_norm(norm: _BatchNorm) -> nn.GroupNorm:
 
 
 @torch.no_grad()
-def refuse_mixed_examples(model: nn.Module, inputs: Batch) -> None:
+def refuse_mixed_examples(model: nn.Module, inputs: Batch) -> bool:
     """Raise PomonaError if an example changes a buffer of the model or the output of another example.
 
     A copy of the model runs on the first example twice: beside the second example, and beside itself. Nothing is
-    tested with fewer than two examples.
+    tested with fewer than two examples. Returns whether it was tested.
     """
     if count_rows(inputs) < 2:
-        return
+        return False
     device = next(model.parameters()).device
     trial = copy.deepcopy(model)
     before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
@@ -125,4 +127,25 @@ def refuse_mixed_examples(model: nn.Module, inputs: Batch) -> None:
         ),
         f"in {type(model).__name__} the output for one example depends on the others of its batch: "
         "remove the layer that mixes them.",
+    )
+    return True
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model and raise PomonaError if the block has changed one, as it had no noise."""
+    before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+    yield
+    changed = []
+    for name, (buffer, old) in before.items():
+        parent, _, last = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        is_replaced = getattr(owner, last, None) is not buffer
+        if is_replaced or not bool(((buffer == old) | ((buffer != buffer) & (old != old))).all()):  # as NaN ≠ NaN
+            setattr(owner, last, old)
+            changed.append(name)
+    require(
+        not changed,
+        f"the buffer '{(changed or [''])[0]}' was updated from the examples without noise: remove that layer, or "
+        "freeze it with eval().",
     )

@@ -1,24 +1,30 @@
-"""Gradients of each example, by `vmap` of `grad` or one after another, and their sum by one backward pass."""
+"""Gradients of each example, by `vmap` of `grad` or one after another, and their sum by one backward pass.
+
+`choose_gradients` chooses between these and `recorded_gradients`.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils import _pytree as pytree
 
-from ..errors import PomonaError
+from ..errors import PomonaError, require
 from .batchable_ops import BatchableOps
-from .example_batches import Batch, call_model, map_tensors, model_arguments
+from .example_batches import Batch, call_model, map_tensors, model_arguments, pad_rows
+from .recorded_gradients import Gradients, Loss, compute_recorded_gradients
 
-Loss = Callable[[Any, Any], Tensor]
-Gradients = dict[str, Tensor]
+RELATIVE_ERROR = 1e-2  # of recorded gradients; those that are wrong differ by far more
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)  # of models that cannot be batched
 
 
 def compute_per_example_gradients(
@@ -88,35 +94,78 @@ def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
 
 
 def choose_gradients(
-    model: nn.Module, loss: Loss, parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch, views: int
+    model: nn.Module,
+    loss: Loss,
+    parameters: Mapping[str, Tensor],
+    inputs: Batch,
+    targets: Batch,
+    views: int,
+    dtype: torch.dtype | None = None,
 ) -> Callable[..., tuple[Gradients, Tensor]]:
-    """Return the function that computes the gradients of a model: batched over examples if the model allows it.
+    """Return the function that computes the gradients of a model: the first that the model allows of three.
 
-    It is tried on the first row, and draws none of the random numbers of the step.
+    They are recorded layer by layer, or batched over examples by `vmap`, or computed one example at a time. With a
+    `dtype` they are recorded. They are tried on the first row, and draw none of the random numbers of a step.
     """
     inputs, targets = map_tensors(operator.itemgetter(slice(1)), (inputs, targets))
     arguments = model, loss, parameters, inputs, targets, views
+    obstacle = recording_obstacle(*arguments)
+    if obstacle is None:
+        return partial(compute_recorded_gradients, dtype=dtype)
+    require(
+        dtype is None,
+        f'{type(model).__name__} cannot be trained with precision="bfloat16" ({obstacle}): leave the precision out.',
+    )
+    device = next(iter(parameters.values())).device
     try:
-        with forked_random_state(next(iter(parameters.values())).device), warnings.catch_warnings():
+        with forked_random_state(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*performance drop")  # by torch, before it fails
             compute_per_example_gradients(*arguments)
         return compute_per_example_gradients
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except MODEL_ERRORS as error:
         try:
-            with forked_random_state(next(iter(parameters.values())).device):
+            with forked_random_state(device):
                 compute_gradients_one_by_one(*arguments)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as second:
-            reason = str(second).strip().split("\n")[0]
+        except MODEL_ERRORS as second:
             raise PomonaError(
-                f"the gradients of single examples of {type(model).__name__} cannot be computed ({reason}): change the "
-                "part that needs a whole batch."
+                f"the gradients of single examples of {type(model).__name__} cannot be computed ({describe(second)}): "
+                "change the part that needs a whole batch."
             ) from second
-        reason = str(error).strip().split("\n")[0]
         warnings.warn(
             f"{type(model).__name__} is trained one example at a time, which is slow, because it cannot be batched "
-            f"over examples ({reason}).",
+            f"over examples ({describe(error)}).",
             stacklevel=2,
         )
         return compute_gradients_one_by_one
+
+
+def recording_obstacle(
+    model: nn.Module, loss: Loss, parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch, views: int
+) -> str | None:
+    """Return why `compute_recorded_gradients` cannot be used for a model, or None if it can.
+
+    On a copy in evaluation mode, where nothing is random, its gradients of a row and of a row of zeros are compared
+    with those of a backward pass for each.
+    """
+    trial = copy.deepcopy(model).eval()
+    own = {name: parameter for name, parameter in trial.named_parameters() if name in parameters}
+    batch = pad_rows((inputs, targets), 2)
+    try:
+        with forked_random_state(next(iter(own.values())).device):
+            found, _ = compute_recorded_gradients(trial, loss, own, *batch, views)
+            expected, _ = compute_gradients_one_by_one(trial, loss, own, *batch, views)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        return describe(error)
+    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in own) ** 0.5
+    size = sum(float(part.double().square().sum()) for part in expected.values()) ** 0.5
+    is_equal = difference <= RELATIVE_ERROR * size or not math.isfinite(size)
+    return None if is_equal else f"its recorded gradients differ by {difference:.1g}"
+
+
+def describe(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return str(error).strip().split("\n")[0]

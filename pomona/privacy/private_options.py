@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ..errors import require, unknown_name_error
 from .budget import Budget
+from .clipping_norms import Clipping
 from .example_batches import Batch
 
 METHODS = ("dpsgd", "random", "public", "gip", "datalens")
 GROUPINGS = ("model", "parameter")
+# What the layers compute in; None is the dtype of the model
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 DENSE_METHODS = ("dpsgd", "datalens")  # whose index set holds all coordinates
 
 
@@ -20,13 +25,17 @@ def validate_options(
     group: int | None,
     grouping: str,
     clip: float,
+    clipping: Clipping,
     micro: int,
     views: int,
+    precision: str,
     public: tuple[Batch, Batch] | None,
 ) -> None:
     """Raise PomonaError for options of `PrivateStep` that are out of range or contradict each other."""
     if method not in METHODS:
         raise unknown_name_error("private method", method, METHODS)
+    if precision not in PRECISIONS:
+        raise unknown_name_error("precision", precision, PRECISIONS)
     if grouping not in GROUPINGS:
         raise unknown_name_error("grouping", grouping, GROUPINGS)
     require(
@@ -39,6 +48,10 @@ def validate_options(
         f"keep={keep:g} leaves none of a group of {group}: give a larger keep or group, or group=None.",
     )
     require(0 < clip < math.inf, f"clip must be above 0 and finite, got {clip:g}: without it there is no privacy.")
+    require(
+        method != "datalens" or not (clipping.layers or clipping.quantile),
+        "the signs of datalens have the norm C by construction: leave out layers and quantile.",
+    )
     require(micro >= 1 and views >= 1, f"micro and views must be 1 or more, got {micro} and {views}.")
     require(
         (budget.share > 0) == (method == "gip"),

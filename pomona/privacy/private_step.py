@@ -15,9 +15,7 @@ The method decides which coordinates of the gradient are kept. All but the first
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,28 +26,24 @@ from torch.nn import functional as F
 from ..errors import require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
-from .budget import Budget
-from .clipping import GradientGrid, flatten
+from .budget import RAMPS, Budget
+from .clipping_norms import Clipping, ClippingNorms
 from .datalens import keep_largest_signs
-from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors, pad_rows, split_rows
+from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors
+from .example_gradients import ExampleGradients, SampleGradients
 from .fixed_shapes import micro_batch_rows, repeatable_kernels
+from .index_draws import IndexDraws
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger
-from .model_validation import refuse_mixed_examples, validate
+from .model_validation import refuse_mixed_examples, unchanged_buffers, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
-from .per_example_gradients import (
-    Gradients,
-    Loss,
-    choose_gradients,
-    compute_gradients_one_by_one,
-    compute_summed_gradients,
-)
-from .private_options import DENSE_METHODS, METHODS, validate_options
+from .per_example_gradients import Loss
+from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
 from .processes import Processes
 from .random_source import Source
 from .step_journal import StepJournal
 
-__all__ = ["DEFAULT_SCHEDULE", "METHODS", "PrivateStep", "gip"]
+__all__ = ["DEFAULT_SCHEDULE", "METHODS", "PrivateStep"]
 
 DEFAULT_SCHEDULE = Linear(until=1.0)  # of Yang et al. (2023): fewer coordinates at every step, until the end
 
@@ -74,9 +68,11 @@ class PrivateStep:
         group: int | None = 256,
         grouping: str = "model",
         clip: float = 1.0,
+        clipping: Clipping | Mapping[str, Any] | None = None,
         loss: Loss = F.cross_entropy,
         micro: int = 256,
         views: int = 1,
+        precision: str = "float32",
         public: tuple[Tensor, Tensor] | None = None,
         source: Source | None = None,
         data: tuple[Batch, Batch] | None = None,
@@ -94,39 +90,46 @@ class PrivateStep:
             group: coordinates that share a top-k; None is one top-k for all.
             grouping: "model" groups all coordinates in their order, "parameter" those of each parameter (the authors').
             clip: C, the norm to which the gradient of each example is clipped.
+            clipping: whether layers are clipped on their own, and how the norms change; see `Clipping`.
             loss: the mean loss of a batch, from the model's output and the targets.
             micro: rows whose gradients are held in memory at a time; the result does not depend on it.
             views: augmented copies of a row. Inputs are then (rows, views, …), and the gradient of an example is the
                 mean over its views.
+            precision: "bfloat16" computes the gradients of examples in 16 bits; "float32" in the model's own dtype.
             public: inputs and targets of public data, for method "public".
             source: the random source; by default its key is the operating system's.
             data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
             ledger: of the data set; each step is journalled in it before its release.
         """
         budget.verify()
-        validate_options(budget, method, keep, group, grouping, clip, micro, views, public)
+        self.clipping = Clipping.of(clipping)
+        validate_options(budget, method, keep, group, grouping, clip, self.clipping, micro, views, precision, public)
         validate(model)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
         self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
-        self.clip, self.loss, self.micro, self.views, self.public = clip, loss, micro, views, public
+        self.clip, self.micro, self.views, self.precision, self.public = clip, micro, views, precision, public
         self.parameters = trained_parameters(model, optimizer)
         self.sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.size = sum(self.sizes)
-        self.grid = GradientGrid(clip, self.size)
+        sizes = dict(zip(self.parameters, self.sizes, strict=True))
+        self.norms = ClippingNorms(self.clipping, clip, sizes, budget)
+        self.grid = self.norms.grid(0)
         first = next(iter(self.parameters.values()))
         self.zeros = partial(torch.zeros, device=first.device, dtype=first.dtype)
         self.source = source or Source(first.device)
         self.processes = Processes(model)
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
-        self.micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
+        micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
+        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views, PRECISIONS[precision])
+        self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
         require(
             self.data is None or count_rows(*self.data) == budget.rows,
             f"the budget is for {budget.rows} rows, and the data has another number.",
         )
         self.journal = StepJournal(ledger, self.source, self.processes, budget)
-        self.compute_gradients: Callable[..., tuple[Gradients, Tensor]] | None = None  # known after the first
+        self.is_tested = False  # whether the model was found not to mix examples
         self.drawn = 0  # steps that are charged
         self.steps_taken = 0
         self.pending: Tensor | None = None  # the rows that were drawn for the next step
@@ -145,27 +148,22 @@ class PrivateStep:
 
     def kept_share(self, step: int | None = None) -> float:
         """Return the share of coordinates that a step keeps; by default of the next step."""
-        step = self.next_step if step is None else step
-        return 1.0 if self.method in DENSE_METHODS else 1 - (1 - self.keep) * self.schedule(step, self.budget.steps)
+        return self.indices.kept_share(self.next_step if step is None else step)
 
     def mechanism(self, step: int | None = None) -> IndexMechanism:
         """Return the index mechanism of a step; by default of the next step."""
-        leaves = tuple(self.sizes) if self.grouping == "parameter" else None
-        make = partial(IndexMechanism, self.kept_share(step), group=self.group, leaves=leaves)
-        if self.method == "gip":
-            return make(epsilon=self.budget.index)
-        return make(theta=0.0 if self.method == "random" else math.inf)
+        return self.indices.mechanism(self.next_step if step is None else step)
 
     def lost(self, step: int | None = None) -> float | None:
         """Return E[i] / m, the share of the private top-k that a step's index set is expected to miss.
 
         For public data it is unknown, and None is returned.
         """
-        return None if self.method == "public" else self.mechanism(step).lost(self.size)
+        return self.indices.lost(self.next_step if step is None else step)
 
     def lost_at_random(self, step: int) -> float:
         """Return the share of the private top-k that a random index set would miss in a step."""
-        return replace(self.mechanism(step), theta=0.0, epsilon=None).lost(self.size)
+        return self.indices.lost_at_random(step)
 
     # ---- steps
 
@@ -194,17 +192,18 @@ class PrivateStep:
         inputs, targets = self.check_examples(inputs, targets, rows)
         validate(self.model)
         refuse_other_parameters(self.model, self.optimizer, self.parameters)
-        if self.steps_taken == 0:
+        if not self.is_tested:
             flat_views = map_tensors(lambda part: part.flatten(0, 1), inputs) if self.views > 1 else inputs
-            refuse_mixed_examples(self.model, flat_views)
+            self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch():
+        with repeatable_kernels(), self.source.seeded_torch(), unchanged_buffers(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn
         # The divisor is the expected size: the actual size is not public.
-        gradient = self.grid.to_gradient(total, self.budget.batch_size)
+        gradient = self.grid.to_gradient(total[: self.size], self.budget.batch_size)
+        self.norms.adapt(total[self.size :])
         for parameter, part in zip(self.parameters.values(), gradient.split(self.sizes), strict=True):
             parameter.grad = part.view(parameter.shape).to(parameter.dtype)
         with self.guard.opened():
@@ -234,64 +233,41 @@ class PrivateStep:
         return inputs, targets
 
     def sum_clipped_gradients(self, inputs: Batch, targets: Batch, mechanism: IndexMechanism) -> tuple[Tensor, Tensor]:
-        """Return the noisy sum of masked and clipped gradients as a flat tensor of grid units, and the losses."""
-        chunks = split_rows((inputs, targets), self.micro_rows)
-        # The per-example gradients of a single chunk are used for both the index set and the sum.
-        shared = self.per_example_gradients(*chunks[0]) if len(chunks) == 1 else None
-        mask = self.choose_mask(chunks, mechanism, shared)
+        """Return the noisy sum of masked and clipped gradients as a flat tensor of grid units, and the losses.
+
+        Behind the sum are the noisy counts of examples that stay whole, where norms adapt to them.
+        """
+        step = self.drawn - 1
+        if self.norms.is_variable:
+            self.grid = self.norms.grid(step)
+        sample = SampleGradients(self.gradients, inputs, targets)
+        mask = self.choose_mask(sample, mechanism)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.zeros(self.size, dtype=torch.int64), []
-        for chunk in chunks:
-            gradients, loss = shared or self.per_example_gradients(*chunk)
-            flat = [gradient.flatten(1) for gradient in gradients.values()]
+        total, losses = self.zeros(self.size + self.norms.counts, dtype=torch.int64), [self.zeros(0)]
+        for flat, loss in sample:
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
             if self.method == "datalens":
-                flat = keep_largest_signs(flat, self.keep, self.clip)
+                flat = keep_largest_signs(flat, self.keep, self.grid.clip)
             self.grid.add_clipped(flat, total)
             losses.append(loss)
         self.processes.add(total)
-        noise = self.source.discrete_gaussian(self.size, self.grid.noise_variance(self.budget.sigma))
-        total += noise if mask is None else noise.mul_(mask)
-        return total, torch.cat(losses) if losses else self.zeros(0)
+        noise = self.norms.draw_noise(self.source, self.grid, self.size, self.budget.sigma_at(step))
+        if mask is not None:
+            noise[: self.size] *= mask
+        total += noise
+        return total, torch.cat(losses)
 
-    def per_example_gradients(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
-        """Return the gradients of each row by parameter name, and the losses.
-
-        They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
-        """
-        count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
-        if self.compute_gradients is None:
-            self.compute_gradients = choose_gradients(*arguments, inputs, targets, self.views)
-        if self.compute_gradients is not compute_gradients_one_by_one:
-            inputs, targets = pad_rows((inputs, targets), self.micro_rows)
-        gradients, losses = self.compute_gradients(*arguments, inputs, targets, self.views)
-        return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
-
-    def choose_mask(
-        self,
-        chunks: list[tuple[Batch, Batch]],
-        mechanism: IndexMechanism,
-        shared: tuple[Gradients, Tensor] | None,
-    ) -> Tensor | None:
-        """Return the flat mask of kept coordinates, or None to keep all.
-
-        `shared` are the per-example gradients and losses of the sample, if it is a single chunk.
-        """
+    def choose_mask(self, sample: SampleGradients, mechanism: IndexMechanism) -> Tensor | None:
+        """Return the flat mask of kept coordinates, or None to keep all."""
         if self.method in DENSE_METHODS:
             return None
         gradient = self.zeros(self.size)
         if self.method == "public":
             assert self.public is not None
-            gradient = flatten(compute_summed_gradients(self.model, self.loss, self.parameters, *self.public))
-        elif self.method == "gip" and shared is not None:
-            gradient = flatten({name: rows.sum(0) for name, rows in shared[0].items()})
+            gradient = self.gradients.of_batch(*self.public)
         elif self.method == "gip":
-            for chunk in chunks:
-                summed = compute_summed_gradients(self.model, self.loss, self.parameters, *chunk, self.views)
-                gradient += flatten(summed)
-        if self.method == "gip":
-            self.processes.add(gradient)
+            self.processes.add(sample.add_up(gradient))
         return mechanism.sample(gradient, self.source)
 
     # ---- state
@@ -310,6 +286,7 @@ class PrivateStep:
             "budget": self.budget.to_dict(),
             "options": self.options(),
             "source": self.source.state_dict(pending=pending, with_key=self.drawn - pending < self.budget.steps),
+            "norms": self.norms.norms,
             "ledger": self.journal.checksum,
         }
 
@@ -321,7 +298,9 @@ class PrivateStep:
             "group": self.group,
             "grouping": self.grouping,
             "views": self.views,
+            "precision": self.precision,
             "schedule": spec_to_dict(self.schedule),
+            "clipping": self.clipping.to_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,7 +308,7 @@ class PrivateStep:
         mine, theirs = self.budget.to_dict(), state["budget"]
         other = [f"{key}: {mine[key]}, not {theirs.get(key)}" for key in mine if mine[key] != theirs.get(key)]
         other += [f"method: {self.method}, not {state['method']}"] * (self.method != state["method"])
-        own, before = self.options(), state.get("options", {})
+        own, before = self.options(), {"clipping": {}} | state.get("options", {})
         other += [f"{key}: {own[key]}, not {before[key]}" for key in before if own.get(key) != before[key]]
         require(
             not other,
@@ -338,6 +317,7 @@ class PrivateStep:
         )
         self.journal.resume(state.get("ledger"))
         self.source.load_state_dict(state["source"])
+        self.norms.norms = list(state.get("norms", self.norms.norms))
         self.steps_taken, self.drawn, self.pending = state["done"], state.get("drawn", state["done"]), None
 
     def facts(self) -> dict[str, Any]:
@@ -359,36 +339,10 @@ class PrivateStep:
             "lost": {"middle": self.lost(middle), "end": self.lost(end)},
             "random_loses": {"middle": self.lost_at_random(middle), "end": self.lost_at_random(end)},
             "secure": self.source.secure,
+            **{key: value for key, value in self.changes().items() if value},
         }
 
-
-def gip(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    rows: int,
-    batch_size: int,
-    epsilon: float,
-    delta: float,
-    steps: int,
-    share: float = 0.01,
-    seed: int | None = None,
-    **options: Any,
-) -> PrivateStep:
-    """Return private training steps with gradients index pruning, after solving their budget with dp-accounting.
-
-    Args:
-        rows: of the training data.
-        batch_size: expected rows of a Poisson sample.
-        epsilon: ε of the whole run.
-        delta: δ of the whole run, below 1 / rows.
-        steps: of the whole run.
-        share: of ε for the index sets, 1 % in Yang et al. (2023); ignored by other methods than "gip".
-        seed: not private, for experiments only, because whoever knows it can subtract the noise. Without one the key of
-            all random numbers is the operating system's.
-        options: further options of `PrivateStep`.
-    """
-    share = share if options.get("method", "gip") == "gip" else 0.0
-    budget = Budget.solve(epsilon=epsilon, delta=delta, rows=rows, batch_size=batch_size, steps=steps, share=share)
-    source = Source(next(model.parameters()).device, seed=seed)
-    return PrivateStep(model, optimizer, budget, source=source, **options)
+    def changes(self) -> dict[str, Any]:
+        """Return how noise, index draws and clipping change over the steps or layers; nothing where they do not."""
+        budget = self.budget.to_dict()
+        return {key: budget.get(key) for key in sorted(RAMPS)} | {"clipping": self.clipping.to_dict()}

@@ -27,6 +27,7 @@ from .discrete_gaussian import NoiseTable, sample_discrete_gaussian
 
 SEED_PREFIX = b"pomona, not private: "
 CALL_BITS = 24  # of the nonce; the purpose has 8 and the step 64
+TWISTER_BYTES, TWISTER_START, TWISTER_WORDS = 5056, 3, 624  # of a generator's state: in all, before and of its words
 ROW_BITS = 62  # of the integer that decides whether a row is drawn
 
 
@@ -39,6 +40,7 @@ class Purpose(IntEnum):
     NOISE = 3
     REFINEMENT = 4  # further bits of a number whose first ones did not decide a comparison
     AUGMENTATION = 5
+    MODEL = 6  # the state of torch's generator, from which dropout draws
 
 
 class Source:
@@ -86,15 +88,27 @@ class Source:
     def seeded_torch(self) -> Iterator[None]:
         """Seed torch's generators from this source within the block: a model's dropout draws from them.
 
-        Were its masks known, those of all other rows would tell whether a row is there, as they move up by one.
+        Were its masks known, those of all other rows would tell whether a row is there, as they move up by one. A
+        seed has 32 bits on a CPU, which can all be tried, so the whole state of that generator is drawn. On a GPU it
+        has 63.
         """
         seed = self.integer(64) >> 1
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.set_state(self.twister_state())
             if self.device.type == "cuda":
                 with torch.cuda.device(self.device):
                     torch.cuda.manual_seed(seed)
             yield
+
+    def twister_state(self) -> Tensor:
+        """Return a random state of torch's generator for CPUs, a Mersenne twister, in the bytes that it takes."""
+        state = torch.Generator().manual_seed(0).get_state()
+        require(state.numel() == TWISTER_BYTES, "this version of torch has another generator: use an older one.")
+        words = self.words(Purpose.MODEL, TWISTER_WORDS // 2, "cpu").view(torch.int32)
+        state.view(torch.int64)[TWISTER_START : TWISTER_START + TWISTER_WORDS] = words.long().bitwise_and_(
+            (1 << 32) - 1
+        )
+        return state
 
     def poisson(self, rows: int, rate: float) -> Tensor:
         """Begin a new step and return the indices of its Poisson sample.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .bitmap import BitmapTensor
 from .compress import Compression, compress, decompress
 from .files import load, save
 from .format import BalancedTensor
@@ -12,6 +13,7 @@ from .unstructured import UnstructuredTensor
 
 __all__ = [
     "BalancedTensor",
+    "BitmapTensor",
     "Change",
     "Compression",
     "GapTensor",

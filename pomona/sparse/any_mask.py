@@ -7,15 +7,17 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from .bitmap import BitmapTensor
 from .gaps import MAX_COLUMNS, GapTensor
-from .ops import gap_product, unstructured_product
+from .ops import bitmap_product, gap_product, unstructured_product
 from .packed_tensor import PackedTensor
 from .unstructured import UnstructuredTensor
 
 # The formats, with the largest number of columns and the types of devices that have kernels.
-FORMATS: tuple[tuple[type[UnstructuredTensor | GapTensor], float, Collection[str]], ...] = (
+FORMATS: tuple[tuple[type[UnstructuredTensor | GapTensor | BitmapTensor], float, Collection[str]], ...] = (
     (UnstructuredTensor, float("inf"), unstructured_product.BACKENDS),
     (GapTensor, MAX_COLUMNS, gap_product.BACKENDS),
+    (BitmapTensor, float("inf"), bitmap_product.BACKENDS),
 )
 
 

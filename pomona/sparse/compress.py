@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
-from ..masking import matrix_shape
 from ..models.example_inputs import Example, ModelInputs
 from .any_mask import pack_any_mask
+from .balanced_blocks import MIN_SPARSITY, find_block, is_balanced, pack_balanced
 from .compression_report import DENSE_FUSED, PLANNED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
-from .format import DTYPES, MAX_BLOCK, WORD_BITS, BalancedTensor, index_bits
+from .format import DTYPES, BalancedTensor
 from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
 from .layers.base import is_channels_last
-from .network import is_planned, plan_network, remove_plan
+from .network import copy_without_plan, plan_copy
 from .packed_tensor import PackedTensor
+from .quantized import CODE_BITS, QuantizedBalancedTensor
 from .surgery import (
     choose_encoder_paths,
     copy_with_dense_layers,
@@ -37,12 +38,6 @@ from .surgery import (
 from .timing import last_cache_bytes, make_cache_flusher, median_seconds
 
 POLICIES = ("faster", "all")
-MIN_SPARSITY = 0.3  # with fewer zeros, packing gains nothing
-SAMPLED_ROWS = 256  # rows from which `find_block` judges a weight
-CANDIDATE_BLOCKS = (*range(2, 129), *(2**power for power in range(8, 17)))
-# The time of one stored value relative to blocks of 32 columns, for blocks of at most this many columns.
-RELATIVE_TIMES = ((32, 1.0), (64, 1.3), (128, 1.7), (MAX_BLOCK, 3.0))
-MIN_BALANCED_FILL = 0.9  # of the values stored for balanced weights are nonzero, where the mask is balanced
 SMALL_WEIGHT = 1 << 18  # weights of a layer so small that a balanced mask is packed in no other format
 LAYER_PATIENCE = 1 / 3  # of the patience for the whole model
 
@@ -55,6 +50,7 @@ class LayerOptions:
 
     block: int | None
     dtype: torch.dtype | None
+    bits: int | None  # of the values of balanced blocks, where they are quantised
     policy: str
     formats: Sequence[str]
     patience: float  # seconds for which a layer is timed
@@ -71,6 +67,7 @@ def compress(
     policy: str = "faster",
     patience: float = 1.0,
     formats: Sequence[str] | None = None,
+    bits: int | None = None,
     keep: str | None = None,
 ) -> nn.Module:
     """Return a copy of the model that runs on packed weights; its `compression` reports the outcome for each layer.
@@ -91,36 +88,37 @@ def compress(
         block: the width of the blocks; found in the weights by default.
         dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
         policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
-        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps"; all by
-            default. With a `block`, only "balanced".
         patience: seconds for which the whole model is timed; each layer is timed for a third of that.
+        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps"; all by
+            default. With a `block`, only "balanced"; with `bits`, only "balanced_quantized".
+        bits: 4 or 8 stores balanced blocks as codes of so many bits with scales ("balanced_quantized"), which rounds
+            the weights; by default no value changes.
         keep: deprecated name of `policy`.
     """
     policy = policy if keep is None else keep
     if policy not in POLICIES:
         raise unknown_name_error("policy", policy, POLICIES)
-    formats = (list(FORMATS) if block is None else [BalancedTensor.format_name]) if formats is None else formats
-    for name in formats:
-        if name not in FORMATS:
-            raise unknown_name_error("format", name, FORMATS)
+    formats = choose_formats(formats, block, bits)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = copy_without_plan(unwrap(model))
     occupied = isinstance(getattr(dense, "compression", None), (nn.Module, Tensor))
     require(not occupied, "the model has a part of its own called 'compression', where the report would be: rename it.")
     refuse_computed_weights(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)
-    options = LayerOptions(block, dtype, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
+    options = LayerOptions(block, dtype, bits, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
     packed, layers = pack_layers(dense, inputs, options)
     fused = [layer.name for layer in layers if layer.saved]
     fuse_relus(packed, fused)
-    result = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers if not layer.packed]), fused)
+    staying = [layer.name for layer in layers if not layer.packed]
+    result = fuse_relus(copy_with_dense_layers(packed, staying, dense), fused)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
-    planned = None if inputs is None else plan_copy(packed, inputs)
+    planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
     if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
         models = {"dense": dense, "all packed": packed, "compressed": result}
         if fused:
-            models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, [layer.name for layer in layers]), fused)
+            every = [layer.name for layer in layers]
+            models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, every, dense), fused)
         if planned is not None:
             models[PLANNED] = planned
         seconds, called = time_models(models, inputs, patience)
@@ -148,22 +146,19 @@ def decompress(model: nn.Module) -> nn.Module:
     return plain
 
 
-def copy_without_plan(model: nn.Module) -> nn.Module:
-    """Return a model that runs module by module: itself, unless it runs as planned."""
-    if is_planned(model):
-        model = copy.deepcopy(model)
-        remove_plan(model)
-    return model
-
-
-def plan_copy(packed: nn.Module, inputs: ModelInputs) -> nn.Module | None:
-    """Return a copy of a packed model that runs its convolutions in one native call, or None where it cannot."""
-    images = inputs.args[0] if len(inputs.args) == 1 and not inputs.kwargs else None
-    has_images = isinstance(images, Tensor) and images.ndim == 4 and images.device.type == "cpu"
-    if not has_images or images.dtype != torch.float32 or not any(isinstance(m, PackedLayer) for m in packed.modules()):
-        return None
-    planned = copy.deepcopy(packed).eval()
-    return planned if plan_network(planned, (images.shape[1], images.shape[2], images.shape[3])) else None
+def choose_formats(formats: Sequence[str] | None, block: int | None, bits: int | None) -> Sequence[str]:
+    """Return the names of the formats to choose from; raise PomonaError for options that do not fit together."""
+    quantized = QuantizedBalancedTensor.format_name
+    require(bits in (None, *CODE_BITS.values()), f"values are quantised to 4 or 8 bits, got bits={bits}.")
+    if formats is None and bits is None:
+        return [name for name in FORMATS if name != quantized] if block is None else [BalancedTensor.format_name]
+    formats = [quantized] if formats is None else formats
+    for name in formats:
+        if name not in FORMATS:
+            raise unknown_name_error("format", name, FORMATS)
+    require(bits is not None or quantized not in formats, f"the format '{quantized}' rounds weights: give bits=4 or 8.")
+    require(bits is None or quantized in formats, f"bits={bits} is for the format '{quantized}': add it to formats.")
+    return formats
 
 
 def refuse_computed_weights(model: nn.Module) -> None:
@@ -220,7 +215,7 @@ def assess_layer(
     first = next(iter(weights.values()))
     fields: dict[str, Any] = {"name": name, "kind": type(layer).__name__, "shape": tuple(first.shape)}
     fields["sparsity"] = sparsity
-    obstacle = find_obstacle(layer, weights, options.dtype)
+    obstacle = find_obstacle(layer, weights, options.dtype, options.bits)
     candidates = {} if obstacle else pack_candidates(weights, options)
     packed_layers = {name: build_packed_layer(layer, candidate) for name, candidate in candidates.items()}
     for packed in packed_layers.values():
@@ -238,7 +233,8 @@ def assess_layer(
     chosen = min(candidates, key=lambda name: (times.get(name, 0.0), sizes[name]))
     main = next(iter(candidates[chosen].values()))
     if isinstance(main, BalancedTensor):
-        fields |= {"block": main.block, "kept": main.kept}
+        bits = main.bits if isinstance(main, QuantizedBalancedTensor) else None
+        fields |= {"block": main.block, "kept": main.kept, "bits": bits}
     seconds = (dense_seconds, times[chosen]) if times else None
     dense_bytes = sum(w.nbytes for w in weights.values())
     fields |= {"format": chosen, "bytes": (dense_bytes, sizes[chosen]), "seconds": seconds}
@@ -259,7 +255,9 @@ def describe_speed(dense: float, packed: float) -> str:
     return f"{dense / packed:.1f}× faster" if packed < dense else f"{packed / dense:.1f}× slower"
 
 
-def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype | None) -> str | None:
+def find_obstacle(
+    layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype | None, bits: int | None
+) -> str | None:
     """Return why a layer cannot be packed whatever its zeros, or None."""
     weight = next(iter(weights.values()))
     if weight.dtype not in DTYPES:
@@ -267,6 +265,8 @@ def find_obstacle(layer: nn.Module, weights: dict[str, Tensor], dtype: torch.dty
     largest = max(float(w.abs().amax()) for w in weights.values() if w.numel()) if dtype is not None else 0.0
     if dtype is not None and torch.finfo(dtype).max < largest < math.inf:
         return f"a weight of {largest:.3g} is too large for {dtype}"
+    if bits is not None and not all(bool(w.isfinite().all()) for w in weights.values()):
+        return "a weight with an infinity or NaN cannot be quantised"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return "a grouped convolution"
     if isinstance(layer, nn.LSTM) and layer.proj_size:
@@ -280,50 +280,16 @@ def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[s
     A small layer with a balanced mask has no other form: the formats hardly differ there.
     """
     sparse = {leaf: w for leaf, w in weights.items() if w.count_nonzero() <= (1 - MIN_SPARSITY) * w.numel()}
-    wanted = BalancedTensor.format_name in options.formats
-    balanced = pack_balanced(sparse, options.block, options.dtype) if wanted else {}
-    candidates: dict[str, Mapping[str, PackedTensor]] = {BalancedTensor.format_name: balanced}
+    candidates: dict[str, Mapping[str, PackedTensor]] = {}
+    for name, bits in ((BalancedTensor.format_name, None), (QuantizedBalancedTensor.format_name, options.bits)):
+        if name in options.formats:
+            candidates[name] = pack_balanced(sparse, options.block, options.dtype, bits)
+    balanced = next(iter(candidates.values()), {})
     settled = all(leaf in balanced and is_balanced(w, balanced[leaf]) for leaf, w in sparse.items())
     small = sum(weight.numel() for weight in sparse.values()) < SMALL_WEIGHT
     if not (settled and small):
         candidates |= pack_any_mask(sparse, options.formats, options.dtype)
     return {name: packed for name, packed in candidates.items() if packed}
-
-
-def is_balanced(weight: Tensor, packed: BalancedTensor) -> bool:
-    """Return whether nearly all values that are stored for a weight's blocks are nonzero."""
-    stored = weight.shape[0] * packed.values.shape[1] * packed.kept
-    return int(weight.count_nonzero()) >= MIN_BALANCED_FILL * stored
-
-
-def pack_balanced(
-    weights: Mapping[str, Tensor], block: int | None, dtype: torch.dtype | None
-) -> dict[str, BalancedTensor]:
-    """Return the balanced forms of the weights that gain by it, by parameter name."""
-    packed_weights: dict[str, BalancedTensor] = {}
-    for leaf, weight in weights.items():
-        packed = BalancedTensor.from_dense(weight, find_block(weight) if block is None else block)
-        # Where the blocks differ in count, the fullest one decides how many values are stored for each.
-        if packed.values[:1, :, :, 0].numel() <= (1 - MIN_SPARSITY) * packed.matrix[1]:
-            packed_weights[leaf] = packed.to(dtype or weight.dtype)
-    return packed_weights
-
-
-def find_block(weight: Tensor) -> int:
-    """Return the block width that takes the fewest bytes and the fastest kernel, judged by a sample of the rows."""
-    rows, columns = matrix_shape(weight.shape)
-    flat = weight.reshape(rows, columns)
-    sample = flat[torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS), device=weight.device).long()] != 0
-    total = torch.nn.functional.pad(sample.int().cumsum(1), (1, 0))
-
-    def cost(width: int) -> float:
-        edges = torch.arange(0, columns + width, width, device=weight.device).clamp_(max=columns)
-        kept = max(1, int(total[:, edges].diff(dim=1).max()))
-        words = math.ceil(kept / (WORD_BITS // index_bits(width)))
-        relative = next(time for limit, time in RELATIVE_TIMES if width <= limit)
-        return math.ceil(columns / width) * (kept * weight.element_size() + 2 * words) * relative
-
-    return min((w for w in CANDIDATE_BLOCKS if w <= max(2, columns)), key=lambda w: (cost(w), abs(w - 32)))
 
 
 def collect_layer_inputs(model: nn.Module, inputs: ModelInputs) -> dict[str, ModelInputs]:

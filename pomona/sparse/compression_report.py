@@ -32,6 +32,7 @@ class LayerReport:
     format: str | None = None  # the packed form that is fastest, whether it is used or not
     block: int | None = None  # of a balanced form
     kept: int | None = None
+    bits: int | None = None  # of the values, where they are codes
     bytes: tuple[int, int] | None = None  # dense, packed
     seconds: tuple[float, float] | None = None  # dense, packed; with the ReLU that follows
     saved: float = 0.0  # seconds that cuDNN saves by the ReLU in the same kernel; if any, `seconds` has that as dense
@@ -80,6 +81,7 @@ class Compression(TableView):
             times = ("", "") if layer.seconds is None else [f"{1e6 * s:,.1f}" for s in layer.seconds]
             form = layer.format or ""
             form = form if layer.block is None else f"{form}, {layer.kept} of {layer.block}"
+            form = form if layer.bits is None else f"{form}, int{layer.bits}"
             shape = "×".join(map(str, layer.shape))
             table.add_row(layer.name, shape, f"{layer.sparsity:.1%}", form, sizes, *times, layer.reason)
         if self.seconds:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PomonaError
+from .bitmap import BitmapTensor
 from .format import BalancedTensor
 from .gaps import GapTensor
 from .packed_tensor import PackedTensor
@@ -13,7 +14,8 @@ from .quantized import QuantizedBalancedTensor
 from .unstructured import UnstructuredTensor
 
 FORMATS: dict[str, type[PackedTensor]] = {
-    packed.format_name: packed for packed in (BalancedTensor, UnstructuredTensor, GapTensor, QuantizedBalancedTensor)
+    packed.format_name: packed
+    for packed in (BalancedTensor, UnstructuredTensor, GapTensor, BitmapTensor, QuantizedBalancedTensor)
 }
 
 

@@ -3,6 +3,8 @@
 A value is its code times a scale. All values of a row in `span` adjacent blocks share one scale. Codes of 8 bits are
 stored like any values. Codes of 4 bits are stored two in a byte: that of row i of a group in the low half, and that of
 row i + 16 in the high half.
+
+With `activations="int8"`, products round the inputs to 8 bits too: the largest magnitude of every vector becomes 127.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from .format import LANES, BalancedTensor, unpack_matrix, validate_packed_shapes
 # The types of codes by name, with their bits, and the columns that share a scale unless told otherwise; None for all.
 VALUE_TYPES: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 256)}
 CODE_BITS = {torch.int8: 8, torch.uint8: 4}  # by the dtype in which they are stored
+ACTIVATION_BITS: dict[str | None, int] = {None: 0, "int8": 8}  # to which products round inputs; 0 is not at all
+INPUT_LEVELS = 127.0  # the largest magnitude of an input of 8 bits
 NEAREST_STEPS = 2  # floats on each side of a step that are tried too, because a product with it was rounded
 
 
@@ -32,9 +36,12 @@ class QuantizedBalancedTensor(BalancedTensor):
 
     scales: Tensor  # groups of rows × spans × 32, float32
     span: int  # blocks that share a scale
+    activations: str | None = None  # "int8" where products round the inputs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
+        known = self.activations in ACTIVATION_BITS
+        require(known, f"activations are left as they are, None, or rounded to 'int8', got {self.activations!r}.")
         validate_quantized(self.values, self.indices, self.scales, *self.sizes)
 
     @property
@@ -43,31 +50,40 @@ class QuantizedBalancedTensor(BalancedTensor):
         return CODE_BITS[self.values.dtype]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:  # type: ignore[override]
-        """The numbers of rows and columns, the width of a block, and the blocks that share a scale."""
-        return (*self.matrix, self.block, self.span)
+    def sizes(self) -> tuple[int, int, int, int, int]:  # type: ignore[override]
+        """The numbers of rows and columns, the width of a block, the blocks that share a scale, and bits of inputs."""
+        return (*self.matrix, self.block, self.span, ACTIVATION_BITS[self.activations])
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The format, the shape, the width of a block, and the blocks that share a scale."""
-        return {"format": self.format_name, **super().metadata, "span": self.span}
+        """The format, the shape, the width of a block, the blocks that share a scale, and how inputs are rounded."""
+        rounding = {} if self.activations is None else {"activations": self.activations}
+        return {"format": self.format_name, **super().metadata, "span": self.span, **rounding}
 
     @classmethod
     def from_parts(cls, parts: Sequence[Tensor], metadata: Mapping[str, Any]) -> QuantizedBalancedTensor:
         values, indices, scales = parts
-        return cls(values, indices, torch.Size(metadata["shape"]), metadata["block"], scales, metadata["span"])
+        described = torch.Size(metadata["shape"]), metadata["block"]
+        return cls(values, indices, *described, scales, metadata["span"], metadata.get("activations"))
 
     @classmethod
     @torch.no_grad()
     def from_dense(
-        cls, weight: Tensor, block: int, values: str = "int8", group: int | None = None
+        cls,
+        weight: Tensor,
+        block: int,
+        values: str = "int8",
+        group: int | None = None,
+        activations: str | None = None,
     ) -> QuantizedBalancedTensor:
         """Return a float32 weight in packed form, rounded to codes of 8 or 4 bits.
 
         Every `group` columns of a row, rounded up to whole blocks, share a scale: by default the row for int8, and 256
         columns for int4. The scale gives the largest magnitude the largest code, so that no value changes by more than
         half a scale. Weights that are multiples of one step already, as DPF's `Quantize` leaves them, are stored
-        exactly. Raise PomonaError for other names of `values`, another dtype, and weights that are not finite.
+        exactly. With `activations="int8"` products round every input vector to 8 bits, which is faster for many vectors
+        on a CPU and changes an input by up to 0.4 % of the largest one of its vector. Raise PomonaError for other names
+        of `values` and `activations`, another dtype, and weights that are not finite.
         """
         require(values in VALUE_TYPES, f"quantised values are {' or '.join(VALUE_TYPES)}, got {values!r}.")
         require(weight.dtype == torch.float32, f"only float32 is quantised, got {weight.dtype}: use weight.float().")
@@ -79,11 +95,11 @@ class QuantizedBalancedTensor(BalancedTensor):
         columns = group or usual or packed.matrix[1]
         span = min(-(-columns // block), packed.values.shape[1])
         codes, scales = quantize(packed.values, bits, span)
-        return cls(codes, packed.indices, packed.shape, block, scales, span)
+        return cls(codes, packed.indices, packed.shape, block, scales, span, activations)
 
     @staticmethod
     def unpack(  # type: ignore[override]
-        values: Tensor, indices: Tensor, scales: Tensor, rows: int, columns: int, block: int, span: int
+        values: Tensor, indices: Tensor, scales: Tensor, rows: int, columns: int, block: int, span: int, bits: int = 0
     ) -> Tensor:
         return unpack_matrix(dequantize(values, scales, span), indices, rows, columns, block)
 
@@ -104,9 +120,10 @@ class QuantizedBalancedTensor(BalancedTensor):
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.shape))
+        rounded = "" if self.activations is None else f", {self.activations} activations"
         return (
             f"QuantizedBalancedTensor({shape}, {self.kept} of {self.block}, int{self.bits}, "
-            f"{self.scales.numel():,} scales, {self.nbytes:,} bytes)"
+            f"{self.scales.numel():,} scales, {self.nbytes:,} bytes{rounded})"
         )
 
 
@@ -164,8 +181,22 @@ def dequantize(stored: Tensor, scales: Tensor, span: int) -> Tensor:
     return unpack_codes(stored).float() * per_block.unsqueeze(2)
 
 
+def round_activations(x: Tensor, transposed: bool) -> Tensor:
+    """Return x with every vector rounded to 8 bits, in float32 or wider; vectors are rows, or transposed columns.
+
+    A vector with an infinity or NaN is returned as it is.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    vectors = wide.flatten(0, -2) if transposed else wide.flatten(1)
+    largest = vectors.abs().amax(0 if transposed else 1, keepdim=True)
+    factor = torch.where(largest > 0, INPUT_LEVELS / largest, 0)
+    rounded = (vectors * factor).round() * (largest / INPUT_LEVELS)
+    usable = factor.isfinite() & largest.isfinite()
+    return torch.where(usable, rounded, vectors).view(wide.shape)
+
+
 def validate_quantized(
-    values: Tensor, indices: Tensor, scales: Tensor, rows: int, columns: int, block: int, span: int
+    values: Tensor, indices: Tensor, scales: Tensor, rows: int, columns: int, block: int, span: int, bits: int = 0
 ) -> None:
     """Raise PomonaError unless the tensors are those of a quantised balanced matrix of this size."""
     if values.ndim != 4 or values.dtype not in CODE_BITS or scales.dtype != torch.float32:
@@ -186,5 +217,7 @@ def validate_quantized(
             f"scales for every {span} of {blocks} blocks do not fit: {groups} groups of rows need one scale for each "
             f"span and row, got {tuple(scales.shape)}."
         )
+    if bits not in ACTIVATION_BITS.values():
+        raise PomonaError(f"inputs are rounded to 8 bits, or not at all (0), got {bits}.")
     if not all(part.is_contiguous() and part.device == values.device for part in (values, indices, scales)):
         raise PomonaError("quantised values, indices and scales must be contiguous and on one device.")

@@ -87,21 +87,27 @@ def fuse_relus(model: nn.Module, convolutions: Collection[str] = ()) -> nn.Modul
     return model
 
 
-def restore_dense_layer(model: nn.Module, layer: PackedLayer | Conv2dReLU) -> nn.Module:
+def restore_dense_layer(model: nn.Module, layer: PackedLayer | Conv2dReLU, dense: nn.Module) -> nn.Module:
     """Put back the dense form of a layer, and the ReLU that the layer computed; return the model."""
     for children, name in find_places(model, layer):
         following = dict(pairwise(children)).get(name, name)
         if isinstance(fused := children[following], Fused):
             children[following] = nn.ReLU(fused.inplace)
-    return replace_module(model, layer, layer.dense())
+    return replace_module(model, layer, dense)
 
 
-def copy_with_dense_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Return a copy of a model in which the layers of these names are dense and compute no ReLU."""
+def copy_with_dense_layers(model: nn.Module, names: Sequence[str], source: nn.Module | None = None) -> nn.Module:
+    """Return a copy of a model in which the layers of these names are dense and compute no ReLU.
+
+    They are copies of the dense layers of the `source`, the model before it was packed, where that is given: packed
+    values may have been rounded.
+    """
     model = copy.deepcopy(model)
     for name in names:
         if isinstance(layer := model.get_submodule(name), (PackedLayer, Conv2dReLU)):
-            model = restore_dense_layer(model, layer)
+            origin = layer if source is None else source.get_submodule(name)
+            dense = origin.dense() if isinstance(origin, (PackedLayer, Conv2dReLU)) else copy.deepcopy(origin)
+            model = restore_dense_layer(model, layer, dense)
     choose_encoder_paths(model)
     return model
 

@@ -49,6 +49,16 @@ def test_tables_of_products_and_workloads(load_script: Any, empty_results: Path)
     assert writer.format_workloads("called", "called_").splitlines()[2:] == [called, below]
 
 
+def test_table_of_codes(load_script: Any, empty_results: Path) -> None:
+    writer, place = load_script("balanced_page"), {"rows": 8, "columns": 4, "batch": 1, "state": "cold"}
+    assert writer.format_quantized() == load_script("page_helpers").NOT_MEASURED
+    times = {"dense": 8e-6, "dense int4": 3e-6, "dense int8": None, "balanced int8": 1.25e-6, "balanced int4": 1e-6}
+    record = {"device": "G", "timings": [{**place, "side": side, "seconds": s} for side, s in times.items()]}
+    (empty_results / "quantized-h200.json").write_text(json.dumps(record))
+    line = "| G | 8×4 | 1 | cold | 8.0 | 3.0 |  |  | 1.2 | 1.0 | 8.00× | 3.00× |  |"
+    assert writer.format_quantized().splitlines()[2:] == [line]
+
+
 def test_table_of_unstructured_products(load_script: Any, empty_results: Path) -> None:
     writer, place = (
         load_script("balanced_page"),

@@ -37,3 +37,25 @@ def test_a_large_model_has_its_time_and_memory(page, monkeypatch):
     monkeypatch.setattr(page, "read_rows", lambda pattern, key: [(record, row)])
     (line,) = page.format_large_models().splitlines()[2:]
     assert line == "| SparseGPT, H200 | 6.74 billion in 32 blocks, 13.5 GB | 128 × 2048 | 96 s | 3.0 s | 21.5 GB |"
+
+
+def test_decoders_have_a_table_each_with_their_speeds(page):
+    shapes = {"llama": {"layers": 3, "width": 2048}}
+    row = {"model": "llama", "format": "dense", "dtype": "float32", "weight_bytes": 616_562_688}
+    small = row | {"format": "balanced int4", "weight_bytes": 19_000_000}
+    rows = [
+        row | {"batch": 8, "tokens_per_second": 1049.9, "speedup": 1.0},
+        row | {"batch": 1, "tokens_per_second": 19.2, "speedup": 1.0},
+        small | {"batch": 1, "tokens_per_second": 78.4, "speedup": 4.1},
+        small | {"batch": 8, "tokens_per_second": 406.0, "speedup": 8.14},
+    ]
+    record = {"device": "cpu", "threads": 1, "shapes": shapes, "rows": rows, "machine": {"gpus": [], "cpu": "EPYC"}}
+    assert page.format_decoding([record]).splitlines() == [
+        "**Llama, 3 blocks, 2,048 wide**, EPYC, 1 thread:",
+        "",
+        "| weights | activations | bytes | tokens/s, batch 1 | tokens/s, batch 8 |",
+        "|---|---|---|---|---|",
+        "| dense | float32 | 617 MB | 19 (1.00×) | 1,050 (1.00×) |",
+        "| balanced int4 | float32 | 19 MB | 78 (4.10×) | 406 (8.14×) |",
+    ]
+    assert page.format_decoding([]) == "*Not measured yet.*"

@@ -59,6 +59,29 @@ def test_a_script_runs(script: str, tmp_path: Path) -> None:
     assert re.search(PRINTED[script], done.stdout), done.stdout
 
 
+@pytest.mark.slow
+def test_a_language_model_of_a_folder_is_pruned_exported_and_timed(tmp_path: Path) -> None:
+    """A GPT-2 from a config, without a tokenizer in its folder: its tokens are the bytes of the text."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    config = transformers.GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: " * 200)
+    script = "prune_language_model.py"
+    words = (
+        "--model dense --text text.txt --method wanda --pattern 2:4 --sparsity 0.5 --format csr --windows 8 --out out"
+    )
+    command = [sys.executable, str(EXAMPLES / script), *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(PRINTED[script].replace("75", "50"), done.stdout), done.stdout
+    pruned = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    for block in pruned.transformer.h:
+        for layer in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            kept = (layer.weight.T.reshape(-1, 4) != 0).sum(1)  # of every four inputs of an output
+            assert bool((kept == 2).all())
+
+
 @pytest.mark.parametrize("notebook", slow_unless(["quick_start.ipynb"], NOTEBOOKS))
 def test_a_notebook_runs(notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,6 +59,30 @@ def test_wanda_by_hand():
     assert torch.equal(model[0].weight, expected)
     assert torch.equal(report.masks["0.weight"], expected != 0)
     assert report.sparsity == 0.5
+
+
+def naive_wanda(weight: np.ndarray, inputs: np.ndarray, sparsity: float) -> np.ndarray:
+    """Prune the lowest |w| · ‖x‖ of each output, one output after the other."""
+    pruned, norms = weight.copy(), np.linalg.norm(inputs, axis=0)
+    for row in pruned:
+        lowest = np.argsort(np.abs(row) * norms)[: round(sparsity * len(row))]
+        row[lowest] = 0
+    return pruned
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_errors_are_those_of_a_naive_wanda(seed):
+    """20 matrices on correlated inputs: the error of the outputs is no larger than that of the reference."""
+    torch.manual_seed(seed)
+    rows, columns, sparsity = 8 + seed % 9, 16 + 4 * (seed % 7), (0.5, 0.75, 0.25)[seed % 3]
+    layer = nn.Linear(columns, rows, bias=False).double()
+    x = torch.randn(60, columns, dtype=torch.float64) @ torch.randn(columns, columns, dtype=torch.float64)
+    dense = layer.weight.detach().clone()
+    pm.Wanda(sparsity, include="0").prune(nn.Sequential(layer, nn.Linear(rows, 2).double()), [*x.split(25)])
+    reference = torch.as_tensor(naive_wanda(dense.numpy(), x.numpy(), sparsity))
+    torch.testing.assert_close(layer.weight.detach(), reference, rtol=0, atol=0)
+    error, expected = ((x @ (weight - dense).T).norm() for weight in (layer.weight.detach(), reference))
+    assert error <= expected * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -40,7 +40,7 @@ class FloatStep(PrivateStep):
         self.grid = FloatGrid()
 
     def sum_clipped_gradients(self, inputs, targets, mechanism):
-        gradients, losses = self.per_example_gradients(inputs, targets)
+        gradients, losses = self.gradients.of_examples(inputs, targets)
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
         total = (flat * (self.clip / flat.norm(dim=1, keepdim=True).clamp(min=1e-30)).clamp(max=1)).sum(0)
         return total + self.source.normal(self.size).mul_(self.budget.sigma * self.clip), losses

@@ -42,14 +42,14 @@ class NoiselessSource(Source):
     """A random source whose noise is all zero."""
 
     def discrete_gaussian(self, count: int, variance: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
 
 
 def make_step(seed: int = 0, *, budget: Budget | None = None, noiseless: bool = False, lr: float = 1.0, **options):
     """Return a network and its private step, by default of DP-SGD."""
     model = make_network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    source = (NoiselessSource if noiseless else Source)(seed=3)
+    source = options.pop("source", None) or (NoiselessSource if noiseless else Source)(seed=3)
     return model, PrivateStep(
         model, optimizer, budget or make_budget(), source=source, **{"method": "dpsgd", **options}
     )

@@ -41,12 +41,12 @@ def test_all_batches_of_a_run_have_one_shape():
         seen.append(len(inputs))
         return compute(model, loss, parameters, inputs, targets, views)
 
-    step.compute_gradients = watch
+    step.gradients.compute = watch
     for rows in step:
         sizes.add(len(rows))
         step(x[rows], y[rows])
     assert len(sizes) > 3
-    assert set(seen) == {step.micro_rows} == {9}
+    assert set(seen) == {step.gradients.micro_rows} == {9}
 
 
 def test_filled_rows_add_nothing():
@@ -56,7 +56,7 @@ def test_filled_rows_add_nothing():
         model, step = make_step(noiseless=True)
         for _ in range(3):
             rows = step.draw()
-            step.micro_rows = 29 if fixed else max(len(rows), 1)
+            step.gradients.micro_rows = 29 if fixed else max(len(rows), 1)
             step(x[rows], y[rows])
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(*ends, strict=True))

@@ -143,7 +143,8 @@ def train_in_process(rank: int, count: int, store: str, results, diverge: bool) 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     x, y = make_data()
     model = make_network(seed=rank if diverge else 0)
-    options = {"method": "gip", "keep": 0.5, "group": 50, "data": (x, y)}
+    clipping = {"layers": True, "quantile": 0.5}  # its counts are added up too
+    options = {"method": "gip", "keep": 0.5, "group": 50, "data": (x, y), "clipping": clipping}
     source = Source(seed=3 if rank == 0 else 99)  # the first one's key counts
     budget = make_budget(steps=3, share=0.5, index=5.0)
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), 0.5), budget, source=source, **options)

@@ -136,7 +136,7 @@ def test_limit_over_all_runs_is_kept(tmp_path):
     rows = first.draw()
     first(*(part[rows] for part in make_data()))
     ledger = Ledger(tmp_path, make_data())
-    two_runs = total_epsilon({budget.pair: 16}, 1e-5)
+    two_runs = total_epsilon([{budget.pair: 16}], 1e-5)
     ledger.set_limit(two_runs * 1.001, 1e-5)
     make_step(tmp_path, budget=budget)[1].draw()
     with pytest.raises(PomonaError, match="'toy' would cost ε=.*end a run that will not go on"):
@@ -157,14 +157,14 @@ def test_limit_over_all_runs_is_kept(tmp_path):
 def test_runs_are_composed_together():
     pytest.importorskip("dp_accounting")
     one, other = Pair(0.1, 1.2), Pair(0.02, 0.8, (0.1,))
-    together = total_epsilon({one: 50, other: 200}, 1e-5)
+    together = total_epsilon([{one: 50}, {other: 200}], 1e-5)
     alone = one.epsilon(50, 1e-5), other.epsilon(200, 1e-5)
     assert max(alone) < together < sum(alone)
     # A pair in two halves of another name: the shared grid costs less than 0.1 %.
     nearly = Pair(0.1, 1.2 * (1 + 1e-9))
-    assert total_epsilon({one: 25, nearly: 25}, 1e-5) == pytest.approx(alone[0], rel=1e-3)
-    assert total_epsilon({one: 25, nearly: 25}, 1e-5) >= alone[0] * (1 - 1e-6)
-    assert total_epsilon({}, 1e-5) == 0.0
+    assert total_epsilon([{one: 25}, {nearly: 25}], 1e-5) == pytest.approx(alone[0], rel=1e-3)
+    assert total_epsilon([{one: 25}, {nearly: 25}], 1e-5) >= alone[0] * (1 - 1e-6)
+    assert total_epsilon([{}], 1e-5) == 0.0
 
 
 def test_data_sets_are_known_by_their_rows():

@@ -1,217 +1,51 @@
 """Deliberate mutants of private steps, each a mistake that was made somewhere, and the check that catches each one.
 
-A check raises where a step is wrong. All checks pass on the code as it is; a mutant must fail its check.
+All checks pass on the code as it is; a mutant must fail its check.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import tempfile
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import contextmanager
+from itertools import chain
 
 import pytest
 import torch
-from private_training import (
-    ROWS,
-    NoiselessSource,
-    assert_close_on_grid,
-    flat_parameters,
-    gradients_one_by_one,
-    make_budget,
-    make_data,
-    make_network,
-    make_step,
-    mean_of_clipped,
+from mutant_checks import (
+    CHECKS,
+    check_charges,
+    check_counts,
+    check_guards,
+    check_indices,
+    check_layers,
+    check_ledger,
+    check_model_randomness,
+    check_noise,
+    check_ramps,
+    check_replay,
+    check_sampling,
+    check_secrets,
+    check_sensitivity,
+    check_sum,
 )
 
 from pomona.errors import PomonaError
-from pomona.privacy import Budget, IndexMechanism, Ledger, PrivateStep, Source
-from pomona.privacy import private_step as step_module
+from pomona.privacy import (
+    Budget,
+    IndexMechanism,
+    PrivateStep,
+    Source,
+    clipping_norms,
+    example_gradients,
+)
+from pomona.privacy import budget as budget_module
 from pomona.privacy.clipping import UNITS, GradientGrid
-from pomona.privacy.ledger import find_ledgers
+from pomona.privacy.clipping_norms import ClippingNorms
 from pomona.privacy.optimizer_guard import OptimizerGuard
 from pomona.privacy.step_journal import StepJournal
-
-CLIP = 0.5
-
-# ---- checks
-
-
-def check_sum() -> None:
-    """A step without noise is the mean of gradients that are masked, clipped and rounded one by one."""
-    for micro in (256, 7):
-        model, step = make_step(noiseless=True, clip=CLIP, micro=micro)
-        (x, y), before = make_data(), flat_parameters(model)
-        rows = step.draw()
-        x[rows[1]] = math.nan
-        step.steps_taken = 1  # skip the validation of the model, which is not meant for NaN inputs
-        gradients = gradients_one_by_one(model, x[rows], y[rows])
-        gradients[1] = 0
-        assert float(gradients.norm(dim=1).max()) > 1.5 * CLIP
-        step(x[rows], y[rows])
-        norms = gradients.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        expected = mean_of_clipped(gradients + 0 * norms, CLIP)
-        assert_close_on_grid(before - flat_parameters(model), torch.nan_to_num(expected), CLIP)
-
-
-def check_sensitivity() -> None:
-    """One row changes the integer sum by a norm of at most 2²¹, also where every coordinate is rounded up."""
-    size = 10_000
-    grid = GradientGrid(CLIP, size)
-    for length, spread in ((1.0, 0.0), (50.0, 0.0), (1.0, 1.0), (0.9 * CLIP, 1.0)):
-        row = torch.full((1, size), 1.0) + spread * torch.randn(1, size, generator=torch.Generator().manual_seed(1))
-        parts = list((length * row / row.norm()).split([4000, 6000], dim=1))
-        total = torch.zeros(size, dtype=torch.int64)
-        grid.add_clipped(parts, total)
-        assert 0 < sum(int(value) ** 2 for value in total.tolist()) <= UNITS**2
-
-
-def check_noise() -> None:
-    """The released sum has noise of σ C in every coordinate, once a step, new in each, and of other coordinates too."""
-    budget = make_budget(steps=12, sigma=3.0)
-    for micro in (256, 6):
-        noises = []
-        for source in (Source(), NoiselessSource(seed=3)):
-            _, step = make_step(budget=budget, clip=2.0, micro=micro, lr=0.0)
-            step.source = step.journal.source = source
-            step.source.key = Source(seed=3).key
-            totals = []
-            step.grid.__class__.to_gradient, original = record_totals(totals), step.grid.__class__.to_gradient
-            try:
-                x, y = make_data()
-                for rows in step:
-                    step(x[rows], y[rows])
-            finally:
-                step.grid.__class__.to_gradient = original
-            noises.append(torch.stack(totals).double())
-        noise = (noises[0] - noises[1]) / UNITS
-        assert float(noise.std()) == pytest.approx(3.0, rel=0.05)
-        assert float(noise.mean(1).abs().max()) < 5 * 3.0 / math.sqrt(noise.shape[1])
-        assert float((torch.corrcoef(noise) - torch.eye(12)).abs().max()) < 0.3
-        assert float(noise[:, 1:].sub(noise[:, :-1]).std()) == pytest.approx(3.0 * math.sqrt(2), rel=0.1)
-
-
-def record_totals(totals: list) -> Callable:
-    """Return a method that keeps the noisy sums and releases nothing."""
-
-    def to_gradient(self, total, divisor):
-        totals.append(total.clone())
-        return total.double() * 0
-
-    return to_gradient
-
-
-def check_sampling() -> None:
-    """Each row is drawn independently with probability q, anew in each step."""
-    rows, rate, steps = 200, 0.2, 400
-    source = Source(seed=5)
-    drawn = torch.zeros(steps, rows)
-    for step in range(steps):
-        drawn[step, source.poisson(rows, rate)] = 1
-    sizes = drawn.sum(1)
-    assert float(sizes.mean()) == pytest.approx(rows * rate, rel=0.05)
-    assert float(sizes.var()) == pytest.approx(rows * rate * (1 - rate), rel=0.35)
-    assert float((drawn.mean(0) - rate).abs().max()) < 5 * math.sqrt(rate * (1 - rate) / steps)
-    together = torch.corrcoef(drawn.T) - torch.eye(rows)
-    assert float(together.abs().max()) < 0.35
-    assert not torch.equal(drawn[0], drawn[1])
-
-
-def check_charges() -> None:
-    """Every draw is charged, whatever is done with it, and no row is used that was not drawn."""
-    x, y = make_data()
-    _, step = make_step(budget=make_budget(steps=5, batch=1), data=(x, y))
-    drawn = 0
-    for rows in step:
-        drawn += 1
-        assert step.spent >= step.budget.spent(drawn)
-        assert drawn <= 5
-        if drawn == 2:
-            step(x[rows], y[rows])
-            with pytest.raises(PomonaError):
-                step(x[rows], y[rows])
-        if drawn == 3:
-            other = torch.tensor([k for k in range(ROWS) if k not in rows.tolist()][: len(rows) or 1])
-            with pytest.raises(PomonaError):
-                step(x[other], y[other])
-    assert drawn == 5 == step.source.step
-    with pytest.raises(PomonaError):
-        step.draw()
-
-
-def check_ledger() -> None:
-    """A step is on the disk before its release, and a resumed run replays it under the same name."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, (x, y) = Path(name), make_data()
-
-        def make():
-            model = make_network()
-            ledger = Ledger(folder, (x, y))
-            optimizer = torch.optim.SGD(model.parameters(), 1.0)
-            return model, PrivateStep(model, optimizer, make_budget(), method="dpsgd", ledger=ledger)
-
-        model, step = make()
-        seen = []
-        step.optimizer.register_step_pre_hook(lambda *_: seen.append(count_steps(folder)))
-        state = None
-        for rows in step:
-            state = state or step.state_dict()
-            step(x[rows], y[rows])
-        assert seen == [[k] for k in range(1, 9)]
-        other, resumed = make()
-        resumed.load_state_dict(state)
-        for rows in resumed:
-            resumed(x[rows], y[rows])
-        assert count_steps(folder) == [8]
-        assert torch.equal(flat_parameters(model), flat_parameters(other))
-
-
-def count_steps(folder: Path) -> list[int]:
-    """Return the steps of each run in a folder's ledger."""
-    return [account.steps for ledger in find_ledgers(folder) for account in ledger.accounts.values()]
-
-
-def check_guards() -> None:
-    """Foreign steps of the optimizer and budgets without noise are refused."""
-    _, step = make_step()
-    with pytest.raises(PomonaError):
-        step.optimizer.step()
-    model = make_network()
-    budget = Budget(2.0, 1e-5, ROWS, 20, 8, 0.0, 1e-9, 0.0, ((8, 2.0),))
-    with pytest.raises(PomonaError):
-        PrivateStep(model, torch.optim.SGD(model.parameters(), 1.0), budget, method="dpsgd")
-
-
-def check_secrets() -> None:
-    """Keys are new and not torch's, and what is published holds none."""
-    keys = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        keys.append(Source().key)
-    assert keys[0] != keys[1]
-    assert len(set(keys[0])) > 8
-    _, step = make_step()
-    assert step.source.key.hex() not in repr(step.facts()) + repr(step.source)
-
-
-def check_indices() -> None:
-    """The index draws cost what the budget says."""
-    _, step = make_step(budget=make_budget(share=0.5, index=3.0), method="gip", keep=0.3, group=50)
-    assert step.mechanism(7).cost(step.size) <= 3.0 * (1 + 1e-9)
-
-
-CHECKS = (
-    check_sum,
-    check_sensitivity,
-    check_noise,
-    check_sampling,
-    check_charges,
-    check_ledger,
-    check_guards,
-    check_secrets,
-    check_indices,
-)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -374,6 +208,56 @@ def publish_the_key(original):
     return lambda self: original(self) | {"source": self.source.state_dict()}
 
 
+def clip_each_layer_to_the_whole_norm(original):
+    def grid(self, step):
+        made = original(self, step)
+        return dataclasses.replace(made, grids=tuple(dataclasses.replace(one, units=UNITS) for one in made.grids))
+
+    return grid
+
+
+def clip_each_layer_to_twice_its_norm(original):
+    return lambda self: min(2.0 * original.fget(self), UNITS)
+
+
+def resume_without_norms(original):
+    return lambda self, state: original(self, {key: value for key, value in state.items() if key != "norms"})
+
+
+def seed_torch(original):
+    @contextmanager
+    def seeded_torch(self):
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.integer(64) >> 1)
+            yield
+
+    return seeded_torch
+
+
+def noise_on_the_gradient_alone(original):
+    def draw_noise(self, source, grid, size, sigma):
+        noise = original(self, source, grid, size, sigma)
+        noise[size:] = 0
+        return noise
+
+    return draw_noise
+
+
+def noise_of_the_counts_is_small(original):
+    def draw_noise(self, source, grid, size, sigma):
+        self.count_noise, kept = self.count_noise / 2, self.count_noise
+        try:
+            return original(self, source, grid, size, 0.5 * sigma)
+        finally:
+            self.count_noise = kept
+
+    return draw_noise
+
+
+def forget_the_ramps(original):
+    return lambda epsilon, delta, rate, steps, index, *ramps: original(epsilon, delta, rate, steps, index)
+
+
 MUTANTS = [
     # object, name, mutant, the check that catches it
     (GradientGrid, "to_gradient", divide_by_the_sample_size, check_sum),
@@ -402,7 +286,7 @@ MUTANTS = [
     (Source, "poisson", draw_the_same_rows, check_sampling),
     (Source, "poisson", draw_pairs, check_sampling),
     (Source, "poisson", lambda original: lambda self, rows, rate: original(self, rows, 2 * rate), check_sampling),
-    (step_module, "pad_rows", lambda original: lambda batch, count: batch_of_two(batch), check_sum),
+    (example_gradients, "pad_rows", lambda original: lambda batch, count: batch_of_two(batch), check_sum),
     (PrivateStep, "check_examples", accept_any_rows, check_charges),
     (PrivateStep, "__call__", allow_the_same_rows_twice, check_charges),
     (PrivateStep, "draw", charge_taken_steps_only, check_charges),
@@ -421,6 +305,22 @@ MUTANTS = [
         check_indices,
     ),
     (PrivateStep, "mechanism", lambda original: lambda self, step=None: doubled(original(self, step)), check_indices),
+    (ClippingNorms, "grid", clip_each_layer_to_the_whole_norm, check_layers),
+    (GradientGrid, "norm_limit", lambda original: property(clip_each_layer_to_twice_its_norm(original)), check_layers),
+    (clipping_norms, "group_by_layer", of_result(lambda layers: {"": list(chain(*layers.values()))}), check_layers),
+    (clipping_norms, "gradient_noise", lambda original: lambda sigma, *given: sigma, check_counts),
+    (clipping_norms, "gradient_noise", of_result(lambda sigma: sigma * 0.9), check_counts),
+    (clipping_norms, "count_whole", of_result(lambda count: 2 * count), check_counts),
+    (clipping_norms, "COUNT_UNITS", lambda original: 2 * original, check_counts),
+    (ClippingNorms, "draw_noise", noise_on_the_gradient_alone, check_counts),
+    (ClippingNorms, "draw_noise", noise_of_the_counts_is_small, check_counts),
+    (Budget, "sigma_at", lambda original: lambda self, step: self.sigma, check_ramps),
+    (Budget, "sigma_at", lambda original: lambda self, step: original(self, self.steps - 1), check_ramps),
+    (Budget, "pairs", lambda original: lambda self, steps: Counter({self.pair: len(list(steps))}), check_ramps),
+    (budget_module, "solve_noise_multiplier", forget_the_ramps, check_ramps),
+    (PrivateStep, "load_state_dict", resume_without_norms, check_replay),
+    (ClippingNorms, "adapt", lambda original: lambda self, counts: None, check_replay),
+    (Source, "seeded_torch", seed_torch, check_model_randomness),
 ]
 
 

@@ -107,7 +107,7 @@ def test_the_report_has_every_layer(net: nn.Module) -> None:
 
 
 def test_layers_that_are_slower_packed_stay_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[find_block.__module__]  # `pomona.sparse.compress` is the function, not the module
+    module = sys.modules["pomona.sparse.compress"]  # `pomona.sparse.compress` is the function, not the module
     monkeypatch.setattr(
         module,
         "time_layer",
@@ -125,7 +125,7 @@ def test_layers_that_are_slower_packed_stay_dense(net: nn.Module, monkeypatch: p
 
 
 def test_a_model_that_is_slower_as_a_whole_stays_dense(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[find_block.__module__]
+    module = sys.modules["pomona.sparse.compress"]
     monkeypatch.setattr(module, "time_layer", lambda *_: {"dense": 2.0, "balanced": 1.0})
     measured = ([1.0, 1.5, 1.5], [3.0, 4.0, 5.0])  # on the device, and as plain calls
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ def test_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
         layouts.extend(is_channels_last(y) for y in outputs)
         return [1.0] * len(sides)
 
-    monkeypatch.setattr(sys.modules[find_block.__module__], "median_seconds", collect_layouts)
+    monkeypatch.setattr(sys.modules["pomona.sparse.compress"], "median_seconds", collect_layouts)
     compressed = compress(model, x)
     assert all(layouts[:6])  # dense and packed, of every layer
     assert not any(isinstance(m, PackedLayer) for m in compressed.modules())
@@ -199,7 +199,7 @@ def test_a_model_larger_than_the_cache_is_timed_with_cold_caches(monkeypatch: py
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 12)
     monkeypatch.setattr(timing, "flush_caches", flushed.append)
     for cache, caches in ((size, "warm"), (size - 1, "cold")):
-        for module in (timing, sys.modules[find_block.__module__]):
+        for module in (timing, sys.modules["pomona.sparse.compress"]):
             monkeypatch.setattr(module, "last_cache_bytes", lambda _, cache=cache: cache)
         assert not flushed
         result = report(compress(model, patience=0))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pomona as pm
 from pomona.sparse import Compression, compress, decompress, load, save
-from pomona.sparse.compress import DENSE_FUSED, find_block
+from pomona.sparse.compress import DENSE_FUSED
 from pomona.sparse.files import METADATA_KEY, checksum
 from pomona.sparse.layers import Conv2dReLU, PackedConv2d, PackedLinear
 from pomona.sparse.surgery import Fused
@@ -49,7 +49,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
     """Return a function that replaces measured times by given ones, of single layers and of whole models."""
 
     def set_times_to(alone: dict[str, float], whole: dict[str, float]) -> None:
-        module = sys.modules[find_block.__module__]
+        module = sys.modules["pomona.sparse.compress"]
 
         def return_layer_times(sides: Sequence[Callable[[], Any]], *_: Any, **__: Any) -> list[float]:
             ways = ["dense", "fused", "balanced"] if len(sides) == 3 else ["dense", "balanced"]
@@ -170,7 +170,7 @@ def test_a_model_is_never_slower_than_its_fastest_dense_form(
 
 
 def test_a_model_without_sparse_layers_is_fused_too(cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[find_block.__module__]
+    module = sys.modules["pomona.sparse.compress"]
     monkeypatch.setattr(
         module, "median_seconds", lambda sides, *_, **__: [2.0, 1.0][: len(sides)] + [0.5] * (len(sides) - 2)
     )

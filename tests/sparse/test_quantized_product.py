@@ -25,10 +25,11 @@ INPUT_LEVELS = 32767  # to which the integer kernel rounds inputs
 
 
 def multiply(packed: QuantizedBalancedTensor, x: Tensor, bias: Tensor | None = None, relu: bool = False,
-             transposed: bool = False, instruction_set: str | None = None) -> Tensor | None:  # fmt: skip
+             transposed: bool = False, instruction_set: str | None = None,
+             input_bits: int = 0) -> Tensor | None:  # fmt: skip
     """Return the product of vectors in rows by the kernels, computed transposed if asked."""
-    given = x.T.contiguous() if transposed else x
-    y = backend.multiply_quantized(given, *packed.parts, bias, *packed.sizes, relu, transposed, instruction_set)
+    given, sizes = x.T.contiguous() if transposed else x, packed.sizes[:4]
+    y = backend.multiply_quantized(given, *packed.parts, bias, *sizes, relu, transposed, instruction_set, input_bits)
     return y.T if transposed and y is not None else y
 
 

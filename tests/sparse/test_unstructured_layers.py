@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 
 import pomona as pm
 from pomona.sparse import UnstructuredTensor, compress, decompress, load, save
-from pomona.sparse.compress import find_block
 from pomona.sparse.cpu import backend
 from pomona.sparse.files import METADATA_KEY, checksum
 from pomona.sparse.layers import PackedConv1D, PackedConv2d, PackedLayer, PackedLinear, PackedLSTM
@@ -133,7 +132,7 @@ def test_a_summary_has_the_cost_of_the_dense_model(net: nn.Module) -> None:
 
 def fix_times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Replace the measured times of layers by these, by name of the form, and those of whole models by equal ones."""
-    module = sys.modules[find_block.__module__]  # `pomona.sparse.compress` is the function, not the module
+    module = sys.modules["pomona.sparse.compress"]  # `pomona.sparse.compress` is the function, not the module
 
     def time_layer(dense: nn.Module, packed: dict[str, PackedLayer], *_: Any) -> dict[str, float]:
         return {way: seconds[way] for way in ("dense", *packed)}
@@ -181,8 +180,8 @@ def test_without_times_the_form_with_fewer_bytes_is_chosen() -> None:
 
 def test_unstructured_weights_stay_dense_on_other_devices() -> None:
     layer = prune_unstructured(nn.Linear(64, 48), 0.8).to("meta")
-    module = sys.modules[find_block.__module__]
-    options = module.LayerOptions(None, None, "all", ["unstructured"], 0.0, None)
+    module = sys.modules["pomona.sparse.compress"]
+    options = module.LayerOptions(None, None, None, "all", ["unstructured"], 0.0, None)
     assert module.pack_candidates({"weight": torch.zeros(48, 64)}, options)
     weights = {"weight": layer.weight.detach()}
     with pytest.MonkeyPatch.context() as patch:

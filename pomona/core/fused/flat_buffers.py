@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...allocation import floor_counts, layer_sparsities, parse_allocation
 from ...sharding import local_part, place_like, whole_reads
+from ..sharded_outputs import ShardedOutputs
 from ..slot import dense_strides
 from .bounded_rows import BoundedRows
 from .captured_graphs import CapturedGraphs
 from .latent_memory import LatentMemory
+from .output_layout import output_count, threshold_count
 from .redraw_inputs import has_known_layouts, redraw_inputs
 from .unit_selection import UnitSelection
 
@@ -36,6 +37,7 @@ class FlatBuffers:
         self.names = [slot.name for slot in self.targets]
         self.sizes = [slot.mask.numel() for slot in self.targets]
         self.is_sharded = any(slot.is_sharded for slot in self.slots)  # whether this rank has parts of them only
+        self.sharded_outputs = ShardedOutputs.of(self.targets) if self.is_sharded else None
         self.count = sum(self.sizes)
         self.last_entries = torch.tensor(self.sizes).cumsum(0).to(self.slots[0].mask.device) - 1  # of each target
         self.method = self.slots[0].method
@@ -98,7 +100,7 @@ class FlatBuffers:
 
     def can_fuse(self) -> bool:
         """Return whether the fused kernels compute what the method does on these slots."""
-        if self.projection is None or self.method.weights == "free" or self.mask.numel() >= 2**31:
+        if self.projection is None or self.method.weights == "free" or not 0 < self.mask.numel() < 2**31:
             return False
         return (
             all(slot.values.stride() == slot.mask.stride() for slot in self.slots)
@@ -190,15 +192,17 @@ class FlatBuffers:
             for slot, view in views.items():
                 slot.parameter.grad = view
             return
+        bound = self.method.fused_gradient_bound
+        if bound is not None and self.sharded_outputs is not None and len(targets) == len(self.targets):
+            self.sharded_outputs.bound_gradients(bound)
+            return
         for slot in targets:
-            assert slot.parameter.grad is not None
-            bound = self.method.fused_gradient_bound
             if bound is not None and self.bounded_rows.bound(slot, bound):
                 continue
             with whole_reads(slot.is_sharded):
-                slot.parameter.grad = self.method.transform_gradient(
-                    slot.parameter.grad, slot.parameter.detach(), slot.place(slot.mask), slot.target.output_dim
-                )
+                gradient: Any = slot.parameter.grad
+                tensors = gradient, slot.parameter.detach(), slot.place(slot.mask)
+                slot.parameter.grad = self.method.transform_gradient(*tensors, slot.target.output_dim)
 
     def _bounds_gradients(self) -> bool:
         """Return whether kernels bound the gradients, after making their buffer where needed."""
@@ -256,7 +260,7 @@ class FlatBuffers:
 
     def store_select_project(self, slots: Sequence[Slot]) -> bool:
         """Store the scores, select the mask of the highest and project; return False where kernels cannot do it all."""
-        if self.top_k is None or len(slots) < len(self.slots) or not self.kernels_ready():
+        if self.top_k is None or self.is_sharded or len(slots) < len(self.slots) or not self.kernels_ready():
             return False
         self.launch("store_select_project")
         for slot in slots:
@@ -294,15 +298,23 @@ class FlatBuffers:
         """Install the masks of the largest latents in magnitude; `set_sparsity` says how many."""
         if self.magnitude is None:
             self.magnitude = torch.empty_like(self.latent[: self.count])
-        self.launch("select_by_magnitude")
+        launch = self._run_kernels if self.is_sharded else self.launch  # no graph can replay what ranks exchange
+        launch("select_by_magnitude")
 
     def calibrate(self) -> None:
         """Measure what the projection must know of the installed masks."""
-        if self.calibration is not None and not self.is_sharded and self.kernels_ready():
-            self.launch("calibrate")
+        if self.calibration is None:
             return
-        for slot in self.targets:
-            slot.calibrate(slot.mask)
+        shared = self.sharded_outputs if self.method.calibrates_outputs else None
+        if self.kernels_ready() and (shared is not None or not self.is_sharded):
+            self.launch("calibrate")
+        elif shared is not None:
+            shared.calibrate()
+        else:
+            for slot in self.targets:
+                slot.calibrate(slot.mask)
+        if shared is not None:
+            shared.share_thresholds()
 
     def snapshot_masks(self) -> Tensor:
         """Return the targets' masks before an update, or those of the last history entry for score methods."""
@@ -322,8 +334,8 @@ class FlatBuffers:
             self.observed_mask.copy_(self.target_mask)
 
     def measure_update(self) -> Tensor | None:
-        """Return the figures of an update for each target; None where kernels cannot measure them."""
-        if self.is_sharded or not self.kernels_ready():
+        """Return the figures of an update for each target, or this rank's part; None where kernels cannot measure."""
+        if not self.kernels_ready():
             return None
         self.launch("measure_update")
         return self.update_figures.values.clone()
@@ -331,29 +343,23 @@ class FlatBuffers:
     def set_sparsity(self, sparsity: float) -> bool:
         """Set the sparsity that the kernels select for; return False where kernels cannot select."""
         pattern = self.method.pattern
-        if self.kernels is None or self.is_sharded or self.latent.dtype == torch.float64:
+        ranks = None if self.sharded_outputs is None else self.sharded_outputs.row_ranks
+        if self.kernels is None or self.latent.dtype == torch.float64 or (self.is_sharded and ranks is None):
             return False
         if not UnitSelection.can_select(pattern, self.targets):
             return False
         if sparsity == self.selected_sparsity:
             return True
         self.selected_sparsity = sparsity
-        name, floor = parse_allocation(self.method.allocation)
-        is_global = name == "global"
         if self.units is None:
             self.units = UnitSelection(pattern, self.targets, self.mask)
-        units = self.units
-        counts = [sum(units.counts)] if is_global else units.counts
-        shapes = [slot.target.outputs_first for slot in self.targets]
-        shares = [sparsity] if is_global else layer_sparsities(name, shapes, sparsity, pattern)
-        has_floor = is_global and floor != 0 and len(shapes) > 1
+        kept, floors = self.units.kept_counts(self.method.allocation, sparsity)  # type: ignore[arg-type]
         if self.top_k is None:
-            self.top_k = self.kernels.SegmentedTopK(counts, self.mask.device)
-            self.floor_top_k = self.kernels.SegmentedTopK(units.counts, self.mask.device) if has_floor else None
-        self.top_k.set_counts([units.kept_count(share, count) for count, share in zip(counts, shares, strict=True)])
-        if has_floor:
-            floors = floor_counts(shapes, sparsity, pattern, floor)
-            self.floor_top_k.set_counts([n // size for n, size in zip(floors, units.unit_sizes, strict=True)])
+            self.top_k = self.units.make_top_k(self.kernels, len(kept) == 1, ranks)
+            self.floor_top_k = self.units.make_top_k(self.kernels, False, ranks) if floors else None
+        self.top_k.set_counts(kept)
+        if floors:
+            self.floor_top_k.set_counts(floors)
         return True
 
     # ---- random weights
@@ -366,8 +372,8 @@ class FlatBuffers:
             self.kernels.redraw(self.block_table, redraw_inputs(self.targets, stream), *buffers, stream, number, limit)  # type: ignore[union-attr]
             return
         for slot in self.targets:
-            key = slot.name, slot.target.fan_in
-            stream.redraw(*key, slot.weight, slot.draw_number, ~slot.mask, number, limit, slot.positions())
+            drawn = slot.weight, slot.draw_number, ~slot.mask
+            stream.redraw(slot.name, slot.target.fan_in, *drawn, number, limit, slot.positions())
 
 
 def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
@@ -376,18 +382,6 @@ def group_slots(slots: Sequence[Slot]) -> list[FlatBuffers]:
     for slot in slots:
         groups.setdefault((slot.values.device, slot.values.dtype), []).append(slot)
     return [FlatBuffers(group) for group in groups.values()]
-
-
-def threshold_count(slot: Slot) -> int:
-    """Return how many outputs have a threshold of their own; 0 for none, or where they are not contiguous."""
-    number = 0 if slot.calibration is None else slot.calibration[0].numel()
-    return number if number in (1, output_count(slot)) else 0
-
-
-def output_count(slot: Slot) -> int:
-    """Return the number of outputs whose weights are contiguous in memory; 0 where they are not."""
-    count = slot.mask.shape[0]
-    return count if slot.target.output_dim == 0 and slot.mask.stride(0) * count == slot.mask.numel() else 0
 
 
 @cache

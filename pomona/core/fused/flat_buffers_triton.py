@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...patterns.radix_select_triton import SegmentedTopK
+from ...patterns.ranked_top_k_triton import RankedTopK
 from .gradient_bound_triton import BoundedGradients, can_bound
 from .random_stream import DRAW_BITS, ROUNDS, RandomStream
 from .triton_types import ROW, TRITON_DTYPES
@@ -18,6 +19,7 @@ from .triton_types import ROW, TRITON_DTYPES
 __all__ = [
     "BoundedGradients",
     "OutputThresholds",
+    "RankedTopK",
     "SegmentedTopK",
     "UpdateFigures",
     "can_bound",

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...patterns import Balanced, Block, Unstructured
-from ...sparse import BalancedTensor, GapTensor, UnstructuredTensor
+from ...sparse import BalancedTensor, BitmapTensor, GapTensor, UnstructuredTensor
 from ...sparse.gaps import MAX_COLUMNS as MAX_GAP_COLUMNS
+from ...sparse.packed_tensor import PackedTensor
 
 DENSE, BALANCED, UNSTRUCTURED = "dense", "balanced", "unstructured"
 OURS = {BALANCED, UNSTRUCTURED}
@@ -34,6 +35,12 @@ class Implementation:
     weight: Tensor  # the dense weight that the implementation represents
     nbytes: int  # bytes of the weight that it reads
     arrange: Callable[[Tensor], Tensor] = lambda x: x  # brings an input into the layout that `run` takes
+    packed: PackedTensor | None = None  # the weight in one of our formats
+
+    @classmethod
+    def from_packed(cls, name: str, weight: Tensor, packed: PackedTensor) -> Implementation:
+        """Return the implementation by the product of a packed weight."""
+        return cls(name, packed.linear, weight, packed.nbytes, packed=packed)
 
 
 def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[list[Implementation], dict[str, str]]:
@@ -44,7 +51,7 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
     implementations = [
         Implementation(DENSE, lambda x: linear(x, weight), weight, weight.nbytes),
         *csr_implementations(pruned),
-        Implementation(BALANCED, packed.linear, pruned, packed.nbytes),
+        Implementation.from_packed(BALANCED, pruned, packed),
     ]
     missing: dict[str, str] = {}
     for name, make in (("block-sparse", block_sparse_implementation), ("2:4", two_of_four_implementation)):
@@ -52,7 +59,7 @@ def make_implementations(weight: Tensor, block: int, sparsity: float) -> tuple[l
             implementations.insert(-1, make(name, weight, sparsity))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             missing[name] = first_line(error)
-    implementations.append(unstructured_implementation(weight, sparsity))
+    implementations += unstructured_implementations(weight, sparsity)
     return implementations, missing
 
 
@@ -63,12 +70,14 @@ def prune_unequal_rows(weight: Tensor, sparsity: float, seed: int = 0) -> Tensor
     return torch.where(mask, weight, 0)
 
 
-def unstructured_implementation(weight: Tensor, sparsity: float) -> Implementation:
-    """Return the format for any mask that is the fastest on this device, with as many weights as the others."""
+def unstructured_implementations(weight: Tensor, sparsity: float) -> list[Implementation]:
+    """Return the formats for any mask that this device has kernels for, with as many weights as the others."""
     pruned = prune_unequal_rows(weight, sparsity)
     takes_gaps = weight.is_cuda and weight.shape[1] <= MAX_GAP_COLUMNS
-    packed = (GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)
-    return Implementation(UNSTRUCTURED, packed.linear, pruned, packed.nbytes)
+    packed: list[PackedTensor] = [(GapTensor if takes_gaps else UnstructuredTensor).from_dense(pruned)]
+    if weight.is_cuda and weight.dtype != torch.float32:
+        packed.append(BitmapTensor.from_dense(pruned))
+    return [Implementation.from_packed(UNSTRUCTURED, pruned, one) for one in packed]
 
 
 def csr_implementations(pruned: Tensor) -> list[Implementation]:

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from pomona.errors import require, unknown_name_error
-from pomona.privacy import METHODS, Budget
+from pomona.privacy import METHODS, Budget, Clipping, Ramp
+from pomona.privacy.budget import RAMPS
+from pomona.privacy.private_options import PRECISIONS
 from pomona.privacy.private_step import DEFAULT_SCHEDULE
+from pomona.privacy.ramp import CONSTANT
 from pomona.registry import spec_to_dict, validate_type
 from pomona.schedules import SCHEDULES, Schedule
 from pomona.untrusted import reading
@@ -35,7 +38,13 @@ from .toml_writer import format_toml
 SETTINGS_WITHOUT_EFFECT = ("micro", "budget")
 
 # Options added later, with the value at which they change nothing: runs that were made before keep their fingerprint.
-NEUTRAL_DEFAULTS = [("grouping", "model")]
+NEUTRAL_DEFAULTS = [
+    ("grouping", "model"),
+    ("precision", "float32"),
+    ("clipping", {}),
+    ("noise_ramp", CONSTANT.to_dict()),
+    ("index_ramp", CONSTANT.to_dict()),
+]
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,12 @@ class PrivateOptions:
     grouping: str = "model"  # or "parameter": groups lie within one parameter, as in the authors' code
     share: float = 0.01  # share of ε spent on the indices by gip
     clip: float = 1.0
+    clipping: Clipping = field(default_factory=Clipping)  # by layer, on a ramp, or to norms that follow a quantile
+    noise_ramp: Ramp = CONSTANT  # the factor of σ over the steps
+    index_ramp: Ramp = CONSTANT  # the factor of the ε of an index draw over the steps
     micro: int = 256  # rows whose per-example gradients are held in memory at a time
     views: int = 1  # augmented copies of a row whose gradients are averaged
+    precision: str = "float32"  # of the gradients of examples; "bfloat16" is several times faster on a GPU
     average: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0 is none
     secure: bool = True  # draw from the operating system's key; otherwise the seed decides the noise: not private
     budget: Budget | None = field(default=None, compare=False)  # the solved budget
@@ -60,6 +73,8 @@ class PrivateOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise unknown_name_error("private method", self.method, METHODS)
+        if self.precision not in PRECISIONS:
+            raise unknown_name_error("private.precision", self.precision, PRECISIONS)
         require(0 <= self.average < 1, f"private.average is a decay in [0, 1), got {self.average}.")
         require(self.group >= 0, f"private.group is a count of coordinates, or 0, got {self.group}.")
 
@@ -76,6 +91,9 @@ class PrivateOptions:
         require("epsilon" in options, "a private recipe needs private.epsilon.")
         if "schedule" in options:
             options["schedule"] = SCHEDULES.resolve(options["schedule"])
+        if "clipping" in options:
+            options["clipping"] = Clipping.of(options["clipping"])
+        options |= {key: Ramp.of(options[key]) for key in RAMPS & options.keys()}
         if options.get("budget") is not None:
             options["budget"] = Budget.from_dict(options["budget"])
         if options.get("method", cls.method) != "gip":
@@ -87,7 +105,8 @@ class PrivateOptions:
         """Return the options as nested plain values, every default included."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         budget = None if self.budget is None else self.budget.to_dict()
-        return options | {"schedule": spec_to_dict(self.schedule), "budget": budget}
+        plain = {key: options[key].to_dict() for key in ("clipping", *sorted(RAMPS))}
+        return options | plain | {"schedule": spec_to_dict(self.schedule), "budget": budget}
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide the result."""
@@ -109,10 +128,12 @@ class PrivateOptions:
             "batch_size": min(batch_size, rows),
             "steps": steps,
             "share": self.share,
+            "noise_ramp": self.noise_ramp,
+            "index_ramp": self.index_ramp,
         }
         if self.budget is None:
             return dataclasses.replace(self, budget=Budget.solve(**wanted))
-        solved = self.budget.to_dict()
+        solved = {key: getattr(self.budget, key) for key in wanted}
         other = [f"{key}: {value}, not {solved[key]}" for key, value in wanted.items() if value != solved[key]]
         require(
             not other,

@@ -70,6 +70,7 @@ NEUTRAL_DEFAULTS = [
     ("train.ema", 0),
     ("method.feedback", None),
     ("model.block", "basic"),
+    ("model.weight_standardization", False),
     ("data.stream", None),
 ]
 

@@ -69,4 +69,6 @@ def describe_privacy(summary: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"The guarantee is for '{summary['data']}'. Training began with {format_origin(private['origin'])}."
         )
+    if "not_covered" in private:
+        notes.append(f"The guarantee leaves out {private['not_covered']}, taken from the training rows without noise.")
     return notes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pomona.data import Dataset, ImageStream
 from pomona.data import load as load_dataset
 from pomona.errors import PomonaError, require
-from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems
+from pomona.privacy import Ledger, PrivateStep, Source, digest_rows, problems, solve_steps
 from pomona.privacy import splits as predict_splits
 from pomona.privacy.budget_split import SHARES
 from pomona.privacy.ledger import ledger_folder
@@ -111,7 +111,7 @@ class PrivateStrategy(TrainingStrategy):
         )
 
     def validate_run(self, run: Run) -> None:
-        self.origin = describe_origin(self.recipe)
+        self.origin, self.not_covered = describe_origin(self.recipe), run.data.fitted
         world_size = run.processes.world_size
         require(world_size == 1, f"private training is for one process, got {world_size}: leave torchrun out.")
         require(
@@ -158,9 +158,11 @@ class PrivateStrategy(TrainingStrategy):
             group=options.group or None,
             grouping=options.grouping,
             clip=options.clip,
+            clipping=options.clipping,
             loss=cross_entropy,
             micro=options.micro,
             views=options.views,
+            precision=options.precision,
             public=public_batch(run) if options.method == "public" else None,
             source=Source(run.device, seed=None if options.secure else run.recipe.seed),
             ledger=Ledger(self.ledger_folder, digest_data(run.data), name=run.data.name, run_name=run.recipe.name),
@@ -189,8 +191,9 @@ class PrivateStrategy(TrainingStrategy):
         return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
 
     def facts(self) -> dict[str, Any]:
-        """Return what may be published about the private steps, and about the public weights if the run has any."""
-        return self.step.facts() | ({} if self.origin is None else {"origin": self.origin})
+        """Return what may be published about the private steps, about public weights, and what is not covered."""
+        others = {"origin": self.origin, "not_covered": self.not_covered}
+        return self.step.facts() | {key: value for key, value in others.items() if value}
 
     def stage_fields(self) -> dict[str, Any]:
         facts = self.facts()
@@ -229,7 +232,8 @@ class PoissonLoop(EagerLoop):
                 group["lr"] = run.rate(step)
             rows = private_step.draw()
             inputs, targets = self.gather(rows)
-            self.losses.append(private_step(inputs, targets, rows))
+            # A run that stopped at a loss that is not finite would tell that an example with such a loss is there.
+            self.losses.append(torch.nan_to_num(private_step(inputs, targets, rows), posinf=0.0, neginf=0.0))
             self.strategy.update_average(run)
             yield 1
 
@@ -265,6 +269,16 @@ def public_batch(run: Run) -> tuple[Tensor, Tensor]:
         "method 'public' takes the held-out rows as public data: set data.validation to their count.",
     )
     return next(run.data.batches(len(run.data.part("valid")), part="valid").evaluate())
+
+
+def count_steps(recipe: PrivateRecipe, sigma: float, *, data_dir: Path | str | None = None) -> dict[str, Any]:
+    """Return how many steps, and epochs, noise of a σ allows within the budget of a recipe; see `solve_steps`."""
+    strategy = PrivateStrategy(recipe)
+    with prepared_run(strategy, data_dir) as run:
+        per_epoch = run.steps_per_epoch
+    target = {key: getattr(strategy.step.budget, key) for key in ("epsilon", "delta", "rows", "batch_size")}
+    steps = solve_steps(**target, sigma=sigma)
+    return {"sigma": sigma, "steps": steps, "epochs": steps // per_epoch, "steps_per_epoch": per_epoch}
 
 
 def compare_budget_shares(recipe: PrivateRecipe, *, data_dir: Path | str | None = None) -> list[dict[str, Any]]:

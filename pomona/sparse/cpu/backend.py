@@ -33,11 +33,11 @@ __all__ = [
     "supported_integer_sets",
 ]
 
-NO_MEMORY, NOT_FINITE, TOO_LARGE = 1, 2, 3  # return codes of a kernel that failed; 0 is success
+NO_MEMORY, NOT_FINITE, TOO_LARGE, NOT_ROUNDED = 1, 2, 3, 4  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
 BALANCED_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
 UNSTRUCTURED_ARGTYPES = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
-QUANTIZED_ARGTYPES = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
+QUANTIZED_ARGTYPES = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 8
 VALUE_CODES = DTYPE_CODES | {torch.int8: 3, torch.uint8: 4}  # bytes hold two codes of 4 bits
 # The source of each kernel, and the types of its arguments that describe the matrix.
 KERNELS = {
@@ -118,14 +118,15 @@ def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Te
 
 def multiply_quantized(x: Tensor, values: Tensor, indices: Tensor, scales: Tensor, bias: Tensor | None, rows: int,
                        columns: int, block: int, span: int, relu: bool, transposed: bool,
-                       instruction_set: str | None = None) -> Tensor | None:  # fmt: skip
+                       instruction_set: str | None = None, input_bits: int = 0) -> Tensor | None:  # fmt: skip
     """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
 
     They decline the same inputs as `multiply_packed`. With "avx512vnni" and blocks of up to 64 columns, every vector of
-    x is rounded to 16 bits. `pomona.sparse.ops.quantized_product` describes the arguments.
+    x is rounded to 16 bits, and with 8 `input_bits` to 8. Other instruction sets, and wider blocks, multiply floats and
+    decline to round. `pomona.sparse.ops.quantized_product` describes the arguments.
     """
     kernel = load_kernel("quantized_columns" if transposed else "quantized_rows", instruction_set)
-    sizes = rows, columns, block, span, values.shape[2]
+    sizes = rows, columns, block, span, values.shape[2], input_bits
     return call_kernel(kernel, x, (values, indices, scales), bias, sizes, relu, transposed)
 
 
@@ -193,7 +194,7 @@ def call_kernel(kernel: Callable[..., int] | None, x: Tensor, parts: Sequence[Te
     )
     if code == NO_MEMORY:
         raise MemoryError("the CPU kernel has no memory for a copy of its input.")
-    if code == NOT_FINITE:
+    if code in (NOT_FINITE, NOT_ROUNDED):
         return None
     return y if x.dtype is torch.float32 else y.to(x.dtype)
 

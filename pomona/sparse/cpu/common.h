@@ -16,7 +16,7 @@
 #define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 }; /* the type of the stored values; the last two are codes */
-enum { DONE, NO_MEMORY, NOT_FINITE, TOO_LARGE }; /* the return codes */
+enum { DONE, NO_MEMORY, NOT_FINITE, TOO_LARGE, NOT_ROUNDED }; /* the return codes */
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import gap_gather, hopper_wgmma, slice_gather, tensor_core, warp_shuffle
+from . import bitmap_tiles, gap_gather, hopper_wgmma, slice_gather, tensor_core, warp_shuffle
 
 MAX_SHUFFLE_VECTORS = 8  # vectors up to which shuffles are faster than the tensor cores
 SMALL_MATRIX = 1 << 24  # entries of a matrix up to which that limit is doubled: it leaves the tensor cores idle
@@ -73,6 +73,20 @@ def multiply_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, start
     """
     parts = values, gaps, firsts, starts, owners, lanes
     return multiply_gathered(gap_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
+
+
+def multiply_bitmap(x: Tensor, values: Tensor, words: Tensor, starts: Tensor, bias: Tensor | None, rows: int,
+                    columns: int, most: int, relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.
+
+    `pomona.sparse.ops.bitmap_product` describes the arguments.
+    """
+
+    def multiply(x: Tensor, values: Tensor, words: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor,
+                 columns: int, relu: bool) -> bool:  # fmt: skip
+        return bitmap_tiles.multiply(x, values, words, starts, bias, y, columns, most, relu)
+
+    return multiply_gathered(multiply, x, (values, words, starts), bias, rows, columns, relu, transposed)
 
 
 def multiply_gathered(multiply: Callable[..., bool], x: Tensor, parts: Sequence[Tensor], bias: Tensor | None,

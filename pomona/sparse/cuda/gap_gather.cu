@@ -11,8 +11,8 @@
  * memory, and thread blocks in global memory, where the last one to arrive adds them up: always in the same order.
  *
  * Macros: VALUE_TYPE of values and x (0 float, 1 half, 2 bfloat16); VECTORS, a power of two, of which the first `vectors`
- * are there; GAP_BITS (2, 4, 6 or 8); PART_CHUNKS; WARPS of a thread block; and MIN_BLOCKS, the thread blocks that a
- * multiprocessor has to hold.
+ * are there; GAP_BITS (2, 4, 6 or 8); PART_CHUNKS; PREFETCHED_PARTS, which a warp has loaded or is loading; WARPS of a
+ * thread block; and MIN_BLOCKS, the thread blocks that a multiprocessor has to hold.
  *
  * Whatever gaps, firsts, starts, owners and lanes are, reads and writes stay inside the memory.
  */
@@ -178,25 +178,37 @@ struct Shared {
   }
 };
 
-/* Multiply the parts from `first` to `end`; the first one is loaded already. All warps of a thread block call this. */
+/* Start the loads of the first parts. */
+__device__ __forceinline__ void prefetch_parts(const Product &product, Part *loaded, int first, int end,
+                                               CachePolicy policy) {
+#pragma unroll
+  for (int i = 0; i < PREFETCHED_PARTS; i++)
+    if (first + i < end) loaded[i].load(product, first + i, policy);
+}
+
+/* Multiply the parts from `first` to `end`; the first ones are loaded already. All warps of a thread block call this. */
 template <Term TERM>
-__device__ __forceinline__ void multiply_parts(const Product &product, Part &loaded, Slice slice, int first, int end,
+__device__ __forceinline__ void multiply_parts(const Product &product, Part *loaded, Slice slice, int first, int end,
                                                Shared &shared, CachePolicy policy) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   if (lane < 2) shared.slices[lane][warp].number = -1;
   __syncwarp();
   float sums[VECTORS] = {};
-  for (int part = first, which = 0; part < end;) {
-    loaded.add<TERM>(product.columns, sums);
-    if (++part < end) loaded.load(product, part, policy);
-    if (part < end && part != slice.end) continue;
-    if (slice.first >= first && slice.end <= end) product.finish<TERM>(slice.row, sums);
-    else shared.store(which, slice, sums);
-    if (part < end) slice.enter(product, slice.number + 1);
-    which = 1;
+  for (int from = first, which = 0; from < end; from += PREFETCHED_PARTS)
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) sums[i] = 0;
-  }
+    for (int ahead = 0; ahead < PREFETCHED_PARTS; ahead++) {
+      const int next = from + ahead + 1;
+      if (next > end) break;
+      loaded[ahead].add<TERM>(product.columns, sums);
+      if (next - 1 + PREFETCHED_PARTS < end) loaded[ahead].load(product, next - 1 + PREFETCHED_PARTS, policy);
+      if (next < end && next != slice.end) continue;
+      if (slice.first >= first && slice.end <= end) product.finish<TERM>(slice.row, sums);
+      else shared.store(which, slice, sums);
+      if (next < end) slice.enter(product, slice.number + 1);
+      which = 1;
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) sums[i] = 0;
+    }
   __syncthreads();
   const int block_first = product.first_part(blockIdx.x), block_end = product.first_part(blockIdx.x + 1);
 #pragma unroll
@@ -229,13 +241,10 @@ gap_gather(const Value *values, const unsigned *gaps, const Word *firsts, const 
   const int warp = threadIdx.x / LANES;
   const int block_first = product.first_part(blockIdx.x), own_parts = product.first_part(blockIdx.x + 1) - block_first;
   const int first = block_first + warp * own_parts / WARPS, end = block_first + (warp + 1) * own_parts / WARPS;
-  Part loaded;
+  Part loaded[PREFETCHED_PARTS];
+  prefetch_parts(product, loaded, first, end, policy);
   Slice slice = {};
-  int owner = 0;
-  if (first < end) {
-    loaded.load(product, first, policy);
-    owner = owners[first];
-  }
+  const int owner = first < end ? owners[first] : 0;
   const bool nonfinite = load_inputs(x, vectors, pitch, columns, columns + (CHUNK << GAP_BITS), nonfinite_inputs);
   slice.enter(product, owner); /* not before, so that nothing waits for the owner */
   if (!nonfinite) {
@@ -244,6 +253,6 @@ gap_gather(const Value *values, const unsigned *gaps, const Word *firsts, const 
   }
   multiply_parts<CAREFUL_PRODUCT>(product, loaded, slice, first, end, shared, policy);
   __syncthreads();
-  if (first < end) loaded.load(product, first, policy);
+  prefetch_parts(product, loaded, first, end, policy);
   multiply_parts<NONFINITE_INPUT>(product, loaded, slice, first, end, shared, policy);
 }

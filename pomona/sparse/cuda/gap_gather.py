@@ -27,6 +27,7 @@ class GapConfig(NamedTuple):
     vectors: int
     warps: int  # of a thread block
     min_blocks: int  # thread blocks that a multiprocessor has to hold
+    prefetched_parts: int = 1  # that a warp has loaded or is loading
 
 
 def multiply(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, starts: Tensor, owners: Tensor, lanes: Tensor,

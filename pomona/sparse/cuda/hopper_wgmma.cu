@@ -23,9 +23,6 @@
  * With CONV, x is images, and a vector is the input of one output position, as in tensor_core.cu: all lanes of the last
  * four warps gather it. VECTOR_TILES is then a power of two.
  */
-#ifndef CONV
-#define CONV 0
-#endif
 #ifndef EARLY_LAUNCH
 #define EARLY_LAUNCH 0
 #endif
@@ -33,7 +30,7 @@
 #define SLICE_K 1
 #define SLABS (WARPGROUPS * 4)                                   /* warps that multiply */
 #define THREADS (SLABS * LANES)                                  /* threads that multiply */
-#include "split_sums.cuh"
+#include "packed_blocks.cuh"
 
 #define TILE_BYTES (8 * COLUMN_SLICES * CORE_BYTES)              /* of 64 rows */
 #define STAGE_BYTES (COLUMN_SLICES * VECTOR_TILES * CORE_BYTES)  /* of a step of x */

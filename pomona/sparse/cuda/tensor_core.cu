@@ -22,13 +22,11 @@
  * With CONV, x is images, channels × height × width each, and a vector is the input of one output position: threads
  * gather it on its way to shared memory. The macros KERNEL_H, KERNEL_W, STRIDE_H and so on give the geometry.
  */
-#ifndef CONV
-#define CONV 0
-#endif
 #include "value_types.cuh"
 #define THREADS (WARPS * LANES)
 #define SLABS (WARPS / SLICE_K)                            /* of WARP_ROWS rows, in a thread block */
-#include "split_sums.cuh"
+#include "packed_blocks.cuh"
+#include "mma.cuh"
 
 #define LINE_BYTES (4 * LANES)                             /* of one word of every lane */
 #define USE_SELECTORS (KEPT <= 3)                          /* a place is a selector byte, else a value */
@@ -41,36 +39,6 @@
 #define SWIZZLE(lane, part) (CONV ? (lane) ^ (lane) >> 3 : (lane) ^ (part) * (8 / PIECES))
 #define RESIDENT_WARPS (VECTOR_TILES <= 2 ? 16 : 8)        /* of a multiprocessor, as registers allow */
 #define RESIDENT_BLOCKS (RESIDENT_WARPS / WARPS ? RESIDENT_WARPS / WARPS : 1)
-
-#ifndef EMULATED
-/* Start a copy of 16 bytes to shared memory, or of zeros where the source is not valid. */
-__device__ __forceinline__ void copy_async(uint4 *to, const void *from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
-               "r"(valid ? 16 : 0));
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES > 1 ? STAGES - 2 : 0) : "memory");
-}
-
-__device__ __forceinline__ void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
-#if VALUE_TYPE == 1
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/* Return four of the vector_tile bytes of two registers. Unlike __byte_perm, this does not mask the selector. */
-__device__ __forceinline__ unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
-  unsigned got;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(got) : "r"(low), "r"(high), "r"(selector));
-  return got;
-}
-#endif
 
 #if CONV
 #define PIECES_AT_ONCE (THREADS / VECTORS) /* of a vector, which all threads gather at a time */
@@ -239,14 +207,7 @@ tensor_core(const uint4 *values, const uint4 *indices, const Value *x, const voi
   }
 
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < VECTOR_TILES * 4; i++) { /* a lane has rows 8g to 8g + 7: two of them in each tile */
-    const int vector_tile = i / 4, odd = i / 2 % 2, tile = i % 2 * 2;
-    const float *low = sums[tile][vector_tile] + odd, *high = sums[tile + 1][vector_tile] + odd;
-    const int vector = (warp % SLICE_K * VECTOR_TILES + vector_tile) * 8 + step_block * 2 + odd;
-    const int row = warp / SLICE_K * WARP_ROWS + octet * 8 + tile * 2;
-    *(float4 *)((float *)memory + vector * SUM_PITCH + row) = {low[0], low[2], high[0], high[2]};
-  }
+  store_warp_sums(sums);
 #if CONV
   const int y_row = out_size, y_vector = 0;
 #endif

@@ -73,6 +73,7 @@ class PackedLayer(nn.Module):
         self.blocks: dict[str, int] = {}  # of balanced weights
         self.sizes: dict[str, tuple[int, ...]] = {}  # rows and columns first, as the operator takes them
         self.part_buffers: dict[str, tuple[str, ...]] = {}  # the names of the buffers that hold a weight's parts
+        self.dense_dtype = next(layer.parameters()).dtype  # of the dense layer, whatever the values are stored as
         for option in self.options:
             setattr(self, option, getattr(layer, option))
         copy_call_hooks(layer, self)
@@ -92,6 +93,7 @@ class PackedLayer(nn.Module):
         scales = {name: part for name, part in self._buffers.items() if name.endswith("_scales") and part is not None}
         super()._apply(fn, recurse)
         PackedLayer.moves += 1
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
         for name, part in scales.items():  # float32 in a model of any dtype, as the operator takes them
             if self.read_buffer(name).dtype != part.dtype:
                 self._buffers[name] = part.to(self.read_buffer(name).device)
@@ -141,7 +143,7 @@ class PackedLayer(nn.Module):
     def dense_state(self) -> dict[str, Tensor]:
         """Return the parameters of the dense layer, with its weights unpacked; other buffers may be among them."""
         buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        return buffers | {name: packed.dense() for name, packed in self.packed_weights()}
+        return buffers | {name: packed.dense().to(self.dense_dtype) for name, packed in self.packed_weights()}
 
     @torch.no_grad()
     def dense(self) -> nn.Module:
@@ -175,4 +177,4 @@ class PackedWeightLayer(PackedLayer):
     @property
     def weight(self) -> Tensor:
         """The dense weight, unpacked at every access."""
-        return self.packed_weight("weight").dense()
+        return self.packed_weight("weight").dense().to(self.dense_dtype)

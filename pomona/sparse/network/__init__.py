@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from .forward import PlannedForward, is_planned, plan_network, remove_plan
+from .forward import PlannedForward, copy_without_plan, is_planned, plan_copy, plan_network
 
-__all__ = ["PlannedForward", "is_planned", "plan_network", "remove_plan"]
+__all__ = ["PlannedForward", "copy_without_plan", "is_planned", "plan_copy", "plan_network"]

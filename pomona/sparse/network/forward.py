@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from functools import cache
@@ -139,3 +140,22 @@ def remove_plan(model: nn.Module) -> None:
     """Let a model run module by module."""
     if is_planned(model):
         del vars(model)["forward"]
+
+
+def copy_without_plan(model: nn.Module) -> nn.Module:
+    """Return a model that runs module by module: itself, unless it runs as planned."""
+    if is_planned(model):
+        model = copy.deepcopy(model)
+        remove_plan(model)
+    return model
+
+
+def plan_copy(packed: nn.Module, arguments: tuple[Any, ...]) -> nn.Module | None:
+    """Return a copy of a packed model that runs as planned for these arguments, or None where it cannot."""
+    x = arguments[0] if len(arguments) == 1 else None
+    if not isinstance(x, Tensor) or x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
+        return None
+    if not any(isinstance(module, PackedLayer) for module in packed.modules()):
+        return None
+    planned = copy.deepcopy(packed).eval()
+    return planned if plan_network(planned, (x.shape[1], x.shape[2], x.shape[3])) else None

@@ -1,11 +1,12 @@
 """The operators of `torch.ops.pomona`: the products of the packed formats, their convolutions, and `balanced_lstm`.
 
-Importing this package registers them with torch, and `balanced`, `balanced_quantized`, `unstructured` and `gaps` as the
-products of their formats.
+Importing this package registers them with torch, and `balanced`, `balanced_quantized`, `unstructured`, `gaps` and
+`bitmap` as the products of their formats.
 """
 
 from __future__ import annotations
 
+from .bitmap_product import bitmap
 from .conv2d import balanced_conv2d
 from .gap_product import gaps
 from .lstm import balanced_lstm
@@ -19,6 +20,7 @@ __all__ = [
     "balanced_conv2d",
     "balanced_lstm",
     "balanced_quantized",
+    "bitmap",
     "gaps",
     "unstructured",
     "unstructured_conv2d",

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import DEVICE, INTERPRETED, needs_interpreter, run_in_interpreter
 
 import pomona as pm
-from pomona.core.fused.flat_buffers import FlatBuffers, threshold_count
+from pomona.core.fused.flat_buffers import FlatBuffers
+from pomona.core.fused.output_layout import threshold_count
 
 STEPS = 10
 

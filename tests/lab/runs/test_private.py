@@ -375,3 +375,50 @@ def test_bundled_private_recipes_load():
     assert (authors.private.epsilon, authors.private.keep, authors.private.share) == (1.0, 0.1, 0.01)
     assert (authors.recipe.optimizer.lr, authors.recipe.train.batch_size) == (2.0, 4096)
     assert found["private-imdb"].private.epsilon == 4.0
+
+
+RAMPED = {
+    "noise_ramp": {"start": 1.2, "end": 0.9, "parts": 4},
+    "clipping": {"layers": True, "quantile": 0.5, "rate": 0.1},
+}
+
+
+def test_options_of_clipping_and_ramps_reach_the_step_and_the_files(tmp_path, capsys):
+    solved = settled(0.01) | {"noise_ramp": RAMPED["noise_ramp"], "sigma": 1.1}
+    made = recipe(budget=solved, **RAMPED)
+    assert made.fingerprint() != recipe().fingerprint()
+    assert recipe(clipping={}, noise_ramp=(1, 1)).fingerprint() == recipe().fingerprint()
+    assert PrivateRecipe.load(made.to_dict()).private == made.private
+    summary = train_private(made, tmp_path / "run")
+    assert {key: summary["private"][key] for key in RAMPED} == RAMPED
+    written = PrivateRecipe.load(tmp_path / "run" / "recipe.toml")
+    assert written.private == made.private
+    assert written.private.budget == made.private.budget
+    with pytest.raises(PomonaError, match="private.budget was solved for another run .noise_ramp"):
+        train_private(recipe(budget=settled(0.01), **RAMPED), tmp_path / "other")
+    with pytest.raises(PomonaError, match="clipping.quantile takes float or nothing, got 'half'"):
+        recipe(clipping={"quantile": "half"})
+    Path(tmp_path / "tiny.toml").write_text(made.to_toml())
+    assert main(["private", str(tmp_path / "tiny.toml"), "--dry-run", "--name", "dry"]) == 0
+    shown = capsys.readouterr().out
+    assert "from 1.2 to 0.9 times its value" in shown
+    assert "quantile = 0.5" in shown
+
+
+def test_run_with_other_clipping_is_not_resumed(tmp_path):
+    with pytest.raises(Interrupted):
+        train_private(recipe("dpsgd"), tmp_path / "run", stop=StopAfter(2))
+    with pytest.raises(PomonaError, match="another budget or method .clipping"):
+        train_private(recipe("dpsgd", clipping={"layers": True}), tmp_path / "run", resume=True)
+
+
+def test_the_private_command_counts_the_steps_of_a_sigma(tmp_path, capsys):
+    pytest.importorskip("dp_accounting")
+    Path(tmp_path / "tiny.toml").write_text(recipe("dpsgd").to_toml())
+    assert main(["private", str(tmp_path / "tiny.toml"), "--sigma", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    pair = accounting.Pair(400 / 1347, 2.0)
+    assert pair.epsilon(found["steps"], 1e-5) <= 8.0 < pair.epsilon(found["steps"] + 1, 1e-5)
+    assert (found["steps_per_epoch"], found["epochs"]) == (4, found["steps"] // 4)
+    assert main(["private", str(tmp_path / "tiny.toml"), "--sigma", "2"]) == 0
+    assert f"{found['steps']}" in capsys.readouterr().out

@@ -6,12 +6,16 @@ import json
 import re
 
 import pytest
+import sklearn.datasets
 import torch
 from safetensors.torch import load_file
 
 from pomona import models
+from pomona.errors import PomonaError
 from pomona.lab import train
 from pomona.lab.recipes.private_recipe import PrivateRecipe
+from pomona.lab.runs import private
+from pomona.lab.runs.evaluate import cross_entropy
 from pomona.lab.runs.private import PrivateStrategy
 from pomona.privacy import Budget, Source
 from pomona.privacy.clipping import UNITS, GradientGrid
@@ -90,3 +94,29 @@ def test_attack_succeeds_with_the_key_of_an_open_checkpoint(tmp_path):
     recipe = tmp_path / "run" / "recipe.toml"
     recipe.write_text(f'key = "{key.hex()}"\n')
     assert key in find_secrets(tmp_path)[1]
+
+
+def test_example_without_a_finite_loss_does_not_stop_the_run(tmp_path, monkeypatch):
+    """A run that stops at the loss of one example tells that it is there."""
+
+    def infinite_for_some(output, target):
+        return cross_entropy(output, target) / (target != 3).float().mean()
+
+    monkeypatch.setattr(private, "cross_entropy", infinite_for_some)
+    train_one_step(tmp_path)
+    assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["step"] == 1
+    monkeypatch.setattr(private.torch, "nan_to_num", lambda loss, **options: loss)  # a broken copy
+    with pytest.raises(PomonaError, match="the loss is"):
+        train_one_step(tmp_path / "broken")
+
+
+def test_recorded_facts_on_the_data_do_not_depend_on_its_rows(tmp_path, monkeypatch):
+    """Who knows all rows but one would compute what a mean over all rows says about that one."""
+    train_one_step(tmp_path)
+    bunch = sklearn.datasets.load_digits()
+    bunch.images[:100] = 0
+    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: bunch)
+    train_one_step(tmp_path / "other")
+    one, other = (json.loads((tmp_path / name / "env.json").read_bytes())["data"] for name in ("run", "other/run"))
+    assert one == other
+    assert one["mean"] == [0.30531200416320947]

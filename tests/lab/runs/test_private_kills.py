@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -17,22 +18,34 @@ from pomona.lab import train
 from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import checkpoint, durable_files
 from pomona.lab.runs.private import PrivateStrategy
-from pomona.privacy import Budget, PrivateStep, journal, random_source, step_journal
+from pomona.privacy import EPSILON_RAMP, Budget, PrivateStep, Ramp, journal, random_source, step_journal
 from pomona.privacy.ledger import find_ledgers
 
 STEPS = 12
 BUDGET = Budget(8.0, 1e-5, 1347, 400, STEPS, 0.0, 1.0, 0.0, ((STEPS, 8.0),))
-RECIPE = PrivateRecipe.load(
-    {
-        "name": "killed",
-        "data": "digits",
-        "model": "mlp(hidden=[8])",
-        "rate": "constant",
-        "optimizer": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0},
-        "train": {"epochs": 3, "batch_size": 400, "device": "cpu", "checkpoint_steps": 3},
-        "private": {"method": "dpsgd", "epsilon": 8.0, "average": 0.9, "budget": BUDGET.to_dict()},
-    }
-)
+SETTINGS = {
+    "name": "killed",
+    "data": "digits",
+    "model": "mlp(hidden=[8])",
+    "rate": "constant",
+    "optimizer": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0},
+    "train": {"epochs": 3, "batch_size": 400, "device": "cpu", "checkpoint_steps": 3},
+    "private": {"method": "dpsgd", "epsilon": 8.0, "average": 0.9, "budget": BUDGET.to_dict()},
+}
+RECIPE = PrivateRecipe.load(SETTINGS)
+
+# Norms that adapt, for each layer, noise that changes, and index draws: all of it is replayed.
+RAMPS = {"noise_ramp": Ramp(1.2, 0.9, 4), "index_ramp": EPSILON_RAMP}
+RAMPED_BUDGET = dataclasses.replace(BUDGET, share=0.01, sigma=1.1, index=0.02, **RAMPS)
+CHANGING = {
+    "method": "gip",
+    "keep": 0.5,
+    "share": 0.01,
+    "clipping": {"layers": True, "quantile": 0.5},
+    **{key: ramp.to_dict() for key, ramp in RAMPS.items()},
+    "budget": RAMPED_BUDGET.to_dict(),
+}
+CHANGING_RECIPE = PrivateRecipe.load(SETTINGS | {"private": SETTINGS["private"] | CHANGING})
 
 # Where a run is killed: the object, and the name of the function before or after which it happens.
 MOMENTS = (
@@ -65,7 +78,7 @@ def kill_at(place: object, name: str, when: str, count: int) -> None:
     setattr(place, name, call)
 
 
-def run_in_fork(folder, moment, count) -> bool:
+def run_in_fork(recipe, folder, moment, count) -> bool:
     """Train or resume in a forked process that is killed at a moment; return whether it was."""
     child = os.fork()
     if not child:
@@ -74,7 +87,7 @@ def run_in_fork(folder, moment, count) -> bool:
             if moment is not None:
                 kill_at(*moment, count)
             resume = (folder / "run" / "recipe.toml").exists()
-            train(PrivateStrategy(RECIPE, ledger=folder / "ledger"), folder / "run", resume=resume)
+            train(PrivateStrategy(recipe, ledger=folder / "ledger"), folder / "run", resume=resume)
             code = 0
         finally:
             os._exit(code)
@@ -84,10 +97,12 @@ def run_in_fork(folder, moment, count) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_killed_runs_take_the_same_steps_and_pay_once(tmp_path, monkeypatch, kills):
+@pytest.mark.parametrize(
+    ("recipe", "kills"), [(RECIPE, 10), pytest.param(CHANGING_RECIPE, 100, marks=pytest.mark.slow)]
+)
+def test_killed_runs_take_the_same_steps_and_pay_once(tmp_path, monkeypatch, recipe, kills):
     monkeypatch.setattr(random_source, "os", SimpleNamespace(urandom=lambda count: bytes(range(count))))
-    whole = train(PrivateStrategy(RECIPE, ledger=tmp_path / "ledger"), tmp_path / "run")
+    whole = train(PrivateStrategy(recipe, ledger=tmp_path / "ledger"), tmp_path / "run")
     expected = load_file(tmp_path / "run" / "model.safetensors")
     generator, killed, runs = random.Random(kills), Counter(), 0
     while killed.total() < kills:
@@ -96,12 +111,12 @@ def test_killed_runs_take_the_same_steps_and_pay_once(tmp_path, monkeypatch, kil
         alive = True
         while alive and killed.total() < kills + runs:
             moment = generator.choice(MOMENTS)
-            if run_in_fork(folder, moment, generator.randint(1, 9)):
+            if run_in_fork(recipe, folder, moment, generator.randint(1, 9)):
                 killed[moment[1:]] += 1
             else:
                 alive = False
         if alive:
-            assert not run_in_fork(folder, None, 0)
+            assert not run_in_fork(recipe, folder, None, 0)
         found = load_file(folder / "run" / "model.safetensors")
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         (ledger,) = find_ledgers(folder / "ledger")

@@ -60,5 +60,6 @@ def test_imdb_recipe_takes_its_steps(capsys, monkeypatch):
     summary = train_recipe("private-imdb", capsys, "train.epochs=2", "train.batch_size=10", "data.maxlen=12")
     private = summary["private"]
     assert (private["method"], private["grouping"], private["group"]) == ("gip", "parameter", 128)
+    assert private["not_covered"] == "the vocabulary"
     assert 0 < summary["epsilon"] <= 4.0
     assert summary["step"] == 8

@@ -10,6 +10,8 @@ import torch
 from emulation import COUNTERS, emulate_kernel
 
 from pomona.sparse.cuda import (
+    bitmap_tiles,
+    code_gather,
     conv2d,
     gap_gather,
     hopper_wgmma,
@@ -29,12 +31,22 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for module in (lstm, hopper_wgmma):
         monkeypatch.setattr(module, "supports_early_launch", lambda device: True)
-    for module in (warp_shuffle, slice_gather, gap_gather, tensor_core, hopper_wgmma, lstm):
+    for module in (warp_shuffle, slice_gather, gap_gather, bitmap_tiles, code_gather, tensor_core, hopper_wgmma, lstm):
         monkeypatch.setattr(module, "compile_kernel", emulate_kernel)
-    modules = (warp_shuffle, slice_gather, gap_gather, tensor_core, hopper_wgmma, lstm, conv2d)
+    modules = (
+        warp_shuffle,
+        slice_gather,
+        gap_gather,
+        bitmap_tiles,
+        code_gather,
+        tensor_core,
+        hopper_wgmma,
+        lstm,
+        conv2d,
+    )
     for module in modules:
         module.prepare_launch.cache_clear()
-    for module in (tensor_core_common, gap_gather):
+    for module in (tensor_core_common, gap_gather, code_gather):
         monkeypatch.setattr(module, "arrival_counters", lambda count, device: COUNTERS[:count])
     monkeypatch.setattr(hopper_wgmma, "MIN_GROUPS", 1)
     yield properties

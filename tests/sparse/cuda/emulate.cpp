@@ -103,6 +103,14 @@ static unsigned __ballot_sync(unsigned, bool value) {
 }
 static bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 static void __syncwarp() { exchange_in_warp({}); }
+static unsigned __reduce_add_sync(unsigned, unsigned mine) {
+  const auto *all = exchange_in_warp({mine});
+  return std::accumulate(all, all + 32, 0u, [](unsigned sum, const unsigned *one) { return sum + one[0]; });
+}
+static unsigned __dp4a(unsigned bytes, unsigned factors, unsigned sum) {
+  for (int i = 0; i < 32; i += 8) sum += (bytes >> i & 255) * (factors >> i & 255);
+  return sum;
+}
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 // ---- thread blocks
@@ -134,6 +142,7 @@ static uint16_t to_half(float value) { _Float16 half = value; uint16_t bits; mem
 
 // ---- tensor cores and clusters
 
+using std::max;
 using std::min;
 static void copy_async(uint4 *to, const void *from, bool valid) {
   fibers[current_fiber].copies.back().push_back([=] { valid ? memcpy(to, from, 16) : memset(to, 0, 16); });
@@ -145,6 +154,7 @@ static void run_pending(PendingGroups &groups, int pending) {
     for (auto &execute : groups[0]) execute();
 }
 static void wait_for_copies() { run_pending(fibers[current_fiber].copies, STAGES > 1 ? STAGES - 2 : 0); }
+static void wait_for_all_copies() { run_pending(fibers[current_fiber].copies, 0); }
 static unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
   const uint64_t both = (uint64_t)high << 32 | low;
   unsigned got = 0;
@@ -166,6 +176,21 @@ static void mma(float *sums, const unsigned *a, unsigned b0, unsigned b1) {
       sums[i] += to_float(left >> shift & 0xFFFF) * to_float(right >> shift & 0xFFFF);
     }
 }
+static void mma_half(unsigned *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  const auto *all = exchange_in_warp({a0, a1, a2, a3, b0, b1});
+  const int g = current_fiber % 32 / 4, t = current_fiber % 4;
+  for (int i = 0; i < 4; i++) { // row g or g + 8, column 2t or 2t + 1
+    float sum = from_half(d[i / 2] >> i % 2 * 16 & 0xFFFF);
+    for (int k = 0; k < 16; k++) {
+      const int part = k % 8 / 2, shift = k % 2 * 16;
+      const unsigned left = all[g * 4 + part][i / 2 + k / 8 * 2], right = all[(2 * t + i % 2) * 4 + part][4 + k / 8];
+      sum += from_half(left >> shift & 0xFFFF) * from_half(right >> shift & 0xFFFF);
+    }
+    d[i / 2] = d[i / 2] & (i % 2 ? 0xFFFFu : 0xFFFF0000u) | (unsigned)to_half(sum) << i % 2 * 16;
+  }
+}
+static void mma_half(unsigned *d, unsigned a0, unsigned a1, unsigned b) { mma_half(d, a0, a1, 0, 0, b, 0); }
+static void mma_half_twice(unsigned *d, unsigned a, const unsigned *b) { mma_half(d, a, 0, 0, a, b[0], b[1]); }
 
 // ---- Hopper: barriers with a parity, and products of factors in shared memory, in progress until they are waited for
 
@@ -207,6 +232,13 @@ static void copy_bulk_async(unsigned to, const void *from, unsigned bytes, Barri
   if (bytes % 16 || to % 16 || (uintptr_t)from % 16) abort();
   bulk_copies.push_back([=] { memcpy(at, from, bytes), full->bytes -= bytes, complete_phase(full); });
 }
+static unsigned load_next(unsigned &next) {
+  uint16_t got;
+  memcpy(&got, (const char *)memory + (next % RANK - FIRST), 2), next += 2;
+  return got;
+}
+static void load_low(unsigned &to, unsigned &next) { to = load_next(next); }
+static void load_high(unsigned &to, unsigned &next) { to = to & 0xFFFF | load_next(next) << 16; }
 static void fence_async_proxy() {}
 static void sync_warpgroup(int group) {
   wait_for_fibers(&Fiber::warpgroup_barriers, current_fiber / threads * threads + group * 128, 128);

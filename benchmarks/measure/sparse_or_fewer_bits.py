@@ -1,0 +1,192 @@
+"""Train small networks dense and sparse, store their weights in fewer bits, and record accuracy beside bytes.
+
+    python benchmarks/measure/sparse_or_fewer_bits.py transformer|resnet20 [--json FILE] [--seeds N] [--quick]
+
+*transformer* is the character model of language_model.py with 10.7 million parameters. For each seed a dense model is
+trained, and every layout continues from it for the same number of steps, the dense one too: sparse ones with DPF.
+*resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs. Sparsity
+is the same in all layers that DPF prunes by default. The bytes are those of the weights of these layers.
+
+Every trained network is stored in each type of values of weight_forms.py, and tested as restored; codes also with the
+layers' inputs rounded to 8 bits. `--quick` takes tiny networks and data, to see that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import language_model
+import torch
+from record_file import write_record
+from torch import Tensor, nn
+from weight_forms import LAYOUTS, LEVELS, VALUES, Layout, rounded_inputs, stored_weights
+
+import pomona as pm
+from pomona.lab.recipes.bundled import find_recipe
+from pomona.lab.recipes.recipe import Recipe
+from pomona.lab.runs.model_file import load_model
+from pomona.lab.sweeps.concurrent_runs import train_concurrently
+from pomona.lab.sweeps.job import Job
+
+DENSE_STEPS, LAYOUT_STEPS, LAYOUT_RATE = 1200, 250, 5e-4  # of the transformer
+EPOCHS, CONCURRENT = 16, 12  # of ResNet-20
+BATCH = 2000  # images tested at a time
+
+Row = dict[str, Any]
+
+
+def test_forms(
+    model: nn.Module, layout: Layout, test: Callable[[nn.Module], float], example: dict[str, Any]
+) -> Iterator[Row]:
+    """Yield a row for each type of values in which a trained network is stored, with what `test` returns for it."""
+    targets = pm.prunable(model).targets
+    weights = [target.parameter for target in targets]
+    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    for values in VALUES:
+        with stored_weights(targets, layout, values) as nbytes:
+            facts = {**example, "layout": layout.name, "sparsity": layout.sparsity, "zeros": zeros, "bytes": nbytes}
+            yield {**facts, "values": values, "inputs": "float", "measured": test(model)}
+            if values in LEVELS:
+                with rounded_inputs(targets):
+                    yield {**facts, "values": values, "inputs": "int8", "measured": test(model)}
+
+
+def make_pruner(layout: Layout) -> Any:
+    """Return the method that prunes to a layout, None for the dense one."""
+    if layout.name == "dense":
+        return None
+    return pm.DPF(layout.sparsity, pattern=describe_pattern(layout), allocation="uniform")
+
+
+def describe_pattern(layout: Layout) -> str:
+    """Return a layout's pattern as text."""
+    return "balanced(block=32, pad=true)" if layout.name == "balanced" else layout.name
+
+
+def test_transformer(settings: language_model.Settings, steps: int, seed: int) -> list[Row]:
+    """Return the rows of the transformer of one seed."""
+    torch.set_num_threads(1)
+    data = pm.data.load("shakespeare")
+    parts = {name: split.x.to(settings.device) for name, split in (("train", data.train), ("test", data.test))}
+    return list(train_transformers(settings, steps, seed, parts, data.classes))
+
+
+def train_transformers(
+    settings: language_model.Settings, steps: int, seed: int, parts: dict[str, Tensor], vocabulary: int
+) -> Iterator[Row]:
+    """Train a dense transformer and continue it in every layout for `steps` steps, and yield the rows of each."""
+    dense, start = language_model.build_model(settings, vocabulary, seed), time.perf_counter()
+    language_model.train(settings, dense, parts["train"], seed)
+    print(f"seed {seed}: dense, {time.perf_counter() - start:.1f} s", flush=True)
+    later = replace(settings, steps=steps, warmup=steps // 10, rate=LAYOUT_RATE)
+    for layout in LAYOUTS:
+        model, start = copy.deepcopy(dense), time.perf_counter()
+        language_model.train(later, model, parts["train"], 100 + seed, make_pruner(layout))
+        head = {"network": "transformer", "seed": seed, "measure": "perplexity"}
+        found = list(
+            test_forms(model, layout, lambda m: language_model.perplexity(m, parts["test"], settings.context), head)
+        )
+        print_rows(found, time.perf_counter() - start)
+        yield from found
+
+
+def train_resnets(seeds: int, epochs: int, quick: bool) -> list[Row]:
+    """Train ResNet-20 in every layout with every seed, and return the rows of each."""
+    head = {"network": "resnet20", "measure": "accuracy"}
+    settings = [f"train.epochs={epochs}", "train.eval_every=1000", "train.checkpoint_every=0"]
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [(layout, seed) for layout in LAYOUTS for seed in range(seeds)]
+        jobs = [
+            Job(replace(load_recipe(layout, settings, quick), seed=seed), Path(folder, str(index)))
+            for index, (layout, seed) in enumerate(chosen)
+        ]
+        outcomes = train_concurrently(jobs, CONCURRENT, print) if torch.cuda.is_available() else run_in_turn(jobs)
+        for index, outcome in outcomes:
+            layout, seed = chosen[index]
+            if "error" in outcome:
+                raise SystemExit(f"{layout} with seed {seed}: {outcome['error']}")
+            print(f"{layout} with seed {seed}: {outcome['accuracy']:.2f} %", flush=True)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        test = make_image_test("digits" if quick else "cifar10", device)
+        rows = []
+        for job, (layout, seed) in zip(jobs, chosen, strict=True):
+            model = load_model(job.folder / "model.safetensors").to(device).eval()
+            rows += (found := list(test_forms(model, layout, test, {**head, "seed": seed})))
+            print_rows(found, 0.0)
+    return rows
+
+
+def run_in_turn(jobs: list[Job]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the index and the summary of each job, run one after the other."""
+    for index, job in enumerate(jobs):
+        yield index, job.run()
+
+
+def load_recipe(layout: Layout, settings: list[str], quick: bool) -> Recipe:
+    """Return the recipe of ResNet-20 for a layout."""
+    options = [*settings, *(["data=digits", "model=digits_cnn", "train.precision=float32"] if quick else [])]
+    if layout.name == "dense":
+        return Recipe.load(find_recipe("dense-resnet20"), options)
+    pruned = [
+        f"method.sparsity={layout.sparsity}",
+        f"method.pattern={describe_pattern(layout)}",
+        "method.allocation=uniform",
+    ]
+    return Recipe.load(find_recipe("dpf-resnet20"), [*options, *pruned])
+
+
+def make_image_test(data: str, device: str) -> Callable[[nn.Module], float]:
+    """Return a function that gives the share of test images that a network classifies correctly, in per cent."""
+    loaded = pm.data.load(data)
+    batches = [(x.to(device), y.to(device)) for x, y in loaded.batches(BATCH, part="test").evaluate()]
+
+    @torch.inference_mode()
+    def test(model: nn.Module) -> float:
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+        return 100 * right / sum(len(y) for _, y in batches)
+
+    return test
+
+
+def print_rows(rows: list[Row], seconds: float) -> None:
+    """Print the rows of one network in a line."""
+    cells = [f"{row['values']}{'/8' if row['inputs'] == 'int8' else ''} {row['measured']:.3f}" for row in rows]
+    first = rows[0]
+    name = f"{first['layout']:12} {first['sparsity']:.3f} ({first['zeros']:.3f})"
+    print(f"seed {first['seed']}  {name}  {'  '.join(cells)}  {seconds:.1f} s", flush=True)
+
+
+def main() -> None:
+    """Train and test all networks, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", choices=("transformer", "resnet20"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.network == "resnet20":
+        epochs = 2 if options.quick else EPOCHS
+        rows = train_resnets(options.seeds, epochs, options.quick)
+        settings: dict[str, Any] = {"epochs": epochs}
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen = language_model.QUICK if options.quick else language_model.Settings(batch=32, steps=DENSE_STEPS)
+        chosen, steps = replace(chosen, device=device), 20 if options.quick else LAYOUT_STEPS
+        jobs = [(chosen, steps, seed) for seed in range(options.seeds)]
+        with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+            rows = [row for part in pool.starmap(test_transformer, jobs) for row in part]
+        settings = {**dataclasses.asdict(chosen), "layout_steps": steps, "layout_rate": LAYOUT_RATE}
+    write_record(options.json, network=options.network, settings=settings, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
