@@ -168,9 +168,7 @@ def measure_error(found: Tensor, exact: Tensor) -> float:
     return error
 
 
-def time_network(
-    network: Network, mask: str, batch: int, patience: float, peer: DeepSparse | None
-) -> Iterator[Timing]:
+def time_network(network: Network, mask: str, batch: int, patience: float, peer: DeepSparse | None) -> Iterator[Timing]:
     """Yield the timings of one network."""
     torch.manual_seed(0)
     model, x = prune(network.build(), mask), network.make_input(batch)

@@ -33,7 +33,10 @@ BASELINE = ("-march=x86-64", "-mtune=generic") if X86 else ()
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi", *BASELINE)
 # The instruction sets, best first: torch's name for a processor that has it, and the compiler's flags.
 INSTRUCTION_SETS = {
-    "avx512": ("AVX512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mbmi2", "-mfma", "-mf16c")),
+    "avx512": (
+        "AVX512",
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mbmi2", "-mfma", "-mf16c"),
+    ),
     "avx2": ("AVX2", ("-mavx2", "-mfma", "-mf16c")),
     "plain": ("DEFAULT", ()),
 }

@@ -338,14 +338,14 @@ def test_modules_are_called_where_hooks_see_them() -> None:
 @pytest.mark.parametrize("change", ["in place", "state dict", "training", "dtype"])
 def test_a_changed_model_is_planned_again(change: str) -> None:
     model, x = prepare(Residual()), images(1, *SHAPE)
-    planned = planned_copy(model)
+    planned, other = planned_copy(model), prepare(Residual(), seed=5).state_dict()
     with torch.no_grad():
         planned(x)
         for one in (model, planned):
             if change == "in place":
                 one.conv.weight.mul_(2)
             elif change == "state dict":
-                one.load_state_dict(prepare(Residual(), seed=5).state_dict())
+                one.load_state_dict(other)
             elif change == "training":
                 one.norm.train()
             else:

@@ -71,7 +71,7 @@ def remove_passed_modules(model: nn.Module, graph: fx.Graph) -> None:
     """Remove the calls of modules that return their input."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), PASSED_MODULES):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
@@ -252,14 +252,13 @@ class Converter:
         shapes = {(a.channels, a.height, a.width) for a in (first, second)}
         if len(shapes) > 1 or x is other or (inplace and self.has_other_readers(x)):
             raise UnsupportedError(node)
-        for summand, residual in ((x, second), (other, first)):
-            step = self.open_convolution(summand)
-            if step is not None and step.residual is None:
-                self.steps.remove(step)  # both summands are known only now
-                self.steps.append(step)
-                break
-        else:
+        step, residual = self.open_convolution(x), second
+        if step is None or step.residual is not None:
+            step, residual = self.open_convolution(other), first
+        if step is None or step.residual is not None:
             step, residual = self.convolution_of(node, x), second
+        self.steps.remove(step)  # the other summand may be computed after it
+        self.steps.append(step)
         step.residual = residual
         self.results[node] = step.output, False
 
@@ -267,9 +266,7 @@ class Converter:
         """Add a max pool."""
         if pool.ceil_mode or pool.return_indices:
             raise UnsupportedError(node)
-        geometry = ConvGeometry.from_pairs(
-            *map(as_pair, (pool.kernel_size, pool.stride, pool.padding, pool.dilation))  # type: ignore[arg-type]
-        )
+        geometry = ConvGeometry.from_pairs(*map(as_pair, (pool.kernel_size, pool.stride, pool.padding, pool.dilation)))
         self.add_step(node, MaxPool(self.read_images(x), geometry))
 
     def add_average_pool(self, node: fx.Node, x: fx.Node, pool: nn.AvgPool2d) -> None:

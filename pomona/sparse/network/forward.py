@@ -73,7 +73,7 @@ class PlannedForward:
         return True
 
     def find_plan(self, x: Tensor) -> tuple[NetworkPlan, nn.Module | None] | None:
-        """Return the plan for images of this shape, with the module for what follows it, or None where there is none."""
+        """Return the plan for images of this shape, with the module for what follows it, or None without one."""
         shape = x.shape[1], x.shape[2], x.shape[3]
         if shape not in self.plans or self.has_changed():
             self.make_plan(shape)

@@ -106,7 +106,7 @@ def plane_numbers(activation: Activation) -> int:
 
 
 def place_activations(network: Network) -> tuple[dict[Activation, int], int]:
-    """Return where each activation lies in the workspace, which is used again after its last use, and the size of all."""
+    """Return where each activation lies in the workspace, and the size of all: they share memory over time."""
     last_uses = find_last_uses(network.steps) | {network.output: len(network.steps)}
     places: dict[Activation, int] = {}
     live: list[Activation] = []
