@@ -285,6 +285,14 @@ def test_what_has_no_native_form_is_left_alone(layer: nn.Module) -> None:
     assert not is_planned(model)
 
 
+def test_a_forward_that_creates_tensors_runs_as_modules() -> None:
+    class Created(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.ones(10, 2)
+
+    assert not plan_network(prepare(Created(nn.Conv2d(3, 4, 3), nn.ReLU())), SHAPE)
+
+
 def test_an_inplace_relu_that_others_see_is_no_step() -> None:
     class Inplace(nn.Module):
         def __init__(self) -> None:

@@ -61,10 +61,17 @@ def convert_network(model: nn.Module, shape: tuple[int, int, int]) -> Network | 
     converter = Converter(model, nodes[0], shape)
     for node in nodes[1:end]:
         converter.convert(node)
-    if not any(isinstance(step, Convolution) for step in converter.steps):
+    is_complete = all(has_attribute(model, str(node.target)) for node in nodes[end:] if node.op == "get_attr")
+    if not is_complete or not any(isinstance(step, Convolution) for step in converter.steps):
         return None
     output, is_flat = converter.results[last]
     return Network(converter.input, converter.steps, output, is_flat, copy_rest(model, nodes[end:], last))
+
+
+def has_attribute(model: nn.Module, target: str) -> bool:
+    """Return whether a model has the tensor that a graph reads: the tracer has removed those that forward creates."""
+    *path, name = target.split(".")
+    return hasattr(model.get_submodule(".".join(path)), name)
 
 
 def remove_passed_modules(model: nn.Module, graph: fx.Graph) -> None:
