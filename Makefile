@@ -43,7 +43,8 @@ chaos: setup
 
 # Write README.md and the pages of docs/ whose figures come from results/.
 docs: setup
-	for page in overhead results iterand balanced privacy errata theory harm export durability language_models readme; do \
+	for page in overhead results iterand balanced privacy errata theory harm export durability language_models \
+		sparse_or_fewer_bits readme; do \
 		$(BIN)/python benchmarks/pages/$${page}_page.py || exit 1; \
 	done
 

@@ -22,15 +22,14 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_graph import capture_step
+from decoder import PROMPT, Decoder, Shape, build_model, compiled_functions
 from dense_few_bits import Int4Linear, Int8Linear
 from interleaved_timing import time_in_turns
 from record_file import write_record
@@ -39,26 +38,14 @@ from torch import Tensor, nn
 from pomona.lab.kernels.implementations import first_line, prune_unequal_rows
 from pomona.patterns.balanced import select_per_block
 from pomona.sparse import BalancedTensor, GapTensor, QuantizedBalancedTensor, UnstructuredTensor
-from pomona.sparse.layers import PackedLayer, build_packed_layer, is_packable, read_weights
+from pomona.sparse.layers import PackedLayer, build_packed_layer, is_packable, read_weights, share_inputs
 from pomona.sparse.ops import quantized_product
 
 BLOCK, KEPT = 32, 3  # of balanced weights
-PROMPT = 8  # tokens that are given
 # The largest difference of a logit from the float32 model, relative to the largest logit.
 LIMITS = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder."""
-
-    width: int
-    neurons: int
-    layers: int
-    heads: int
-    vocabulary: int
 
 
 SHAPES = {
@@ -81,6 +68,7 @@ class Format:
     half: torch.dtype  # of activations on a GPU
     single: torch.dtype  # of activations on a CPU
     make: Callable[[nn.Module], nn.Module] | None  # the layer in this format; None leaves it dense
+    shared: bool = True  # whether layers that read one input may run as one product, as in `pm.compress`
 
     def dtype(self, device: str) -> torch.dtype:
         """Return the dtype of activations on a type of device."""
@@ -120,45 +108,16 @@ FORMATS = {
         Format("balanced", HALF, SINGLE, partial(pack_balanced, None)),
         Format("balanced int8", HALF, BRAIN, partial(pack_balanced, 8)),
         Format("balanced int4", HALF, BRAIN, partial(pack_balanced, 4)),
+        Format("balanced int4, layer by layer", HALF, BRAIN, partial(pack_balanced, 4), shared=False),
         Format("unstructured 90 %", HALF, SINGLE, partial(pack_unstructured, 0.9)),
         Format("unstructured 50 %", HALF, SINGLE, partial(pack_unstructured, 0.5)),
     )
 }
-LEFT_OUT = {"cuda": ("dense bfloat16",)}  # by default: it reads as many bytes as float16
+# By default: bfloat16 reads as many bytes as float16, and the int8 kernel is ten times slower than dense float16.
+LEFT_OUT = {"cuda": ("dense bfloat16", "dense int8")}
 
 
 # ---- the models
-
-
-def build_model(kind: str, shape: Shape, dtype: torch.dtype, device: str) -> nn.Module:
-    """Return a decoder with random weights, with one kernel for each norm and activation."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    common = {"vocab_size": shape.vocabulary, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "sdpa"}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            if kind == "gpt2":
-                config = GPT2Config(
-                    n_embd=shape.width, n_inner=shape.neurons, n_layer=shape.layers, n_head=shape.heads,
-                    activation_function="gelu_pytorch_tanh", **common,
-                )  # fmt: skip
-                return GPT2LMHeadModel(config).eval().requires_grad_(False)
-            sizes = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
-            config = LlamaConfig(
-                hidden_size=shape.width, intermediate_size=shape.neurons, tie_word_embeddings=True, **sizes, **common
-            )
-            model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LlamaRMSNorm":
-            norm = nn.RMSNorm(shape.width, module.variance_epsilon, dtype=dtype, device=device)
-            norm.weight = module.weight
-            model.set_submodule(name, norm)
-    return model
 
 
 def find_block_layers(model: nn.Module) -> list[str]:
@@ -183,7 +142,18 @@ def convert(dense: nn.Module, form: Format, reference: nn.Module) -> tuple[nn.Mo
         weight, size = describe_weight(made)
         total += size
         read_weights(reference.get_submodule(name))["weight"].copy_(weight)
-    return model, total
+    return share_inputs(model, group_readers(model)) if form.shared else model, total
+
+
+def group_readers(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of layers that read one input, as `pm.compress` finds them: queries, keys, values; SwiGLU."""
+    groups: dict[str, list[str]] = {}
+    for name, _ in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        for kind in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if leaf in kind:
+                groups.setdefault(f"{parent}.{kind[0]}", []).append(name)
+    return groups
 
 
 def describe_weight(layer: nn.Module) -> tuple[Tensor, int]:
@@ -195,91 +165,6 @@ def describe_weight(layer: nn.Module) -> tuple[Tensor, int]:
         return layer.dense_weight(), layer.weight_bytes
     weight = read_weights(layer)["weight"]
     return weight, weight.nbytes
-
-
-@contextmanager
-def compiled_functions(kind: str, device: str) -> Iterator[None]:
-    """Let Llama compute its rotations and SwiGLU in one kernel each on a GPU, whatever the format of its weights."""
-    if kind != "llama" or device != "cuda":
-        yield
-        return
-    from transformers.models.llama import modeling_llama as llama
-
-    rotate, forward = llama.apply_rotary_pos_emb, llama.LlamaMLP.forward
-    multiply = torch.compile(lambda gate, up: nn.functional.silu(gate) * up, dynamic=False)
-
-    def forward_with_one_kernel(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(multiply(self.gate_proj(x), self.up_proj(x)))
-
-    llama.apply_rotary_pos_emb = torch.compile(rotate, dynamic=False)
-    llama.LlamaMLP.forward = forward_with_one_kernel
-    try:
-        yield
-    finally:
-        llama.apply_rotary_pos_emb, llama.LlamaMLP.forward = rotate, forward
-
-
-# ---- decoding
-
-
-class StepCache:
-    """The keys and values of some sequences in tensors of a fixed size, to which a step writes at its position."""
-
-    def __init__(self, position: Tensor, context: int) -> None:
-        self.position, self.context = position, context
-        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of one token; return those of all places."""
-        if layer not in self.stored:
-            self.stored[layer] = tuple(x.new_zeros(*x.shape[:2], self.context, x.shape[3]) for x in (keys, values))
-        for all_places, new in zip(self.stored[layer], (keys, values), strict=True):
-            all_places.index_copy_(2, self.position, new)
-        return self.stored[layer]
-
-
-class Decoder:
-    """Greedy decoding of some sequences, a token of each at a time; on a GPU a step is replayed from a CUDA graph."""
-
-    def __init__(self, model: nn.Module, batch: int, context: int) -> None:
-        self.model, device = model, model.device
-        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.cache = StepCache(self.position, context)
-        self.places = torch.arange(context, device=device)
-        self.logits = torch.zeros(batch, model.config.vocab_size, dtype=model.dtype, device=device)
-        self.step = self.compute_step
-        if device.type == "cuda":
-            self.step = capture_step(self.compute_step)
-
-    def compute_step(self) -> None:
-        """Read one token of each sequence, and choose the next ones."""
-        hidden = torch.zeros_like(self.places, dtype=self.logits.dtype)
-        hidden = hidden.masked_fill_(self.places > self.position, -torch.inf).view(1, 1, 1, -1)
-        inputs = {"input_ids": self.tokens, "position_ids": self.position.view(1, 1), "attention_mask": hidden}
-        logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
-        self.logits.copy_(logits)
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        self.position += 1
-
-    def decode(self, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return so many tokens after a prompt, batch × count, and their logits, batch × count × vocabulary."""
-        self.position.zero_()
-        tokens, logits = [], []
-        for place in range(prompt.shape[1] + count - 1):
-            if place < prompt.shape[1]:
-                self.tokens.copy_(prompt[:, place : place + 1])
-            self.step()
-            if place >= prompt.shape[1] - 1:
-                tokens.append(self.tokens.clone())
-                logits.append(self.logits.clone())
-        return torch.cat(tokens, 1), torch.stack(logits, 1)
-
-    def run_steps(self, count: int) -> None:
-        """Decode so many tokens behind the prompt."""
-        self.position.fill_(PROMPT)
-        for _ in range(count):
-            self.step()
 
 
 @torch.no_grad()
@@ -304,7 +189,7 @@ def compare(decoder: Decoder, reference: nn.Module, count: int) -> Row:
 
 def missing_kernel(form: Format, device: str) -> str | None:
     """Return why a format cannot be measured on a device, or None."""
-    if form.name in ("balanced int8", "balanced int4") and device not in quantized_product.BACKENDS:
+    if form.name.startswith(("balanced int8", "balanced int4")) and device not in quantized_product.BACKENDS:
         return f"no kernel on {device}"
     return None
 
@@ -319,6 +204,8 @@ def measure_model(kind: str, shape: Shape, options: argparse.Namespace) -> list[
     for name in options.formats:
         form = FORMATS[name]
         dtype = form.dtype(device)
+        if not form.shared and not group_readers(reference):
+            continue
         try:
             start = time.perf_counter()
             if (why := missing_kernel(form, device)) is not None:
@@ -326,16 +213,16 @@ def measure_model(kind: str, shape: Shape, options: argparse.Namespace) -> list[
             if dtype not in dense:
                 dense[dtype] = build_model(kind, shape, dtype, device)
             model, size = convert(dense[dtype], form, reference)
-            print(f"{kind:6} {name:18} {time.perf_counter() - start:.1f} s to convert", flush=True)
+            print(f"{kind:6} {name:30} {time.perf_counter() - start:.1f} s to convert", flush=True)
             for batch in options.batches:
                 decoder = Decoder(model, batch, context)
                 checked = compare(decoder, reference, min(options.steps, 16))
                 decoders[batch][name] = decoder
                 about = {"model": kind, "format": name, "dtype": str(dtype).removeprefix("torch."), "batch": batch}
                 rows[name, batch] = {**about, "weight_bytes": size, **checked}
-                print(f"{kind:6} {name:18} batch {batch}: {checked}", flush=True)
+                print(f"{kind:6} {name:30} batch {batch}: {checked}", flush=True)
         except (RuntimeError, NotImplementedError) as error:
-            print(f"{kind:6} {name:18} is not measured: {first_line(error)}", flush=True)
+            print(f"{kind:6} {name:30} is not measured: {first_line(error)}", flush=True)
     del reference
     for batch, ready in decoders.items():
         loops = {name: partial(decoder.run_steps, options.steps) for name, decoder in ready.items()}
@@ -355,7 +242,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a line for each model, batch size and format."""
     for row in sorted(rows, key=lambda row: (row["model"], row["batch"])):
         print(
-            f"{row['model']:6} batch {row['batch']}  {row['format']:18} {row['dtype']:9} "
+            f"{row['model']:6} batch {row['batch']}  {row['format']:30} {row['dtype']:9} "
             f"{row['weight_bytes'] / 1e6:8.1f} MB {1e6 * row['seconds']:9.1f} µs a step "
             f"{row['tokens_per_second']:9.1f} tokens/s {row['speedup']:6.2f}x"
         )

@@ -73,5 +73,5 @@ def pack_int4(codes: Tensor) -> Tensor:
     """Return codes of 4 bits, outputs × inputs, in the layout of the kernel of their device."""
     if not codes.is_cuda:
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
     return torch.ops.aten._convert_weight_to_int4pack(pairs, INNER_TILES)

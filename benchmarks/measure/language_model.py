@@ -51,8 +51,8 @@ class Settings:
     heads: int = 6
     context: int = 256  # characters in a window
     dropout: float = 0.2
-    batch: int = 64  # windows
-    steps: int = 2000
+    batch: int = 32  # windows
+    steps: int = 1500
     warmup: int = 100  # steps
     rate: float = 1e-3  # the highest learning rate; it falls to a tenth of it, as a cosine
     weight_decay: float = 0.1
@@ -60,7 +60,9 @@ class Settings:
     device: str = "cpu"
 
 
-SMALL = Settings(width=128, layers=4, heads=4, context=64, dropout=0.0, batch=16, rate=2e-3)  # for a CPU
+SMALL = Settings(  # for a CPU
+    width=128, layers=4, heads=4, context=64, dropout=0.0, batch=16, rate=2e-3, steps=2000
+)  # fmt: skip
 QUICK = Settings(width=32, layers=2, heads=2, context=32, batch=8, steps=24, warmup=4, calibration=8)
 SIZES = {"full": Settings(), "small": SMALL, "quick": QUICK}
 

@@ -29,10 +29,15 @@ def make_session(nodes: list[Any], weights: dict[str, Array], columns: int, rows
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     onnx.checker.check_model(model)
+    return open_session(model.SerializeToString())
+
+
+def open_session(model: bytes) -> onnxruntime.InferenceSession:
+    """Return a session of a model on one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def make_product(nodes: list[Any], weights: dict[str, Array], columns: int, rows: int) -> Product:

@@ -1,11 +1,12 @@
 """Measure what the selection over ranks costs in the training of a ResNet-50, with a mask update every 16 steps.
 
     python benchmarks/measure/selection_cost.py --json results/selection-cost.json          # on a GPU
-    python benchmarks/measure/selection_cost.py --batch 2 --size 32 --steps 34              # on a CPU
+    python benchmarks/measure/selection_cost.py --batch 2 --size 32 --steps 32 --turns 1    # on a CPU
 
 The model is sharded by FSDP2 in a group of one process, so that masks are selected by counts that ranks would add. The
-time of a step with a mask update, less that of the other steps, is the cost of the update; it is given as a share of
-one step, and of the 16 steps between two updates. The host waits for the device after each step.
+time of a step with a mask update, less the median of the 15 steps before it, is the cost of the update, of which the
+median is given as a share of one step and of the 16 steps between two updates. The host waits for the device after each
+step. The methods and plain training take turns, with fresh models.
 """
 
 from __future__ import annotations
@@ -44,14 +45,12 @@ def make_model(device: torch.device) -> nn.Module:
     return fully_shard(model)
 
 
-def time_steps(options: argparse.Namespace, device: torch.device, method: str | None, steps: int) -> dict[str, Any]:
-    """Train some steps on one batch; return the seconds of each, and how many weights are pruned by a method."""
+def time_steps(options: argparse.Namespace, device: torch.device, method: str | None, steps: int) -> list[float]:
+    """Train some steps on one batch, pruned by a method where one is given; return the seconds of each."""
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    count = 0
     if method is not None:
-        pruner = make_pruner(method).attach(model, optimizer, total_steps=10 * options.steps)
-        count = sum(mask.numel() for mask in pruner.masks().values())
+        make_pruner(method).attach(model, optimizer, total_steps=10 * options.steps)
     x = torch.randn(options.batch, 3, options.size, options.size, device=device)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.randint(1000, (options.batch,), device=device)
@@ -66,7 +65,7 @@ def time_steps(options: argparse.Namespace, device: torch.device, method: str | 
         optimizer.step()
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds, "weights": count}
+    return seconds
 
 
 def synchronize(device: torch.device) -> None:
@@ -77,34 +76,38 @@ def synchronize(device: torch.device) -> None:
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the times of steps and the cost of an update, for each method."""
-    warm = EVERY  # the first update compiles kernels
-    plain = time_steps(options, device, None, max(8, options.steps // 4))["seconds"]
-    step = statistics.median(plain[len(plain) // 2 :])
-    figures: dict[str, Any] = {"plain_step_seconds": step, "methods": {}}
+    plain: list[float] = []
+    pruned: dict[str, list[float]] = {name: [] for name in METHODS}
+    costs: dict[str, list[float]] = {name: [] for name in METHODS}
+    for _ in range(options.turns):
+        plain += time_steps(options, device, None, EVERY)[EVERY // 2 :]
+        for name, method in METHODS.items():
+            gc.collect()
+            seconds = time_steps(options, device, method, options.steps)
+            for end in range(2 * EVERY, options.steps + 1, EVERY):  # the first update compiles kernels
+                *before, last = seconds[end - EVERY : end]
+                pruned[name] += before
+                costs[name].append(last - statistics.median(before))
+    step = statistics.median(plain)
     print(f"plain: a step of {1e3 * step:.1f} ms", flush=True)
+    methods = {}
     for name, method in METHODS.items():
-        gc.collect()
-        run = time_steps(options, device, method, options.steps)
-        pruned = run["seconds"]
-        updates = [pruned[i] for i in range(warm, options.steps) if (i + 1) % EVERY == 0]
-        others = [pruned[i] for i in range(warm, options.steps) if (i + 1) % EVERY]
-        cost = statistics.median(updates) - statistics.median(others)
-        figures["methods"][name] = {
+        cost = statistics.median(costs[name])
+        methods[name] = {
             "method": method,
-            "weights": run["weights"],
-            "updates": len(updates),
-            "pruned_step_seconds": statistics.median(others),
+            "pruned_step_seconds": statistics.median(pruned[name]),
+            "updates": costs[name],
             "update_seconds": cost,
-            "slowest_update_seconds": max(updates) - statistics.median(others),
             "share_of_one_step": cost / step,
             "share_of_the_steps_between_updates": cost / (EVERY * step),
         }
         print(
-            f"{name}: a step of {1e3 * statistics.median(others):.1f} ms, an update {1e3 * cost:+.1f} ms, "
-            f"{cost / step:.1%} of a step, {cost / (EVERY * step):.2%} of {EVERY}",
+            f"{name}: a step of {1e3 * statistics.median(pruned[name]):.1f} ms, an update {1e3 * cost:+.1f} ms "
+            f"({1e3 * min(costs[name]):.1f} to {1e3 * max(costs[name]):.1f}), {cost / step:.1%} of a step, "
+            f"{cost / (EVERY * step):.2%} of {EVERY}",
             flush=True,
         )
-    return figures
+    return {"plain_step_seconds": step, "plain_steps": plain, "methods": methods}
 
 
 def main() -> None:
@@ -112,7 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +125,7 @@ def main() -> None:
         distributed.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         figures = measure(options, device)
         distributed.destroy_process_group()
-    settings = {"batch": options.batch, "size": options.size, "steps": options.steps}
+    settings = {"batch": options.batch, "size": options.size, "steps": options.steps, "turns": options.turns}
     write_record(options.json, every=EVERY, **settings, **figures)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pomona as pm
 from pomona.core.targets import Target
 from pomona.sparse import BalancedTensor, QuantizedBalancedTensor, UnstructuredTensor
 
@@ -53,11 +54,19 @@ LAYOUTS = (
 )
 
 
-def pack_balanced(matrix: Tensor, layout: Layout, values: str) -> BalancedTensor:
-    """Return a matrix in the balanced format with values of a type."""
+def prune_matrix(matrix: Tensor, layout: Layout) -> Tensor:
+    """Return a matrix without its smallest weights, to a layout."""
+    if layout.name == "dense":
+        return matrix
+    pattern = pm.Balanced(BLOCK, pad=True) if layout.name == "balanced" else pm.Unstructured()
+    return torch.where(pattern.select_masks([matrix.abs()], layout.sparsity)[0], matrix, 0)
+
+
+def pack_balanced(matrix: Tensor, layout: Layout, values: str, activations: str | None = None) -> BalancedTensor:
+    """Return a matrix in the balanced format with values of a type; products round activations where asked."""
     if values in LEVELS:
         group = layout.group if values == "int4" else None
-        return QuantizedBalancedTensor.from_dense(matrix, BLOCK, values, group)
+        return QuantizedBalancedTensor.from_dense(matrix, BLOCK, values, group, activations)
     return BalancedTensor.from_dense(matrix.half() if values == "fp16" else matrix, BLOCK)
 
 

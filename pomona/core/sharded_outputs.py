@@ -113,15 +113,22 @@ class ShardedOutputs:
                 measured = slot.method.calibrate(slot.moved.detach(), slot.mask, slot.target.output_dim)
                 slot.calibration.copy_(measured)  # type: ignore[union-attr, arg-type]
 
-    def share_thresholds(self) -> None:
-        """Give each layer the largest of the thresholds that the ranks have measured."""
-        thresholds = [slot.calibration[1] for slot in self.slots]  # type: ignore[index]
-        own = [t.view(-1)[0] if t.numel() else t.new_zeros(()) for t in thresholds]
-        largest = torch.stack(own)
+    def share_thresholds(self, calibrations: Tensor) -> None:
+        """Give each layer the largest of the thresholds that the ranks have measured, in the buffer of all of them."""
+        places, layers = self.threshold_places
+        own = calibrations[places]
+        largest = own.new_zeros(len(self.slots)).scatter_reduce_(0, layers, own, "amax")
         for group in self.groups:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
-        pairs = zip(largest.unbind(), thresholds, strict=True)
-        torch._foreach_copy_(thresholds, [one.expand_as(threshold) for one, threshold in pairs])
+        calibrations[places] = largest[layers]
+
+    @cached_property
+    def threshold_places(self) -> tuple[Tensor, Tensor]:
+        """Where the thresholds of this rank's outputs lie in the buffer of calibrations, and the layer of each."""
+        found: list[Any] = [slot.calibration[1] for slot in self.slots]  # type: ignore[index]
+        places = [torch.arange(part.numel()) + part.storage_offset() for part in found]
+        layers = torch.arange(len(found)).repeat_interleave(torch.tensor([part.numel() for part in found]))
+        return torch.cat(places).to(found[0].device), layers.to(found[0].device)
 
 
 def output_norms(tensor: Tensor, output_dim: int) -> Tensor:

@@ -69,7 +69,7 @@ class Pattern(ABC):
         """
         return self.select_masks(
             [
-                s.masked_fill(self.select_masks([s], 1 - n / s.numel())[0] & (s != -torch.inf), torch.inf) if n else s
+                s.masked_fill(self.select_masks([s], 1 - n / s.numel())[0] & (s > -torch.inf), torch.inf) if n else s
                 for s, n in zip(scores, floors, strict=True)
             ],
             sparsity,

@@ -24,7 +24,7 @@ class ScoreReader:
     score: Tensor
     magnitudes: bool = False  # whether |score| is ranked
     within: Tensor | None = None  # a mask; entries off it rank as −inf
-    raised: Tensor | None = None  # a mask; entries on it rank as +inf, except those of −inf
+    raised: Tensor | None = None  # a mask; entries on it rank as +inf, except NaN and −inf
     dtype: torch.dtype | None = None  # in which entries are ranked; None is their own
 
     def whole(self) -> Tensor | None:
@@ -55,7 +55,7 @@ class ScoreReader:
         if within is not None:
             part = fill_pruned(part, within, -torch.inf)
         if raised is not None:
-            part = part.masked_fill(raised & (part != -torch.inf), torch.inf)
+            part = part.masked_fill(raised & (part > -torch.inf), torch.inf)
         return part
 
     def sample(self, places: Tensor) -> Tensor:

@@ -67,12 +67,12 @@ def select_largest(
 
 @torch.no_grad()
 def raise_floor_scores(scores: Sequence[Tensor], floors: Sequence[int] | None = None) -> Tensor:
-    """Return all scores in one flat tensor, with +inf for the `floors[i]` largest of tensor i, except those of −inf."""
+    """Return all scores in one flat tensor, with +inf for the `floors[i]` largest of tensor i but NaN and −inf."""
     flat = torch.cat([score.reshape(-1) for score in scores])
     if floors is None or not any(floors):
         return flat
     chosen = _select_per_segment(flat, [score.numel() for score in scores], floors)
-    return flat.masked_fill_(chosen & (flat != -torch.inf), torch.inf)
+    return flat.masked_fill_(chosen & (flat > -torch.inf), torch.inf)
 
 
 def _select_per_segment(flat: Tensor, sizes: Sequence[int], keep: Sequence[int]) -> Tensor:

@@ -124,7 +124,7 @@ class RowShards:
         if any(floors):
             alone = [self.select(pattern, [s], 1 - n / s.numel(), [0])[0] for s, n in zip(scores, floors, strict=True)]
             raised = zip(scores, alone, floors, strict=True)
-            scores = [s.masked_fill(m & (s != -torch.inf), torch.inf) if n else s for s, m, n in raised]
+            scores = [s.masked_fill(m & (s > -torch.inf), torch.inf) if n else s for s, m, n in raised]
         if isinstance(pattern, (Balanced, NM)) and all(score.ndim > 1 for score in scores):
             return self.select_blocks(pattern, scores, sparsity)
         if len(scores) == 1:
@@ -192,7 +192,7 @@ class RowShards:
         if any(floors):
             first = select_by_counting(norms, list(floors), ranks=self.counts)
             pairs = zip(norms, first, strict=True)
-            norms = [norm.masked_fill(mask & (norm != -torch.inf), torch.inf) for norm, mask in pairs]
+            norms = [norm.masked_fill(mask & (norm > -torch.inf), torch.inf) for norm, mask in pairs]
         device = norms[0].device
         weight = torch.tensor(list(sizes), device=device)
 

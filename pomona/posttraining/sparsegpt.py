@@ -96,17 +96,41 @@ def prune_columns(
     the first of them is reached. The columns of a block, a multiple of `width`, are updated one by one, and those
     behind it together.
     """
-    weight, kept = matrix.clone(), torch.ones_like(matrix, dtype=torch.bool)
+    weight = matrix.clone(memory_format=torch.contiguous_format)
+    kept = torch.ones_like(weight, dtype=torch.bool)
     columns, diagonal = matrix.shape[1], factor.diagonal()
-    ratios = factor / diagonal.unsqueeze(1)  # of a column's change to the changes of the columns behind it
+    ratios = (factor / diagonal.unsqueeze(1)).contiguous()  # of a column's change to those of the columns behind it
+    prune_group = choose_group_kernel(weight, block)
     for start in range(0, columns, block):
         end = min(start + block, columns)
-        removed = torch.zeros_like(weight[:, start:end])
-        for column in range(start, end):
-            if (column - start) % width == 0:
-                group = slice(column, min(column + width, columns))
-                kept[:, group] = select((weight[:, group] / diagonal[group]).square())
-            removed[:, column - start] = weight[:, column].masked_fill(kept[:, column], 0)
-            weight[:, column:end].addr_(removed[:, column - start], ratios[column, column:end], alpha=-1)
+        removed = weight.new_zeros(len(weight), end - start)
+        for first in range(start, end, width):
+            group = slice(first, min(first + width, end))
+            kept[:, group] = select((weight[:, group] / diagonal[group]).square())
+            prune_group(weight, kept, ratios, removed, group, slice(start, end))
         weight[:, end:].addmm_(removed, ratios[start:end, end:], alpha=-1)
     return weight.masked_fill(~kept, 0), kept
+
+
+def prune_group_of_columns(
+    weight: Tensor, kept: Tensor, ratios: Tensor, removed: Tensor, group: slice, block: slice
+) -> None:
+    """Prune the columns of a group within a block, and let the columns behind each of them in the block make up for it.
+
+    `removed` has the columns of the block, and receives what was pruned from those of the group.
+    """
+    for column in range(group.start, group.stop):
+        pruned = removed[:, column - block.start]
+        torch.mul(weight[:, column], ~kept[:, column], out=pruned)
+        weight[:, column : block.stop].addr_(pruned, ratios[column, column : block.stop], alpha=-1)
+
+
+def choose_group_kernel(weight: Tensor, block: int) -> Callable[..., None]:
+    """Return the function that prunes a group of columns: one kernel on a GPU, where Triton is installed."""
+    if not weight.is_cuda or weight.dtype != torch.float32:
+        return prune_group_of_columns
+    try:
+        from . import column_updates_triton as kernels
+    except ImportError:
+        return prune_group_of_columns
+    return kernels.prune_group if block <= kernels.MAX_BLOCK else prune_group_of_columns

@@ -13,7 +13,7 @@ from torch import Tensor
 NORM_BLOCK = 1024  # squares that are summed in float32, as `clipping` assumes
 NORM_BLOCKS = 4  # that one program sums
 ROWS, COLUMNS = 16, 512  # of a tile whose integers are added
-PROGRAM_ROWS = 64  # whose integers one program adds, in 32 bits
+PROGRAM_ROWS = 128  # whose integers one program adds, in 32 bits
 MAGIC = tl.constexpr(1.5 * 2**23)  # of `clipping`
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
@@ -62,7 +62,7 @@ def add_rounded_rows_kernel(
     """Add the integers of some rows in a range of columns."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * PROGRAM_ROWS
-    found = tl.zeros((COLUMNS,), tl.int32)
+    found = tl.zeros((ROWS, COLUMNS), tl.int32)
     for start in range(0, PROGRAM_ROWS, ROWS):
         row = first + start + tl.arange(0, ROWS)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
@@ -70,5 +70,5 @@ def add_rounded_rows_kernel(
         inside = (row < rows)[:, None] & (column < size)[None, :]
         x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
         bits = (x * scale[:, None] + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-        found += tl.sum(tl.where((scale > 0)[:, None], bits, 0), 0)
-    tl.atomic_add(total + column, found.to(tl.int64), mask=column < size)
+        found += tl.where((scale > 0)[:, None], bits, 0)
+    tl.atomic_add(total + column, tl.sum(found, 0).to(tl.int64), mask=column < size)

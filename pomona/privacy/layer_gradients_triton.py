@@ -279,23 +279,20 @@ def pull_back_standardization(gradients: Tensor, standardized: Tensor, norms: Te
     """
     rows, outputs, channels, *kernel = gradients.shape
     positions = kernel[0] * kernel[1]
-    is_last = gradients.permute(0, 1, 3, 4, 2).is_contiguous()
-    if not is_last:
-        gradients = gradients.contiguous()
+    last_gradients, last_standardized = gradients.permute(0, 1, 3, 4, 2), standardized.permute(0, 2, 3, 1)
     found = torch.empty(gradients.shape, dtype=gradients.dtype, device=gradients.device)
-    size = channels * positions
     with torch.cuda.device_of(gradients):
         pull_back_kernel[(outputs, rows)](
-            gradients,
-            standardized.contiguous(),
+            last_gradients.contiguous(),
+            last_standardized.contiguous(),
             norms,
             found,
             outputs,
-            CHANNELS=channels if is_last else 1,
-            POSITIONS=positions if is_last else 1,
-            SIZE=size,
-            BLOCK=triton.next_power_of_2(size),
-            num_warps=4 if size <= 1024 else 8,
+            CHANNELS=channels,
+            POSITIONS=positions,
+            BLOCK_CHANNELS=triton.next_power_of_2(channels),
+            BLOCK_POSITIONS=triton.next_power_of_2(positions),
+            num_warps=4 if channels * positions <= 1024 else 8,
         )
     return found
 
@@ -309,19 +306,23 @@ def pull_back_kernel(
     outputs,
     CHANNELS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_POSITIONS: tl.constexpr,
 ):
-    """Pull back the gradient of one filter in one example, and put its channels first if they are last."""
+    """Pull back the gradient of one filter in one example, and put its channels first."""
     output, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    source = tl.arange(0, BLOCK)
-    inside = source < SIZE
-    target = source % CHANNELS * POSITIONS + source // CHANNELS if POSITIONS > 1 else source
-    start = (row * outputs + output) * SIZE
+    position, channel = tl.arange(0, BLOCK_POSITIONS), tl.arange(0, BLOCK_CHANNELS)
+    inside = (position < POSITIONS)[:, None] & (channel < CHANNELS)[None, :]
+    source = position[:, None] * CHANNELS + channel[None, :]
+    size: tl.constexpr = CHANNELS * POSITIONS
+    start = (row * outputs + output) * size
     g = tl.load(gradients + start + source, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(standardized + output * SIZE + target, mask=inside, other=0.0)
+    u = tl.load(standardized + output * size + source, mask=inside, other=0.0)
     norm = tl.load(norms + output)
-    along = tl.sum(g * u)
+    along = tl.sum(tl.sum(g * u, 1), 0)
     along = tl.where(norm * norm > MIN_SQUARES, along, 0.0)
-    value = (g - tl.sum(g) / SIZE - u * along) / norm
-    tl.store(found + start + target, value.to(found.dtype.element_ty), mask=inside)
+    centre = tl.sum(tl.sum(g, 1), 0) / size
+    value = ((g - centre - u * along) / norm).to(found.dtype.element_ty)
+    target = channel[:, None] * POSITIONS + position[None, :]
+    mask = (channel < CHANNELS)[:, None] & (position < POSITIONS)[None, :]
+    tl.store(found + start + target, tl.trans(value), mask=mask)

@@ -20,7 +20,7 @@ from .balanced_blocks import MIN_SPARSITY, find_block, is_balanced, pack_balance
 from .compression_report import DENSE_FUSED, PLANNED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, BalancedTensor
 from .formats import FORMATS
-from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights
+from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights, share_inputs
 from .layers.base import is_channels_last
 from .network import copy_without_plan, plan_copy
 from .packed_tensor import PackedTensor
@@ -78,8 +78,12 @@ def compress(
     convolution stays dense. A ReLU that follows a layer in a Sequential is part of it: packed layers compute it
     themselves, and so do convolutions that stay dense on a GPU, where cuDNN's single kernel for both is faster.
 
-    On a CPU, a network of convolutions, batch norms, ReLUs, residual sums and pools is run by one native call where
-    that is faster: under `torch.inference_mode` or `no_grad`, in evaluation mode, for float32 images of any size.
+    planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
+    if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
+        every = [layer.name for layer in layers]
+        others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
+        others |= {} if planned is None else {PLANNED: planned}
+        models = {"dense": dense, "all packed": share_inputs(packed, readers), "compressed": result, **others}
 
     Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
     caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
@@ -106,13 +110,14 @@ def compress(
     refuse_computed_weights(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)
     options = LayerOptions(block, dtype, bits, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
-    packed, layers = pack_layers(dense, inputs, options)
+    packed, layers, readers = pack_layers(dense, inputs, options)
     fused = [layer.name for layer in layers if layer.saved]
     fuse_relus(packed, fused)
     staying = [layer.name for layer in layers if not layer.packed]
-    result = fuse_relus(copy_with_dense_layers(packed, staying, dense), fused)
+    result = share_inputs(fuse_relus(copy_with_dense_layers(packed, staying, dense), fused), readers)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
+<<<<<<< HEAD
     planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
     if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
         models = {"dense": dense, "all packed": packed, "compressed": result}
@@ -121,6 +126,12 @@ def compress(
             models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, every, dense), fused)
         if planned is not None:
             models[PLANNED] = planned
+=======
+    if inputs is not None and any(layer.seconds or layer.saved for layer in layers):
+        every = [layer.name for layer in layers]
+        others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
+        models = {"dense": dense, "all packed": share_inputs(packed, readers), "compressed": result, **others}
+>>>>>>> main
         seconds, called = time_models(models, inputs, patience)
         best = min((way for way in ("dense", DENSE_FUSED) if way in models), key=seconds.__getitem__)
         # Layers that gain alone may not gain together.
@@ -181,8 +192,11 @@ def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
 
 def pack_layers(
     dense: nn.Module, inputs: ModelInputs | None, options: LayerOptions
-) -> tuple[nn.Module, list[LayerReport]]:
-    """Return a copy of the model with every layer packed that can be, and the report of each layer."""
+) -> tuple[nn.Module, list[LayerReport], dict[int, list[str]]]:
+    """Return a copy of the model with every layer packed that can be, the report of each layer, and which share inputs.
+
+    The names of layers that receive the same tensor are in one list.
+    """
     fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
     model = copy_with_dense_layers(dense, fused)
     layer_inputs = {} if inputs is None else collect_layer_inputs(model, inputs)
@@ -194,7 +208,10 @@ def pack_layers(
         if packed is not None:
             model = replace_module(model, layer, packed)
     choose_encoder_paths(model)
-    return model, reports
+    readers: dict[int, list[str]] = {}
+    for name, given in layer_inputs.items():
+        readers.setdefault(id(given.args[0]) if given.args else id(given), []).append(name)
+    return model, reports, readers
 
 
 def report_other_weights(model: nn.Module) -> Iterator[LayerReport]:

@@ -24,6 +24,7 @@ PAGES = (
     "overhead",
     "privacy",
     "results",
+    "sparse-or-fewer-bits",
     "theory",
 )
 
@@ -39,6 +40,7 @@ WRITERS = (
     "privacy_page",
     "readme_page",
     "results_page",
+    "sparse_or_fewer_bits_page",
     "theory_page",
 )
 

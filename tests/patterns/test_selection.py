@@ -305,3 +305,10 @@ class TestCuda:
         scores.normal_()
         graph.replay()
         assert torch.equal(mask.cpu(), select_largest([scores.cpu()], 1000)[0])
+
+
+def test_a_floor_leaves_nan_above_infinity() -> None:
+    scores = torch.tensor([-INF, INF, NAN])
+    assert flatten_masks(select_largest([scores], 1, [1])) == [False, False, True]
+    assert selection.raise_floor_scores([scores], [2])[:2].tolist() == [-INF, INF]
+    assert selection.raise_floor_scores([scores], [2])[2].isnan()

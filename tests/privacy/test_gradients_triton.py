@@ -56,9 +56,7 @@ class TestKernels:
             assert_near(one, other)
         assert found[0].is_contiguous(memory_format=torch.channels_last)
         expected = layers.group_norm_gradients(g.float(), x.float(), *expected[1:], groups, weight)
-        for one, other in zip(
-            kernels.group_norm_gradients(g, x, *found[1:], groups, weight), expected, strict=True
-        ):
+        for one, other in zip(kernels.group_norm_gradients(g, x, *found[1:], groups, weight), expected, strict=True):
             assert_near(one, other)
 
     @pytest.mark.parametrize(

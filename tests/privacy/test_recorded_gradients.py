@@ -236,9 +236,7 @@ def test_dropout_masks_differ_between_examples():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(50, 2)).double()
     x = torch.ones(30, 50, dtype=torch.float64)
     parameters = dict(model.named_parameters())
-    gradients, _ = compute_recorded_gradients(
-        model, F.cross_entropy, parameters, x, torch.zeros(30, dtype=torch.int64)
-    )
+    gradients, _ = compute_recorded_gradients(model, F.cross_entropy, parameters, x, torch.zeros(30, dtype=torch.int64))
     assert len({tuple((row != 0).any(0).tolist()) for row in gradients["1.weight"]}) > 20
 
 

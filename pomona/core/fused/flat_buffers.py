@@ -288,7 +288,7 @@ class FlatBuffers:
             [slot.mask for slot in self.targets],
             [
                 local_part(place_like(masks[s.name].movedim(0, s.target.output_dim), s.parameter))
-                if s.target.output_dim or s.is_sharded
+                if s.target.output_dim or self.is_sharded
                 else masks[s.name]
                 for s in self.targets
             ],
@@ -314,7 +314,7 @@ class FlatBuffers:
             for slot in self.targets:
                 slot.calibrate(slot.mask)
         if shared is not None:
-            shared.share_thresholds()
+            shared.share_thresholds(self.calibration)
 
     def snapshot_masks(self) -> Tensor:
         """Return the targets' masks before an update, or those of the last history entry for score methods."""

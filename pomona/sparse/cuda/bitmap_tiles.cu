@@ -47,14 +47,16 @@ __device__ __forceinline__ void mma_half_twice(unsigned *d, unsigned a, const un
       : "r"(a), "r"(0), "r"(b[0]), "r"(b[1]));
 }
 
-/* Load the next 16 bits of shared memory to the lower, or to the upper, half of a register. */
-__device__ __forceinline__ void load_low(unsigned &to, unsigned &next) {
-  asm volatile("ld.shared.u16 %0, [%1];\nadd.u32 %1, %1, 2;" : "+r"(to), "+r"(next) : : "memory");
+/* Load the next 16 bits of shared memory to the lower, or to the upper, half of a register. With a `one` that the compiler
+ * does not know, the address grows in the units for products, which are less busy than those for sums. */
+__device__ __forceinline__ void load_low(unsigned &to, unsigned &next, unsigned one) {
+  asm volatile("ld.shared.u16 %0, [%1];\nmad.lo.u32 %1, %2, 2, %1;" : "+r"(to), "+r"(next) : "r"(one) : "memory");
 }
-__device__ __forceinline__ void load_high(unsigned &to, unsigned &next) {
-  asm volatile("{\n.reg .b32 got;\nld.shared.u16 got, [%1];\nadd.u32 %1, %1, 2;\nprmt.b32 %0, %0, got, 0x5410;\n}"
+__device__ __forceinline__ void load_high(unsigned &to, unsigned &next, unsigned one) {
+  asm volatile("{\n.reg .b32 got;\nld.shared.u16 got, [%1];\nmad.lo.u32 %1, %2, 2, %1;\n"
+               "prmt.b32 %0, %0, got, 0x5410;\n}"
                : "+r"(to), "+r"(next)
-               :
+               : "r"(one)
                : "memory");
 }
 __device__ __forceinline__ unsigned shared_address(const void *at) { return (unsigned)__cvta_generic_to_shared(at); }
@@ -139,7 +141,7 @@ __device__ __forceinline__ void copy_inputs(const Value *x, int columns, int pit
 
 /* Multiply a step by all vectors; `lead` is the place of its first value in a stage. */
 __device__ __forceinline__ void multiply_step(const uint4 *stage, int lead, const uint4 *x, const Counter &counter,
-                                              float (*sums)[VECTOR_TILES][4]) {
+                                              unsigned one, float (*sums)[VECTOR_TILES][4]) {
   const int lane = threadIdx.x % LANES;
   const uint4 all = stage[lane];
   const unsigned words[ROW_TILES] = {all.x, all.y, all.z, all.w};
@@ -165,10 +167,10 @@ __device__ __forceinline__ void multiply_step(const uint4 *stage, int lead, cons
         const int bit = 8 * s + 4 * h;
         unsigned next = first + (places[s / 2] >> 16 * (s % 2) & 0xFFFF);
         a[s][h] = a[s][2 + h] = 0;
-        if (word >> bit & 1) load_low(a[s][h], next);
-        if (word >> bit & 2) load_high(a[s][h], next);
-        if (word >> bit & 4) load_low(a[s][2 + h], next);
-        if (word >> bit & 8) load_high(a[s][2 + h], next);
+        if (word >> bit & 1) load_low(a[s][h], next, one);
+        if (word >> bit & 2) load_high(a[s][h], next, one);
+        if (word >> bit & 4) load_low(a[s][2 + h], next, one);
+        if (word >> bit & 8) load_high(a[s][2 + h], next, one);
       }
       first = __dp4a(totals, 0x02020202u, first);
     }
@@ -203,6 +205,7 @@ bitmap_tiles(const uint4 *values, const uint4 *words, const int *starts, const V
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) reader.copy(step + i * SLICE_K, ranges[i], stages + i * stage_pieces);
   const Counter counter;
+  const unsigned one = min(n, 1);
   float sums[ROW_TILES][VECTOR_TILES][4] = {};
   wait_for_copies();
   __syncthreads(); /* all see x */
@@ -214,7 +217,7 @@ bitmap_tiles(const uint4 *values, const uint4 *words, const int *starts, const V
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) ranges[i] = ranges[i + 1];
     ranges[STAGES - 1] = reader.find(step + STAGES * SLICE_K);
-    multiply_step(stages + stage * stage_pieces, lead, inputs + (step - begin) * VECTOR_TILES * 2 * LANES, counter, sums);
+    multiply_step(stages + stage * stage_pieces, lead, inputs + (step - begin) * VECTOR_TILES * 2 * LANES, counter, one, sums);
   }
   wait_for_all_copies();
   __syncthreads();

@@ -2,8 +2,10 @@
  *
  * The lanes of a warp are 32 rows. A unit is what they have in UNIT_BLOCKS consecutive blocks, as code_units.py arranges
  * it: for each lane the words of its indices, of its codes, and of its scales, four words of a lane side by side, so that
- * a warp loads 512 consecutive bytes at a time. A lane also holds one column of x in each of these blocks, and a shuffle
- * gives every row the column that its survivor needs. With GATHER, rows read their columns from shared memory instead.
+ * a warp loads 512 consecutive bytes at a time. For one vector, a lane also holds one column of x in each of these blocks,
+ * and a shuffle gives every row the column that its survivor needs. With GATHER, rows read their columns from shared
+ * memory, where the columns of a block lie in different banks: two vectors of 16 bits are a word, and words of other
+ * vectors are in other planes.
  *
  * A thread block has `tile_groups` groups of 32 rows and every gridDim.y-th part of the columns. Its warps share the units
  * evenly, those of the same columns one after another, so that they read x once. Every lane copies its words through a
@@ -15,8 +17,7 @@
  *
  * Macros: VALUE_TYPE of x (0 float, 1 half, 2 bfloat16); KEPT survivors of a BLOCK of columns, with INDEX_BITS each;
  * CODE_BITS (4 or 8); UNIT_BLOCKS; SCALE_BLOCKS, a divisor of it, that share a scale; VECTORS, a power of two, of which the
- * first `vectors` are there; STAGED_INPUTS, whether x comes through shared memory, as several vectors do; GATHER, which
- * needs that; CHUNK_BLOCKS, a divisor of UNIT_BLOCKS, whose columns are in registers at a time; WARPS of a thread block;
+ * first `vectors` are there; GATHER, which several vectors and wider blocks than a warp need; WARPS of a thread block;
  * STAGES, or 1 to load units into registers; and MIN_BLOCKS, the thread blocks that a multiprocessor has to hold.
  */
 #include "gathered_inputs.cuh"
@@ -32,10 +33,16 @@
 #define CODE_WORDS ((UNIT_SURVIVORS + WORD_CODES - 1) / WORD_CODES)
 #define UNIT_LOADS ((INDEX_WORDS + CODE_WORDS + UNIT_BLOCKS / SCALE_BLOCKS + 3) / 4) /* of 16 bytes and a lane */
 #define RING_LOADS (STAGES > 1 ? WARPS * STAGES * UNIT_LOADS * LANES : 0)
-#define COLUMN_REGISTERS (VALUE_TYPE == 0 || VECTORS == 1 ? VECTORS : VECTORS / 2)
-#define COLUMN_FLOATS (VALUE_TYPE == 0 || VECTORS == 1) /* a register holds a float, else two vectors */
+#define PLANE_VECTORS (VALUE_TYPE == 0 || VECTORS == 1 ? 1 : 2) /* whose inputs of a column are side by side */
+#define PLANES (VECTORS / PLANE_VECTORS)
+#if PLANE_VECTORS == 1
+typedef Value Input;
+#else
+typedef unsigned Input;
+#endif
 
 #ifdef EMULATED
+static Value load_input(const Value *from) { return *from; }
 static unsigned insert_bits(unsigned from, unsigned mask, unsigned into) { return from & mask | into; }
 #else
 __device__ __forceinline__ void copy_async(uint4 *to, const uint4 *from, bool valid) {
@@ -46,6 +53,21 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES > 1 ? STAGES - 2 : 0) : "memory");
 }
+
+/* Load an input where the program says so: not after copies that were started later. */
+#if VALUE_TYPE == 0
+__device__ __forceinline__ Value load_input(const Value *from) {
+  Value got;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(got) : "l"(from) : "memory");
+  return got;
+}
+#else
+__device__ __forceinline__ Value load_input(const Value *from) {
+  Value got;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(got) : "l"(from) : "memory");
+  return got;
+}
+#endif
 
 /* Return the masked bits of a word inside others. */
 __device__ __forceinline__ unsigned insert_bits(unsigned from, unsigned mask, unsigned into) {
@@ -71,70 +93,69 @@ struct Product {
   }
 };
 
-/* The columns of x in CHUNK_BLOCKS blocks, one of each for every lane. */
+/* The columns of x in the blocks of a unit, of which a lane has one of each; for one vector. */
 struct Columns {
-  unsigned registers[GATHER ? 1 : CHUNK_BLOCKS][COLUMN_REGISTERS];
-  const Column *staged; /* those of the first block */
+  Value loaded[GATHER ? 1 : UNIT_BLOCKS];
+  float inputs[GATHER ? 1 : UNIT_BLOCKS];
 
-  /* Load the columns of the blocks from first_block on, where staged_block is the first one in shared memory. `zero`
-   * becomes NaN where one of them is infinite or NaN, unless they are staged. */
-  __device__ __forceinline__ void load(const Product &product, int first_block, int staged_block, float &zero) {
-    staged = (const Column *)memory + (first_block - staged_block) * BLOCK;
+  /* Start to load the columns of a slice. */
+  __device__ __forceinline__ void load(const Product &product, int slice) {
     if (GATHER) return;
-    const bool complete = BLOCK == LANES && (first_block + CHUNK_BLOCKS) * BLOCK <= product.columns;
-    if (STAGED_INPUTS) load_staged();
-    else if (complete) load_values<true>(product, first_block * BLOCK, zero);
-    else load_values<false>(product, first_block * BLOCK, zero);
+    const int own = threadIdx.x % INDEX_PERIOD, first = slice * UNIT_COLUMNS;
+    const int left = own < BLOCK ? product.columns - first - own : 0;
+    const Value *const from = product.x + first + own;
+    if (BLOCK == LANES && first + UNIT_COLUMNS <= product.columns)
+#pragma unroll
+      for (int b = 0; b < UNIT_BLOCKS; b++) loaded[b] = load_input(from + b * BLOCK);
+    else
+#pragma unroll
+      for (int b = 0; b < UNIT_BLOCKS; b++) loaded[b] = b * BLOCK < left ? from[b * BLOCK] : (Value)0;
   }
 
-  __device__ __forceinline__ void load_staged() {
-    const int own = threadIdx.x % INDEX_PERIOD;
+  /* Convert what was loaded; `zero` becomes NaN where a column is infinite or NaN. */
+  __device__ __forceinline__ void convert(float &zero) {
+    if (GATHER) return;
 #pragma unroll
-    for (int b = 0; b < CHUNK_BLOCKS; b++) {
-      const Column found = staged[b * BLOCK + (own < BLOCK ? own : 0)];
-#pragma unroll
-      for (int i = 0; i < COLUMN_REGISTERS; i++)
-        registers[b][i] = VECTORS == 1 ? to_bits(input_at((const Value *)&found, 0)) : ((const unsigned *)&found)[i];
-    }
-  }
-
-  /* Load the columns of a single vector from x; `COMPLETE` says that no block goes past the last one. */
-  template <bool COMPLETE>
-  __device__ __forceinline__ void load_values(const Product &product, int first_column, float &zero) {
-    const int own = threadIdx.x % INDEX_PERIOD, left = own < BLOCK ? product.columns - first_column - own : 0;
-    const Value *const from = product.x + first_column + own;
-    Value found[CHUNK_BLOCKS];
-#pragma unroll
-    for (int b = 0; b < CHUNK_BLOCKS; b++)
-      found[b] = COMPLETE || b * BLOCK < left ? from[b * BLOCK] : (Value)0;
-#pragma unroll
-    for (int b = 0; b < CHUNK_BLOCKS; b++) {
-      const float entry = value_to_float(found[b]);
-      registers[b][0] = to_bits(entry);
-      zero += 0 * entry;
-    }
-  }
-
-  /* Return the entry of vector i from the registers of a column. */
-  static __device__ __forceinline__ float vector_value(const unsigned *column, int i) {
-    return COLUMN_FLOATS ? from_bits(column[i]) : to_float(column[i / 2] >> 16 * (i % 2));
-  }
-
-  /* Give every lane the column of block b with its index, whose bits above INDEX_BITS are arbitrary. */
-  __device__ __forceinline__ void pick(int b, unsigned index, float *inputs) const {
-    if (GATHER) {
-      const Column found = staged[b * BLOCK + (index & INDEX_MASK)];
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) inputs[i] = input_at((const Value *)&found, i);
-    } else {
-      unsigned picked[COLUMN_REGISTERS];
-#pragma unroll
-      for (int i = 0; i < COLUMN_REGISTERS; i++) picked[i] = __shfl_sync(FULL_MASK, registers[b][i], index);
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) inputs[i] = vector_value(picked, i);
+    for (int b = 0; b < UNIT_BLOCKS; b++) {
+      inputs[b] = value_to_float(loaded[b]);
+      zero += 0 * inputs[b];
     }
   }
 };
+
+/* Return the entry of vector i in the planes of a column, which are `distance` apart. */
+__device__ __forceinline__ float input_in_planes(const Input *column, int distance, int i) {
+#if PLANE_VECTORS == 1
+  return value_to_float(column[i * distance]);
+#else
+  return to_float(column[i / 2 * distance] >> 16 * (i % 2));
+#endif
+}
+
+/* Copy the columns of x from first_column on to the planes of each block in shared memory, and zeros after the last
+ * one. All threads of the thread block call this. Return whether an input is infinite or NaN. */
+__device__ __forceinline__ bool stage_inputs(const Product &product, int first_column, int count) {
+  bool nonfinite = false;
+#pragma unroll 2
+  for (int at = threadIdx.x; at < count; at += WARPS * LANES) {
+    const int column = first_column + at, left = column < product.columns ? product.vectors : 0;
+    Input *const to = (Input *)memory + at / BLOCK * (PLANES * BLOCK) + at % BLOCK;
+    const Value *const from = product.x + column;
+    Value found[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) found[i] = i < left ? from[(long long)i * product.pitch] : (Value)0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      nonfinite |= is_nonfinite(found[i]);
+#if PLANE_VECTORS == 1
+      to[i * BLOCK] = found[i];
+#else
+      if (i % 2) to[i / 2 * BLOCK] = found[i - 1] | (unsigned)found[i] << 16;
+#endif
+    }
+  }
+  return __syncthreads_or(nonfinite);
+}
 
 /* The floats from which the codes at HALF_CODES places of a word are made, in registers. */
 struct CodeBases {
@@ -171,21 +192,23 @@ struct Unit {
 
   __device__ __forceinline__ float scale(int n) const { return from_bits(words[INDEX_WORDS + CODE_WORDS + n]); }
 
-  /* Add the products of the blocks from first_block on to the totals; `sums` are those of the scale that is unfinished. */
-  __device__ __forceinline__ void multiply(const Columns &columns, const CodeBases &bases, int first_block, float *sums,
+  /* Add the products to the totals; `staged` are the columns of the unit in shared memory, or else `columns`. */
+  __device__ __forceinline__ void multiply(const Columns &columns, const Input *staged, const CodeBases &bases,
                                            float *totals) const {
+    float sums[VECTORS];
 #pragma unroll
-    for (int b = 0; b < CHUNK_BLOCKS; b++) {
-      const int block = first_block + b;
+    for (int block = 0; block < UNIT_BLOCKS; block++) {
 #pragma unroll
       for (int s = 0; s < KEPT; s++) {
         const int n = block * KEPT + s;
         const float weight = code(n, bases);
-        float inputs[VECTORS];
-        columns.pick(b, index(n), inputs);
+        const Input *const column = staged + block * (PLANES * BLOCK) + (index(n) & INDEX_MASK);
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++)
-          sums[i] = block % SCALE_BLOCKS || s ? sums[i] + weight * inputs[i] : weight * inputs[i];
+        for (int i = 0; i < VECTORS; i++) {
+          const float input = GATHER ? input_in_planes(column, BLOCK, i)
+                                     : from_bits(__shfl_sync(FULL_MASK, to_bits(columns.inputs[block]), index(n)));
+          sums[i] = block % SCALE_BLOCKS || s ? sums[i] + weight * input : weight * input;
+        }
       }
       if (block % SCALE_BLOCKS == SCALE_BLOCKS - 1)
 #pragma unroll
@@ -275,32 +298,37 @@ __device__ __noinline__ void propagate_nonfinite(const Product &product, UnitOrd
 }
 
 /* Multiply the units of this warp, and add the sums of each to those that the warp has of its group. */
-__device__ __forceinline__ void multiply_units(const Product &product, UnitOrder order, Ring &ring, int staged_block,
-                                               bool nonfinite, float *own_sums) {
+__device__ __forceinline__ void multiply_units(const Product &product, const UnitOrder &all, uint4 *ring_memory,
+                                               int first_slice, int end_slice, float *own_sums) {
   const CachePolicy policy = evict_first_policy();
   const CodeBases bases;
-  const UnitOrder all = order;
+  UnitOrder order = all;
   Columns columns;
+  Unit unit;
+  if (order.left > 0) columns.load(product, order.slice); /* first, so that x does not wait for the matrix */
+  Ring ring(product, ring_memory, order);
+  if (STAGES == 1 && order.left > 0) unit.load(order.address(product), policy);
   float zero = 0; /* NaN where an input is infinite or NaN */
+  if (GATHER && stage_inputs(product, first_slice * UNIT_COLUMNS, (end_slice - first_slice) * UNIT_COLUMNS)) zero = 1;
+  columns.convert(zero);
 #pragma unroll 1
-  for (int loaded_slice = -1; order.left > 0; order.advance()) {
-    const int first_block = order.slice * UNIT_BLOCKS;
-    if (CHUNK_BLOCKS == UNIT_BLOCKS && order.slice != loaded_slice)
-      columns.load(product, first_block, staged_block, zero);
-    loaded_slice = order.slice;
-    Unit unit;
-    unit.load(STAGES > 1 ? ring.wait() : order.address(product), policy);
-    float sums[VECTORS], totals[VECTORS] = {};
+  while (order.left > 0) {
+    const UnitOrder now = order;
+    order.advance();
+    if (STAGES > 1) unit.load(ring.wait(), policy);
+    float totals[VECTORS] = {};
+    const Input *const staged = (const Input *)memory + (now.slice - first_slice) * (UNIT_COLUMNS * PLANES);
+    unit.multiply(columns, staged, bases, totals);
+    if (STAGES > 1) ring.fill(product);
+    else if (order.left > 0) unit.load(order.address(product), policy);
 #pragma unroll
-    for (int block = 0; block < UNIT_BLOCKS; block += CHUNK_BLOCKS) {
-      if (CHUNK_BLOCKS < UNIT_BLOCKS) columns.load(product, first_block + block, staged_block, zero);
-      unit.multiply(columns, bases, block, sums, totals);
+    for (int i = 0; i < VECTORS; i++) own_sums[(now.group * VECTORS + i) * (WARPS * LANES)] += totals[i];
+    if (order.left > 0 && order.slice != now.slice) {
+      columns.load(product, order.slice);
+      columns.convert(zero);
     }
-    ring.fill(product);
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) own_sums[(order.group * VECTORS + i) * (WARPS * LANES)] += totals[i];
   }
-  if (__any_sync(FULL_MASK, nonfinite || zero != 0)) propagate_nonfinite(product, all, own_sums);
+  if (__any_sync(FULL_MASK, zero != 0)) propagate_nonfinite(product, all, own_sums);
 }
 
 /* Return whether this thread block is the last of gridDim.y to arrive; it then sees what the others have written. */
@@ -341,25 +369,16 @@ extern "C" __global__ void __launch_bounds__(WARPS *LANES, MIN_BLOCKS)
 code_gather(const uint4 *units, const Value *x, const void *bias, Value *y, float *partial_sums, unsigned *arrivals,
             int rows, int columns, int pitch, int slices, int tile_groups, int vectors, int y_row, int y_vector,
             int float_bias, int relu) {
-  __shared__ int nonfinite_inputs[VECTORS];
   const Product product = {units, x, bias, y, partial_sums, arrivals, rows, columns, pitch, slices, tile_groups, vectors,
                            y_row, y_vector, float_bias, relu};
   const int first_group = blockIdx.x * tile_groups, groups = (rows + LANES - 1) / LANES - first_group;
   const int count = groups < tile_groups ? groups : tile_groups, parts = gridDim.y;
   const int first_slice = blockIdx.y * slices / parts, end_slice = (blockIdx.y + 1) * slices / parts;
-  const int staged_loads = STAGED_INPUTS ? (slices + parts - 1) / parts * UNIT_COLUMNS * COLUMN_BYTES / 16 : 0;
-  uint4 *const ring_memory = memory + staged_loads;
-  float *const sums = (float *)(ring_memory + RING_LOADS), *const own_sums = sums + threadIdx.x;
-  const UnitOrder order(count, first_slice, end_slice);
-  Ring ring(product, ring_memory, order);
+  const int staged_bytes = (slices + parts - 1) / parts * UNIT_COLUMNS * VECTORS * (int)sizeof(Value);
+  uint4 *const ring = memory + (GATHER ? (staged_bytes + 15) / 16 : 0);
+  float *const sums = (float *)(ring + RING_LOADS), *const own_sums = sums + threadIdx.x;
   for (int i = 0; i < count * VECTORS; i++) own_sums[i * (WARPS * LANES)] = 0;
-  bool nonfinite = false;
-  if (STAGED_INPUTS) {
-    const int first = first_slice * UNIT_COLUMNS, staged = (end_slice - first_slice) * UNIT_COLUMNS;
-    const int there = columns - first < staged ? columns - first : staged;
-    nonfinite = load_inputs(x + first, vectors, pitch, there < 0 ? 0 : there, staged, nonfinite_inputs);
-  }
-  multiply_units(product, order, ring, first_slice * UNIT_BLOCKS, nonfinite, own_sums);
+  multiply_units(product, UnitOrder(count, first_slice, end_slice), ring, first_slice, end_slice, own_sums);
   __syncthreads();
   finish(product, sums, first_group, count);
 }

@@ -17,7 +17,6 @@ from .tensor_core_common import MAX_SHARED_BYTES
 
 MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
-COLUMN_REGISTERS = 32  # of a thread, for columns of x
 WARPS = 16  # of a thread block
 RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
@@ -35,9 +34,7 @@ class GatherConfig(NamedTuple):
     warps: int  # of a thread block
     stages: int  # units of a warp in shared memory
     min_blocks: int  # thread blocks that a multiprocessor has to hold
-    chunk_blocks: int  # whose columns are in registers at a time
-    staged_inputs: int  # whether x comes through shared memory
-    gather: int  # whether rows read their columns from there
+    gather: int  # whether rows read their columns of x from shared memory
 
     @property
     def macros(self) -> dict[str, int]:
@@ -118,13 +115,10 @@ def compile_launch(
 def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfig:
     """Return the division of the work for n vectors."""
     vectors = min(1 << (n - 1).bit_length(), MAX_LAUNCH_BYTES // dtype.itemsize)
-    gather = layout.block > LANES
-    registers = max(1, vectors * dtype.itemsize // 4)  # of a column
-    chunk_blocks = min(layout.unit_blocks, max(1, COLUMN_REGISTERS // registers // 2 if vectors > 1 else 32))
+    gather = layout.block > LANES or vectors > 1
     stage_bytes = WARPS * LANES * layout.loads * LOAD_WORDS * 4
-    staged_inputs = gather or vectors > 1
-    stages = min(3, max(1, RING_BYTES // (1 + staged_inputs) // stage_bytes))
-    return GatherConfig(vectors, WARPS, stages, 1, chunk_blocks, int(staged_inputs), int(gather))
+    stages = min(3, max(1, RING_BYTES // (1 + gather) // stage_bytes))
+    return GatherConfig(vectors, WARPS, stages, 1, int(gather))
 
 
 def choose_tiles(
@@ -159,4 +153,4 @@ def shared_bytes(config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, s
     staged = -(-slices // tiles.parts) * layout.unit_blocks * layout.block * config.vectors * dtype.itemsize
     lanes = config.warps * LANES
     ring = lanes * config.stages * layout.loads * LOAD_WORDS * 4 if config.stages > 1 else 0
-    return config.staged_inputs * staged + ring + tiles.groups * config.vectors * lanes * 4
+    return config.gather * (-(-staged // 16) * 16) + ring + tiles.groups * config.vectors * lanes * 4

@@ -8,6 +8,7 @@ from .conv2d import PackedConv2d
 from .conv2d_relu import Conv2dReLU
 from .linear import PackedConv1D, PackedLinear
 from .lstm import PackedLSTM
+from .shared_input import share_inputs
 
 __all__ = [
     "PACKABLE_LAYERS",
@@ -21,4 +22,5 @@ __all__ = [
     "build_packed_layer",
     "is_packable",
     "read_weights",
+    "share_inputs",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +12,9 @@ from ...errors import PomonaError
 from ..packed_tensor import PackedTensor
 from .base import PackedWeightLayer, cast_for_autocast, needs_gradient
 
+if TYPE_CHECKING:
+    from .shared_input import SharedInput
+
 
 class PackedLinear(PackedWeightLayer):
     """A linear layer with a packed weight."""
@@ -17,6 +22,13 @@ class PackedLinear(PackedWeightLayer):
     options = ("in_features", "out_features")
     in_features: int
     out_features: int
+    shared: SharedInput | None = None  # the layers that read the same input, which one product may compute
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        super()._apply(fn, recurse)
+        if self.shared is not None and not self.shared.is_intact():
+            self.shared = None
+        return self
 
     def forward(self, input: Tensor) -> Tensor:
         x = cast_for_autocast(input)
@@ -26,6 +38,10 @@ class PackedLinear(PackedWeightLayer):
         *outer, features = x.shape
         if features != self.in_features:
             raise PomonaError(f"the input has {features} features where the layer has {self.in_features}.")
+        if self.shared is not None and x is input and not torch.compiler.is_compiling():
+            output = self.shared.take_output(self, x)
+            if output is not None:
+                return output
         if len(outer) == 1:
             return self.multiply_packed("weight", x, self.read_buffer("bias"), self.relu)
         y = self.multiply_packed("weight", x.reshape(-1, features), self.bias, self.relu)

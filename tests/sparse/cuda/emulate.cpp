@@ -237,8 +237,8 @@ static unsigned load_next(unsigned &next) {
   memcpy(&got, (const char *)memory + (next % RANK - FIRST), 2), next += 2;
   return got;
 }
-static void load_low(unsigned &to, unsigned &next) { to = load_next(next); }
-static void load_high(unsigned &to, unsigned &next) { to = to & 0xFFFF | load_next(next) << 16; }
+static void load_low(unsigned &to, unsigned &next, unsigned) { to = load_next(next); }
+static void load_high(unsigned &to, unsigned &next, unsigned) { to = to & 0xFFFF | load_next(next) << 16; }
 static void fence_async_proxy() {}
 static void sync_warpgroup(int group) {
   wait_for_fibers(&Fiber::warpgroup_barriers, current_fiber / threads * threads + group * 128, 128);
