@@ -78,12 +78,10 @@ def compress(
     convolution stays dense. A ReLU that follows a layer in a Sequential is part of it: packed layers compute it
     themselves, and so do convolutions that stay dense on a GPU, where cuDNN's single kernel for both is faster.
 
-    planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
-    if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
-        every = [layer.name for layer in layers]
-        others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
-        others |= {} if planned is None else {PLANNED: planned}
-        models = {"dense": dense, "all packed": share_inputs(packed, readers), "compressed": result, **others}
+    On a CPU, a network of convolutions, batch norms, ReLUs, residual sums and pools is run by one native call where
+    that is faster: under `torch.inference_mode` or `no_grad`, in evaluation mode, for float32 images of any size.
+    Layers with balanced weights that receive the same tensor, such as queries, keys and values, are one product for a
+    single vector.
 
     Layers of a model that is larger than the last-level cache find their weights in memory, and are timed with emptied
     caches. On a GPU the device's time decides, as in a CUDA graph; the report also has the times of plain calls.
@@ -117,21 +115,12 @@ def compress(
     result = share_inputs(fuse_relus(copy_with_dense_layers(packed, staying, dense), fused), readers)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
-<<<<<<< HEAD
     planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
     if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
-        models = {"dense": dense, "all packed": packed, "compressed": result}
-        if fused:
-            every = [layer.name for layer in layers]
-            models[DENSE_FUSED] = fuse_relus(copy_with_dense_layers(packed, every, dense), fused)
-        if planned is not None:
-            models[PLANNED] = planned
-=======
-    if inputs is not None and any(layer.seconds or layer.saved for layer in layers):
         every = [layer.name for layer in layers]
         others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
+        others |= {} if planned is None else {PLANNED: planned}
         models = {"dense": dense, "all packed": share_inputs(packed, readers), "compressed": result, **others}
->>>>>>> main
         seconds, called = time_models(models, inputs, patience)
         best = min((way for way in ("dense", DENSE_FUSED) if way in models), key=seconds.__getitem__)
         # Layers that gain alone may not gain together.
