@@ -18,6 +18,7 @@ from .tensor_core_common import MAX_SHARED_BYTES
 MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
 WARPS = 16  # of a thread block
+MAX_STAGES = 3  # units of a warp in shared memory; with 1, it loads them into registers
 RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
@@ -117,7 +118,7 @@ def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfi
     vectors = min(1 << (n - 1).bit_length(), MAX_LAUNCH_BYTES // dtype.itemsize)
     gather = layout.block > LANES or vectors > 1
     stage_bytes = WARPS * LANES * layout.loads * LOAD_WORDS * 4
-    stages = min(3, max(1, RING_BYTES // (1 + gather) // stage_bytes))
+    stages = min(MAX_STAGES, max(1, RING_BYTES // (1 + gather) // stage_bytes))
     return GatherConfig(vectors, WARPS, stages, 1, int(gather))
 
 
