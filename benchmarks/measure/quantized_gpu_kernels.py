@@ -83,14 +83,14 @@ def time_matrix(weight: Tensor, batches: Sequence[int], states: Sequence[str], p
             best: dict[str, Timing] = {}
             for (side, error), seconds in zip(working, times, strict=True):
                 note = "" if is_rounding(error, side.arrange(x).dtype) else "inaccurate"
-                one = Timing(*place, side.name, seconds, dense / seconds, side.nbytes, error, note)
+                one = Timing(*place, side.name, None, seconds, dense / seconds, side.nbytes, error, note)
                 found = best.get(side.name)
                 if found is None or (one.note, seconds) < (found.note, found.seconds):
                     best[side.name] = one
             yield from best.values()
             for name, why in failed.items():
                 if name not in best:
-                    yield Timing(*place, name, None, None, None, None, why)
+                    yield Timing(*place, name, None, None, None, None, None, why)
 
 
 def compare_with_target(timings: Sequence[Timing]) -> dict[str, Any] | None:
