@@ -18,7 +18,7 @@ from .tensor_core_common import MAX_SHARED_BYTES
 MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
 WARPS = 16  # of a thread block
-MAX_STAGES = 1  # units of a warp in shared memory; with 1, it loads them into registers, which was the fastest at 16384²
+MAX_STAGES = 2  # units of a warp in shared memory; with 1, it loads them into registers
 RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
