@@ -21,8 +21,8 @@ from pomona.theory import gip
 
 PAGE = DOCS / "privacy.md"
 RECORDS = "privacy-*.json"
-COMPARISON_RECORD = ROOT / "results" / "private-comparison.json"
-ACCURACY_RECORD = ROOT / "results" / "private-accuracy.json"
+COMPARISON_RECORD = Path("results/private-comparison.json")
+ACCURACY_RECORD = Path("results/private-accuracy.json")
 STEP_RECORDS = "private-step-*.json"
 ARITHMETIC_RECORDS = "private-arithmetic-*.json"
 AUDIT_RECORDS = "private-audit-*.json"
@@ -74,11 +74,12 @@ def format_best_shares() -> str:
 # ---- from the records
 
 
-def format_accuracies(record: Path = ROOT / private.RECORD) -> str:
+def format_accuracies(record: Path = private.RECORD) -> str:
     """Return the accuracy of each arm at each ε."""
-    if not record.exists():
+    path = ROOT / record
+    if not path.exists():
         return NOT_MEASURED
-    cells = private.private_table(record)["cells"]
+    cells = private.private_table(path)["cells"]
     epsilons = sorted({cell["setting"]["epsilon"] for cell in cells})
     rows = []
     for arm, name in ARMS.items():
@@ -116,9 +117,10 @@ def format_differences() -> str:
 
 def format_intervals() -> str:
     """Return the differences between arms at each ε over runs of the same seed, with 95 % intervals."""
-    if not COMPARISON_RECORD.exists():
+    path = ROOT / COMPARISON_RECORD
+    if not path.exists():
         return NOT_MEASURED
-    runs = read_record(COMPARISON_RECORD)["runs"]
+    runs = read_record(path)["runs"]
     epsilons = sorted({run["private"]["target"] for run in runs})
     rows = []
     for one, other in (("gip", "random"), ("random", "dpsgd"), ("gip", "dpsgd")):
@@ -140,9 +142,10 @@ def format_interval(mean: float, error: float, count: int) -> str:
 
 def format_from_scratch() -> str:
     """Return the accuracy of the runs after De et al. (2022)."""
-    if not ACCURACY_RECORD.exists():
+    path = ROOT / ACCURACY_RECORD
+    if not path.exists():
         return NOT_MEASURED
-    record = read_record(ACCURACY_RECORD)
+    record = read_record(path)
     rows = []
     for run in sorted(record["runs"], key=lambda run: -run["epsilon"]):
         private_facts, settings = run["private"], run["recipe"]
