@@ -29,7 +29,7 @@ from pomona.privacy import Budget, IndexMechanism, PrivateStep, Source
 from pomona.privacy.clipping import OTHER_ROWS, UNITS, GradientGrid
 from pomona.privacy.example_batches import pad_rows
 from pomona.privacy.fixed_shapes import repeatable_kernels
-from pomona.privacy.per_example_gradients import compute_per_example_gradients
+from pomona.privacy.recorded_gradients import compute_recorded_gradients
 
 # Model, its options, and rows of the batch and of a micro-batch, on a CPU and on a GPU.
 CASES: tuple[tuple[str, dict[str, Any], dict[str, tuple[int, int]]], ...] = (
@@ -152,7 +152,7 @@ def measure_other_rows(name: str, options: dict[str, Any], rows: int, device: st
     def add(inputs: Tensor, targets: Tensor, shape: int) -> Tensor:
         batch = pad_rows((inputs, targets), shape)
         with repeatable_kernels():
-            gradients, _ = compute_per_example_gradients(model, F.cross_entropy, parameters, *batch)
+            gradients, _ = compute_recorded_gradients(model, F.cross_entropy, parameters, *batch)
         total = torch.zeros(size, dtype=torch.int64, device=device)
         grid.add_clipped([gradient.flatten(1)[: len(inputs)] for gradient in gradients.values()], total)
         return total

@@ -8,10 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import page_helpers
 from page_helpers import DOCS, NOT_MEASURED, ROOT, fill_page, machine_name, read_record, read_rows, write_page
+from scipy.stats import t as student
 
 from pomona.lab.tables import private_table as private
 from pomona.privacy import splits
@@ -19,6 +21,9 @@ from pomona.theory import gip
 
 PAGE = DOCS / "privacy.md"
 RECORDS = "privacy-*.json"
+COMPARISON_RECORD = Path("results/private-comparison.json")
+ACCURACY_RECORD = Path("results/private-accuracy.json")
+STEP_RECORDS = "private-step-*.json"
 ARITHMETIC_RECORDS = "private-arithmetic-*.json"
 AUDIT_RECORDS = "private-audit-*.json"
 format_table = partial(page_helpers.format_table, rule="| --- ")
@@ -69,9 +74,12 @@ def format_best_shares() -> str:
 # ---- from the records
 
 
-def format_accuracies() -> str:
+def format_accuracies(record: Path = private.RECORD) -> str:
     """Return the accuracy of each arm at each ε."""
-    cells = private.private_table(ROOT / private.RECORD)["cells"]
+    path = ROOT / record
+    if not path.exists():
+        return NOT_MEASURED
+    cells = private.private_table(path)["cells"]
     epsilons = sorted({cell["setting"]["epsilon"] for cell in cells})
     rows = []
     for arm, name in ARMS.items():
@@ -105,6 +113,72 @@ def format_differences() -> str:
             rows.append([text, f"{mean:+.2f} ± {error:.2f}", verdict])
     heads = ["effect", "accuracy in % points, mean ± standard error", "beyond two standard errors"]
     return format_table(heads, rows)
+
+
+def format_intervals() -> str:
+    """Return the differences between arms at each ε over runs of the same seed, with 95 % intervals."""
+    path = ROOT / COMPARISON_RECORD
+    if not path.exists():
+        return NOT_MEASURED
+    runs = read_record(path)["runs"]
+    epsilons = sorted({run["private"]["target"] for run in runs})
+    rows = []
+    for one, other in (("gip", "random"), ("random", "dpsgd"), ("gip", "dpsgd")):
+        cells = []
+        for epsilon in epsilons:
+            chosen = [run for run in runs if run["private"]["target"] == epsilon]
+            accuracies = {(run["arm"], epsilon, run["seed"]): run["accuracy"] for run in chosen}
+            difference = compare_arms(accuracies, one, other)
+            pairs = sum(arm == one and (other, epsilon, seed) in accuracies for arm, _, seed in accuracies)
+            cells.append("–" if difference is None else format_interval(*difference, pairs))
+        rows.append([f"{ARMS[one].split(',')[0]} − {ARMS[other].split(',')[0]}", *cells])
+    return format_table(["difference in % points", *(f"ε = {e:g}" for e in epsilons)], rows)
+
+
+def format_interval(mean: float, error: float, count: int) -> str:
+    """Return a mean with its 95 % interval by Student's t distribution."""
+    return f"{mean:+.2f} ± {student.ppf(0.975, count - 1) * error:.2f}"
+
+
+def format_from_scratch() -> str:
+    """Return the accuracy of the runs after De et al. (2022)."""
+    path = ROOT / ACCURACY_RECORD
+    if not path.exists():
+        return NOT_MEASURED
+    record = read_record(path)
+    rows = []
+    for run in sorted(record["runs"], key=lambda run: -run["epsilon"]):
+        private_facts, settings = run["private"], run["recipe"]
+        rows.append(
+            [
+                f"{private_facts['target']:g}",
+                f"{run['accuracy']:.2f} %",
+                f"{run['step']:,}",
+                str(settings["private"]["views"]),
+                f"{private_facts['sigma']:.2f}",
+                f"{run['seconds']:.0f} s",
+            ]
+        )
+    return format_table(["ε", "accuracy", "steps of 4,096 rows", "views", "σ", f"time, {machine_name(record)}"], rows)
+
+
+def format_gpu_steps(key: str) -> str:
+    """Return the time and memory of ways to take a step on a GPU."""
+    rows = []
+    for _, row in read_rows(STEP_RECORDS, key):
+        if "milliseconds" in row:
+            times = f"{row['milliseconds']:.1f}", f"{row['views_per_second']:,.0f}", f"{row['gigabytes']:.1f}"
+            rows.append([row["step"], str(row["rows"]), str(row["views"]), *times])
+    return format_table(["step", "rows", "views", "ms", "views per second", "GB"], rows) if rows else NOT_MEASURED
+
+
+def format_independence() -> str:
+    """Return in which arithmetic the gradients of a row were found to depend on other rows."""
+    rows = [
+        [row["arithmetic"], str(row["rows"]), "none" if row["dependent"] is None else f"`{row['dependent']}`"]
+        for _, row in read_rows(STEP_RECORDS, "independent")
+    ]
+    return format_table(["arithmetic", "rows of 4 views", "gradients that change"], rows) if rows else NOT_MEASURED
 
 
 def compare_arms(
@@ -171,7 +245,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "shares": format_best_shares,
     "accuracies": format_accuracies,
     "answer": format_differences,
+    "from scratch": format_from_scratch,
+    "comparison": partial(format_accuracies, COMPARISON_RECORD),
+    "intervals": format_intervals,
     "sampler": format_sampler,
+    "gradients": partial(format_gpu_steps, "views"),
+    "opacus": partial(format_gpu_steps, "opacus"),
+    "independence": format_independence,
     "steps": format_steps,
     "audit": format_audits,
     "arithmetic": format_arithmetic,

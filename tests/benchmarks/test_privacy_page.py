@@ -104,12 +104,20 @@ def test_page_tables_are_computed_from_the_record(tmp_path, monkeypatch, load_sc
     assert "| +1.00 ± 0.00 | helps |" in privacy_page.format_differences()
     assert "51.05 ± 0.07, 0.9000" in privacy_page.format_accuracies()
     assert "| 256 | 26 |" in privacy_page.format_index_costs()
+    assert "Not measured" in privacy_page.format_intervals()
+    assert "Not measured" in privacy_page.format_from_scratch()
+    for run in runs:
+        run["accuracy"] += run["arm"] == "gip" and run["seed"] == 1  # differences of 1 and 2
+    (tmp_path / privacy_page.COMPARISON_RECORD).write_text(json.dumps({"runs": runs}))
+    # Student's t of one degree of freedom is 12.706; the standard error of 1 and 2 is 0.5
+    assert "| GIP − random-k | +1.50 ± 6.35 | +1.50 ± 6.35 |" in privacy_page.format_intervals()
 
 
 def test_stored_budgets_of_the_experiment_meet_their_targets(load_script):
     private_cifar = load_script("private_cifar")
     arms = list(private_cifar.ARMS)
     options = Namespace(epsilons=[1.0, 2.0, 4.0, 8.0], arms=arms, seeds=[0, 1, 2], device="cpu", settings=[])
+    options.recipe, options.micro = private_cifar.RECIPE, None
     budgets = json.loads(private_cifar.BUDGETS.read_text())
     recipes = [recipe for _, recipe in private_cifar.iterate_recipes(options, budgets)]
     assert len({recipe.fingerprint() for recipe in recipes}) == 72

@@ -240,6 +240,31 @@ def test_dropout_masks_differ_between_examples():
     assert len({tuple((row != 0).any(0).tolist()) for row in gradients["1.weight"]}) > 20
 
 
+def test_errors_in_bfloat16_are_those_of_autocast():
+    """Signs of inputs of ReLU that rounding changes cause most of them: a smooth activation has far smaller ones."""
+    errors = {}
+    for activation in (nn.ReLU, nn.Softplus):
+        torch.manual_seed(0)
+        model = models.build("wrn16_1", norm="group", weight_standardization=True)
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.ReLU):
+                    setattr(module, name, activation())
+        x, y = torch.randn(1, 3, 16, 16), torch.tensor([3])
+        parameters = dict(model.named_parameters())
+        exact, ours = (
+            compute_recorded_gradients(model, F.cross_entropy, parameters, x, y, dtype=dtype)[0].values()
+            for dtype in (None, torch.bfloat16)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        theirs = torch.autograd.grad(loss, list(parameters.values()))
+        exact, ours, theirs = (torch.cat([part.float().flatten() for part in each]) for each in (exact, ours, theirs))
+        errors[activation] = [float((each - exact).norm() / exact.norm()) for each in (ours, theirs)]
+    assert errors[nn.ReLU][0] < 1.5 * errors[nn.ReLU][1]
+    assert errors[nn.Softplus][0] < 0.2 * errors[nn.ReLU][0]
+
+
 def test_gradients_of_a_float32_model_in_bfloat16():
     model, (x, y) = make_network().float(), make_data()
     arguments = model, F.cross_entropy, dict(model.named_parameters()), x.float(), y, 1
