@@ -1,4 +1,4 @@
-"""Run one sparse matrix product in DeepSparse, in an environment of its own, for `unstructured_kernels.py`.
+"""Run a sparse matrix product or a network in DeepSparse, in an environment of its own, for `deepsparse_process.py`.
 
     PYTHON benchmarks/measure/deepsparse_peer.py
 
@@ -6,6 +6,7 @@ PYTHON is that of an environment with `pip install deepsparse==1.8.0`, which nee
 of packages than Pomona. The script reads commands from its input, one JSON object a line, and answers each with one:
 
     {"weight": "w.npy", "batch": 8}      compile x (batch × columns) times the transposed weight, for one core
+    {"model": "m.onnx", "shape": [8, 3]} compile the model of a file for inputs of a shape, for one core
     {"x": "x.npy", "y": "y.npy"}         multiply, and write the result
     {"cold": false}                      time one call, with warm or with emptied caches: {"seconds": 0.001}
 """
@@ -28,26 +29,35 @@ FLUSH_BYTES = 256 << 20  # more than almost any cache holds
 WARMUP_CALLS = 8
 
 
-class Peer:
-    """A product in DeepSparse, with the input on which it is timed."""
+def write_product(weight: str, batch: int, file: str) -> list[int]:
+    """Write the product of a batch with the transposed matrix of a file as a model; return the shape of its input."""
+    matrix = np.load(weight)
+    rows, columns = matrix.shape
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, columns])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, rows])],
+        [numpy_helper.from_array(np.ascontiguousarray(matrix.T), "w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), file)
+    return [batch, columns]
 
-    def __init__(self, weight: str, batch: int) -> None:
-        matrix = np.load(weight)
-        rows, columns = matrix.shape
-        self.inputs = [np.random.default_rng(0).standard_normal((batch, columns)).astype(np.float32)]
+
+class Peer:
+    """A model in DeepSparse, with the input on which it is timed."""
+
+    def __init__(self, model: str, shape: list[int]) -> None:
+        self.inputs = [np.random.default_rng(0).standard_normal(shape).astype(np.float32)]
         self.buffer = np.zeros(FLUSH_BYTES, np.uint8)
-        graph = helper.make_graph(
-            [helper.make_node("MatMul", ["x", "w"], ["y"])],
-            "product",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, columns])],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, rows])],
-            [numpy_helper.from_array(np.ascontiguousarray(matrix.T), "w")],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        self.engine = Engine(model, batch_size=None, num_cores=1)
+
+    @classmethod
+    def from_weight(cls, weight: str, batch: int) -> Peer:
+        """Return the product with the matrix of a file."""
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "product.onnx")
-            onnx.save(model, file)
-            self.engine = Engine(file, batch_size=batch, num_cores=1)
+            return cls(file, write_product(weight, batch, file))
 
     def multiply(self, x: str, y: str) -> dict[str, Any]:
         """Multiply the array in a file, and write the result to another one."""
@@ -73,6 +83,8 @@ def main() -> None:
         command = json.loads(line)
         try:
             if "weight" in command:
+                peer, answer = Peer.from_weight(**command), {}
+            elif "model" in command:
                 peer, answer = Peer(**command), {}
             else:
                 answer = peer.multiply(**command) if "x" in command else peer.time(**command)

@@ -14,21 +14,17 @@ Targets at 4096² and 90 %, warm: ≥ 3× CSR at batch 1 and ≥ 2× at batch 64
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from deepsparse_process import DeepSparse, start_deepsparse
 from record_file import write_record
 from rich.console import Console
 from rich.table import Table
@@ -75,54 +71,6 @@ class Timing:
     fastest: float
     nbytes: int | None  # of the weight
     error: float  # the largest difference from float64, relative to the largest value
-
-
-class DeepSparse:
-    """DeepSparse in a process of its own."""
-
-    def __init__(self, python: str) -> None:
-        script = Path(__file__).with_name("deepsparse_peer.py")
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen([python, str(script)], stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """Return the answer to a command; raise RuntimeError where DeepSparse fails."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or '{"error": "the process has ended"}')
-        if "error" in answer:
-            raise RuntimeError(f"DeepSparse: {answer['error']}")
-        return answer
-
-    def compile(self, weight: Tensor, x: Tensor) -> float:
-        """Compile the product of a weight for the batch of x; return its error on x."""
-        exact = x.double() @ weight.double().T
-        with tempfile.TemporaryDirectory() as folder:
-            files = {name: str(Path(folder) / f"{name}.npy") for name in ("weight", "x", "y")}
-            np.save(files["weight"], weight.numpy())
-            np.save(files["x"], x.numpy())
-            self.ask(weight=files["weight"], batch=len(x))
-            self.ask(x=files["x"], y=files["y"])
-            found = torch.from_numpy(np.load(files["y"])).double()
-        return float((found - exact).abs().max() / exact.abs().max())
-
-    def seconds(self, cold: bool) -> float:
-        """Return the seconds of one call."""
-        return self.ask(cold=cold)["seconds"]
-
-
-@contextmanager
-def start_deepsparse(python: str | None) -> Iterator[DeepSparse | None]:
-    """Yield DeepSparse in the environment of a Python, or None without one, and end its process afterwards."""
-    peer = None if python is None else DeepSparse(python)
-    try:
-        yield peer
-    finally:
-        if peer is not None:
-            peer.process.stdin.close()  # type: ignore[union-attr]
-            peer.process.wait(30)
 
 
 def make_sides(weight: Tensor, pruned: Tensor, sparsity: float) -> list[Implementation]:

@@ -29,16 +29,16 @@ class LayerTracer(torch.fx.Tracer):
         return super().call_module(m, m.forward if is_fully_sharded(m) else forward, args, kwargs)
 
 
-def trace(model: nn.Module) -> torch.fx.Graph | None:
+def trace(model: nn.Module, tracer: type[LayerTracer] = LayerTracer) -> torch.fx.Graph | None:
     """Return the model's symbolic forward, or None where it cannot be traced.
 
     Every argument is symbolic at first. Where that fails, arguments with a default take it.
     """
-    graph = try_to_trace(model, {})
+    graph = try_to_trace(model, {}, tracer)
     if graph is None:
         parameters = inspect.signature(model.forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        graph = try_to_trace(model, defaults) if defaults else None
+        graph = try_to_trace(model, defaults, tracer) if defaults else None
     return graph
 
 
@@ -54,13 +54,15 @@ def cached_trace(model: nn.Module) -> torch.fx.Graph | None:
 _traces: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], torch.fx.Graph | None]] = weakref.WeakKeyDictionary()
 
 
-def try_to_trace(model: nn.Module, fixed: dict[str, Any]) -> torch.fx.Graph | None:
+def try_to_trace(
+    model: nn.Module, fixed: dict[str, Any], tracer: type[LayerTracer] = LayerTracer
+) -> torch.fx.Graph | None:
     """Return the model's symbolic forward for fixed values of some arguments, or None where it cannot be traced."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return LayerTracer().trace(model, fixed)
+            return tracer().trace(model, fixed)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None
     finally:

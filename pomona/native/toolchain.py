@@ -19,8 +19,12 @@ PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packe
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
 QUANTIZED_SOURCE = PACKAGE / "sparse" / "cpu" / "quantized.c"  # the same for packed values of few bits
 CONVOLUTION_SOURCE = PACKAGE / "sparse" / "cpu" / "convolution.c"  # convolutions with matrices without blocks
+NETWORK_SOURCE = PACKAGE / "sparse" / "cpu" / "network.c"  # networks of such convolutions
 # Each becomes a library.
-SOURCES = (STEP_SOURCE, PRIVATE_SOURCE, PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE, CONVOLUTION_SOURCE)
+SOURCES = (
+    *(STEP_SOURCE, PRIVATE_SOURCE),
+    *(PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE, CONVOLUTION_SOURCE, NETWORK_SOURCE),
+)
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -29,7 +33,10 @@ BASELINE = ("-march=x86-64", "-mtune=generic") if X86 else ()
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wno-psabi", *BASELINE)
 # The instruction sets, best first: torch's name for a processor that has it, and the compiler's flags.
 INSTRUCTION_SETS = {
-    "avx512": ("AVX512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),
+    "avx512": (
+        "AVX512",
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mbmi2", "-mfma", "-mf16c"),
+    ),
     "avx2": ("AVX2", ("-mavx2", "-mfma", "-mf16c")),
     "plain": ("DEFAULT", ()),
 }

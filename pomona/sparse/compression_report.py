@@ -15,6 +15,8 @@ SLOWER_TOGETHER = " alone, but the whole model is faster dense"
 WITH_RELU = ", with its ReLU in one kernel"
 # The key of a whole model in which nothing is packed, and convolutions compute their ReLU where that is faster.
 DENSE_FUSED = "dense, fused"
+# The key of a whole model with all sparse layers packed, whose convolutions run in one native call.
+PLANNED = "one call"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class LayerReport:
         reason = self.reason.removesuffix(WITH_RELU) + SLOWER_TOGETHER * self.packed + WITH_RELU * (saved > 0)
         return replace(self, packed=False, reason=reason, saved=saved)
 
+    def plan(self) -> LayerReport:
+        """Return the report of the layer in a network that runs in one call."""
+        return self if self.format is None else replace(self, packed=True, reason="in one call with the others")
+
 
 @dataclass(frozen=True)
 class Compression(TableView):
@@ -50,7 +56,7 @@ class Compression(TableView):
 
     layers: tuple[LayerReport, ...]
     batch: int
-    # Of the whole model: dense, all packed, compressed, and DENSE_FUSED where convolutions gain by it.
+    # Of the whole model: dense, all packed, compressed, DENSE_FUSED where convolutions gain by it, and PLANNED.
     seconds: dict[str, float] = field(default_factory=dict)
     called: dict[str, float] = field(default_factory=dict)  # plain calls, with the host's time, on a GPU
     caches: str = "warm"  # when a layer was timed alone; cold where the model is larger than the last-level cache
@@ -82,7 +88,7 @@ class Compression(TableView):
             table.columns[0].footer = f"whole model, batch {self.batch}"
             table.columns[5].footer = f"{1e6 * self.seconds['dense']:,.1f}"
             table.columns[6].footer = f"{1e6 * self.seconds['compressed']:,.1f}"
-            others = [way for way in ("all packed", DENSE_FUSED) if way in self.seconds]
+            others = [way for way in ("all packed", DENSE_FUSED, PLANNED) if way in self.seconds]
             table.columns[7].footer = "; ".join(f"{way} {1e6 * self.seconds[way]:,.1f} µs" for way in others)
         return table
 

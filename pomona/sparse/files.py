@@ -1,7 +1,8 @@
 """`save` and `load`: a compressed model in one safetensors file, read completely or refused.
 
-The file's metadata holds which layers are packed and how, which dense ones compute their ReLU, which weights are
-encoded (`weight_encodings`), which network of `pm.models` it is where that is known, and a checksum over all of it.
+The file's metadata holds which layers are packed and how, which dense ones compute their ReLU, whether one native call
+runs the convolutions, which weights are encoded (`weight_encodings`), which network of `pm.models` it is where that is
+known, and a checksum over all of it.
 Loading unpickles nothing and runs nothing from the file.
 """
 
@@ -22,6 +23,7 @@ from ..errors import PomonaError, require, shorten
 from ..untrusted import describe, parse_json, read_tensors
 from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
+from .network import is_planned, plan_network
 from .packed_tensor import PackedTensor
 from .quantized import QuantizedBalancedTensor
 from .surgery import choose_encoder_paths, fuse_relus, replace_module
@@ -57,6 +59,8 @@ def save(
     packed = {name: m.file_metadata() for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     fused = [name for name, module in model.named_modules() if isinstance(module, Conv2dReLU)]
     header = {"version": choose_version(packed), "model": network and dict(network), "packed": packed, "fused": fused}
+    if is_planned(model):
+        header["planned"] = True
     if encoding is not None:
         require(not packed, "the weights of a compressed model are packed already: encode pm.decompress(model).")
         tensors, header["encoded"] = encode_tensors(tensors, encoding)
@@ -105,6 +109,8 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
         tensors = decode_tensors(tensors, header.get("encoded", {}), shapes)
         filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
+        if header.get("planned") is True:
+            plan_network(filled.eval())
         return filled.eval()
     except PomonaError:
         raise

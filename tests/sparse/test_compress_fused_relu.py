@@ -64,6 +64,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> SetTimes:
                 assert (child_types(sides[way])[-6:-4] == FUSED_PAIR) == (DENSE_FUSED in sides)
             return {way: whole[way] for way in sides}, {}
 
+        monkeypatch.setattr(module, "plan_copy", lambda *_: None)
         monkeypatch.setattr(module, "median_seconds", return_layer_times)
         monkeypatch.setattr(module, "time_models", return_model_times)
 

@@ -1,5 +1,7 @@
 /* What all kernels on a CPU share: the types of stored values, registers of floats, checks of x, and transposition. */
 
+#pragma once
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +20,7 @@ enum { DONE, NO_MEMORY, NOT_FINITE, TOO_LARGE, NOT_ROUNDED }; /* the return code
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t between(int64_t low, int64_t i, int64_t high) { return i < low ? low : smaller(i, high); }
 INLINE int64_t value_bytes(int64_t value_type) { return value_type == FLOAT32 ? 4 : 2; }
 
 INLINE float from_bits(uint32_t bits) {

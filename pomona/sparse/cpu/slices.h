@@ -35,8 +35,6 @@ static Matrix derive_sizes(Matrix m) {
   return m;
 }
 
-INLINE int64_t between(int64_t low, int64_t i, int64_t high) { return i < low ? low : smaller(i, high); }
-
 static Slice slice_at(const Matrix *m, int64_t band, int64_t slice) {
   const int64_t i = band * m->slices + slice, start = between(0, m->starts[i], m->steps);
   const int64_t end = between(start, m->starts[i + 1], m->steps);
