@@ -134,6 +134,9 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
     """Return the privacy guarantee of a run as names and texts for a person."""
     from pomona.lab.runs.public_origin import format_origin
 
+    trained = private.get(
+        "coordinates", params
+    )  # frozen ones have no gradient; summaries of old runs do not count them
     facts = {
         "method": private["method"],
         "privacy": f"ε = {private['target']:.4g} at δ = {private['delta']:g}, one example added or removed",
@@ -150,9 +153,9 @@ def privacy_facts(private: Mapping[str, Any], params: int) -> dict[str, str]:
     if "not_covered" in private:
         facts["not covered"] = f"{private['not_covered']}, taken from the training rows without noise"
     if private["method"] == "datalens":
-        facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {params:,} coordinates of each example"
+        facts["kept"] = f"the signs of the largest {private['keep']:.1%} of {trained:,} coordinates of each example"
     elif private["method"] != "dpsgd":
-        facts["kept"] = f"{private['keep']:.1%} of {params:,} coordinates at the end"
+        facts["kept"] = f"{private['keep']:.1%} of {trained:,} coordinates at the end"
     if private["method"] == "gip":
         lost, chance = private["lost"]["end"], private["random_loses"]["end"]
         facts["index draws"] = f"ε = {private['index_epsilon']:.3g} each, on its sample"

@@ -325,6 +325,7 @@ class PrivateStep:
         middle, end = self.budget.steps // 2, self.budget.steps - 1
         return {
             "method": self.method,
+            "coordinates": self.size,
             "epsilon": self.spent,
             "target": self.budget.epsilon,
             "delta": self.budget.delta,

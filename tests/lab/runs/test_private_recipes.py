@@ -61,5 +61,6 @@ def test_imdb_recipe_takes_its_steps(capsys, monkeypatch):
     private = summary["private"]
     assert (private["method"], private["grouping"], private["group"]) == ("gip", "parameter", 128)
     assert private["not_covered"] == "the vocabulary"
+    assert private["coordinates"] < 20_000 < 200_000 < summary["params"]  # the embedding is frozen
     assert 0 < summary["epsilon"] <= 4.0
     assert summary["step"] == 8
