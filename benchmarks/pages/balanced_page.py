@@ -23,6 +23,7 @@ from results_page import compare_with_paper, format_trained_rows, load_run_store
 PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
 UNSTRUCTURED_RECORDS = "unstructured-*.json"
+NETWORK_RECORDS = "sparse-networks-*.json"
 QUANTIZED_RECORDS = "quantized-h200*.json"
 QUANTIZED_SIDES = ("dense", "dense int4", "dense int8", "balanced float16", "balanced int8", "balanced int4")
 SIDES = ("dense", "CSR", "block-sparse", "2:4", "balanced")
@@ -58,6 +59,19 @@ def format_unstructured() -> str:
             rows.append([record["device"], *what, *times, *gains])
     speed_ups = "speed-up over dense", "over CSR", "over DeepSparse"
     return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
+
+
+def format_networks() -> str:
+    """Return the table of whole networks beside other inference engines."""
+    rows = []
+    heads = ("PyTorch", "torch.compile", "ONNX Runtime", "OpenVINO", "DeepSparse", "pm.compress")
+    for record in read_records(NETWORK_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("network", "mask", "batch")):
+            seconds = {row["side"]: row["seconds"] for row in group}
+            times = [format_microseconds(seconds[side]) if side in seconds else "" for side in heads]
+            fastest = min(seconds[side] for side in heads[:-1] if side in seconds)
+            rows.append([record["device"], *map(str, case), *times, f"{fastest / seconds['pm.compress']:.2f}×"])
+    return format_table(["machine", "network", "mask", "batch", *heads, "over the fastest other"], rows)
 
 
 def format_quantized() -> str:
@@ -127,13 +141,14 @@ def render() -> str:
     measured = {
         "matrices": format_matrices(),
         "unstructured": format_unstructured(),
+        "networks": format_networks(),
         "quantized": format_quantized(),
         "memory": format_memory(),
         "targets": format_targets(),
         "workloads": format_workloads(),
         "called": format_workloads("called", "called_"),
     }
-    patterns = RECORDS, UNSTRUCTURED_RECORDS, QUANTIZED_RECORDS
+    patterns = RECORDS, UNSTRUCTURED_RECORDS, NETWORK_RECORDS, QUANTIZED_RECORDS
     sources = [record for pattern in patterns for record in read_records(pattern)]
     return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 
