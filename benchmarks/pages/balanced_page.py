@@ -25,6 +25,7 @@ from results_page import compare_with_paper, format_trained_rows, load_run_store
 PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
 UNSTRUCTURED_RECORDS = "unstructured-*.json"
+NETWORK_RECORDS = "sparse-networks-*.json"
 QUANTIZED_RECORDS = "quantized-h200*.json"
 GPU_RECORDS = "kernels-h200*.json"
 GPU_SIDES = ("CSR", "2:4", "balanced", "unstructured", "compress, balanced", "compress, unstructured")
@@ -93,6 +94,19 @@ def format_gpu_targets() -> str:
             met = "met" if answer["reached"] >= answer["asked"] else "missed"
             rows.append([answer["target"], f"{answer['asked']}×", f"{answer['reached']:.2f}×", met])
     return format_table(["target on an H200, cold, over dense", "asked", "reached", ""], rows)
+
+
+def format_networks() -> str:
+    """Return the table of whole networks beside other inference engines."""
+    rows = []
+    heads = ("PyTorch", "torch.compile", "ONNX Runtime", "OpenVINO", "DeepSparse", "pm.compress")
+    for record in read_records(NETWORK_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("network", "mask", "batch")):
+            seconds = {row["side"]: row["seconds"] for row in group}
+            times = [format_microseconds(seconds[side]) if side in seconds else "" for side in heads]
+            fastest = min(seconds[side] for side in heads[:-1] if side in seconds)
+            rows.append([record["device"], *map(str, case), *times, f"{fastest / seconds['pm.compress']:.2f}×"])
+    return format_table(["machine", "network", "mask", "batch", *heads, "over the fastest other"], rows)
 
 
 def format_quantized() -> str:
@@ -164,13 +178,14 @@ def render() -> str:
         "unstructured": format_unstructured(),
         "gpu": format_gpu_kernels(),
         "gpu-targets": format_gpu_targets(),
+        "networks": format_networks(),
         "quantized": format_quantized(),
         "memory": format_memory(),
         "targets": format_targets(),
         "workloads": format_workloads(),
         "called": format_workloads("called", "called_"),
     }
-    patterns = RECORDS, UNSTRUCTURED_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
+    patterns = RECORDS, UNSTRUCTURED_RECORDS, NETWORK_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
     sources = [record for pattern in patterns for record in read_records(pattern)]
     return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 
