@@ -1,13 +1,14 @@
 """Train small networks dense and sparse, store their weights in fewer bits, and record accuracy beside bytes.
 
     python benchmarks/measure/sparse_or_fewer_bits.py transformer|resnet20 [--json FILE] [--seeds N] [--size small]
-        [--quick]
+        [--epochs N] [--quick]
 
 *transformer* is the character model of language_model.py, with 10.7 million parameters or those of a `--size`. For each
 seed a dense model is trained, and every layout continues from it for the same number of steps, the dense one too:
 sparse ones with DPF.
-*resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs. Sparsity
-is the same in all layers that DPF prunes by default. The bytes are those of the weights of these layers.
+*resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs, on a CPU
+in one process for each core. Sparsity is the same in all layers that DPF prunes by default. The bytes are those of the
+weights of these layers.
 
 Every trained network is stored in each type of values of weight_forms.py, and tested as restored; codes also with the
 layers' inputs rounded to 8 bits. `--quick` takes tiny networks and data, to see that the script runs.
@@ -19,6 +20,7 @@ import argparse
 import copy
 import dataclasses
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ from pomona.lab.recipes.recipe import Recipe
 from pomona.lab.runs.model_file import load_model
 from pomona.lab.sweeps.concurrent_runs import train_concurrently
 from pomona.lab.sweeps.job import Job
+from pomona.lab.sweeps.process_pool import train_in_processes
 
 DENSE_STEPS, LAYOUT_STEPS, LAYOUT_RATE = 1200, 250, 5e-4  # of the transformer
 MAX_BATCH = 32  # windows
@@ -112,7 +115,10 @@ def train_resnets(seeds: int, epochs: int, quick: bool) -> list[Row]:
             Job(replace(load_recipe(layout, settings, quick), seed=seed), Path(folder, str(index)))
             for index, (layout, seed) in enumerate(chosen)
         ]
-        outcomes = train_concurrently(jobs, CONCURRENT, print) if torch.cuda.is_available() else run_in_turn(jobs)
+        if torch.cuda.is_available():
+            outcomes = train_concurrently(jobs, CONCURRENT, print)
+        else:
+            outcomes = train_in_processes(jobs, os.cpu_count() or 1, print)
         for index, outcome in outcomes:
             layout, seed = chosen[index]
             if "error" in outcome:
@@ -126,12 +132,6 @@ def train_resnets(seeds: int, epochs: int, quick: bool) -> list[Row]:
             rows += (found := list(test_forms(model, layout, test, {**head, "seed": seed})))
             print_rows(found, 0.0)
     return rows
-
-
-def run_in_turn(jobs: list[Job]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the index and the summary of each job, run one after the other."""
-    for index, job in enumerate(jobs):
-        yield index, job.run()
 
 
 def load_recipe(layout: Layout, settings: list[str], quick: bool) -> Recipe:
@@ -183,10 +183,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", choices=("full", "small"), default="full", help="of the transformer")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of ResNet-20")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.network == "resnet20":
-        epochs = 2 if options.quick else EPOCHS
+        epochs = 2 if options.quick else options.epochs
         rows = train_resnets(options.seeds, epochs, options.quick)
         settings: dict[str, Any] = {"epochs": epochs}
     else:
