@@ -7,6 +7,7 @@ from complaint_models import make_llama, make_tokens
 from engine_helpers import attach_to_network, obeys_masks, train
 
 import pomona as pm
+from pomona.sparse import QuantizedBalancedTensor
 from pomona.sparse.layers import PackedLayer
 
 
@@ -30,3 +31,15 @@ def test_pruned_weights_are_quantized_and_stay_zero() -> None:
         assert bool((mask.reshape(-1, 4).sum(1) == 2).all())
         levels = weight / weight.abs().max() * 7
         assert torch.allclose(levels, levels.round(), atol=1e-9)  # 15 levels, of which one is zero
+
+
+def test_pruned_weights_are_packed_as_int8_codes() -> None:
+    model = make_llama().eval()
+    pm.prune(model, 0.75, pattern=pm.Balanced(block=32))
+    packed = pm.compress(model, make_tokens(), bits=8, policy="all", patience=0.0)
+    layers = [module for module in packed.modules() if isinstance(module, PackedLayer)]
+    assert len(layers) == 14
+    assert all(isinstance(layer.packed_weight("weight"), QuantizedBalancedTensor) for layer in layers)
+    with torch.no_grad():
+        expected, actual = (m(make_tokens()).logits for m in (model, packed))
+    assert float((actual - expected).norm() / expected.norm()) < 0.02
