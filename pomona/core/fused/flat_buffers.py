@@ -159,7 +159,7 @@ class FlatBuffers:
             copy("store", self.latent)
             scores = self.latent[: self.count]
             # A norm of units needs scores of one sign: see `EdgePopup.update`.
-            self._select(scores if self.method.pattern.is_elementwise else scores - scores.amin())
+            self._select(scores - scores.amin() if self.method.pattern.ranks_units else scores)
             copy("project", dense)
         else:
             copy(operation, dense if operation == "project" else self.latent)

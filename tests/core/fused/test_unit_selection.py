@@ -62,7 +62,10 @@ def buffers_of(pruner: pm.Pruner) -> FlatBuffers:
 def selected_scores(pruner: pm.Pruner, operation: str) -> dict[str, Tensor]:
     """Return the scores that an operation selects by, with outputs in front."""
     latents = {slot.name: slot.latent.movedim(slot.target.output_dim, 0) for slot in pruner.slots}
-    return magnitude(latents) if operation == "select_by_magnitude" else latents
+    if operation == "select_by_magnitude":
+        return magnitude(latents)
+    shift = torch.cat([latent.flatten() for latent in latents.values()]).amin()  # norms need scores of one sign
+    return {name: latent - shift if pruner.method.pattern.ranks_units else latent for name, latent in latents.items()}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
