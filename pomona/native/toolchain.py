@@ -19,7 +19,7 @@ PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packe
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
 QUANTIZED_SOURCE = PACKAGE / "sparse" / "cpu" / "quantized.c"  # the same for packed values of few bits
 CONVOLUTION_SOURCE = PACKAGE / "sparse" / "cpu" / "convolution.c"  # convolutions with matrices without blocks
-NETWORK_SOURCE = PACKAGE / "sparse" / "cpu" / "network.c"  # networks of such convolutions
+NETWORK_SOURCE = PACKAGE / "sparse" / "cpu" / "network_kernels.c"  # networks of such convolutions
 # Each becomes a library.
 SOURCES = (
     *(STEP_SOURCE, PRIVATE_SOURCE),

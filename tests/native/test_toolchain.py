@@ -51,6 +51,12 @@ def test_the_library_is_built_into_the_cache(source: Path, tmp_path: Path, monke
     assert toolchain.is_trusted(path)
 
 
+@pytest.mark.parametrize("source", toolchain.SOURCES, ids=lambda source: source.name)
+def test_no_library_of_an_installation_hides_a_module(source: Path) -> None:
+    """Python imports `network.so` in place of `network.py` beside it."""
+    assert not toolchain.installed_library_path(source).with_suffix(".py").exists()
+
+
 @pytest.fixture
 def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a C file of one function, which is compiled in a moment into a cache of its own."""

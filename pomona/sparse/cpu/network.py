@@ -1,4 +1,4 @@
-"""The native functions that run a network of convolutions with sparse weights: `network.c`."""
+"""The native functions that run a network of convolutions with sparse weights: `network_kernels.c`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class StepRecord(ctypes.Structure):
-    """One step, as `network.c` declares it."""
+    """One step, as `network_kernels.c` declares it."""
 
     _fields_ = [
         *((name, NUMBER) for name in ("kind", *SIZES)),
