@@ -1,14 +1,13 @@
 """Train small networks dense and sparse, store their weights in fewer bits, and record accuracy beside bytes.
 
     python benchmarks/measure/sparse_or_fewer_bits.py transformer|resnet20 [--json FILE] [--seeds N] [--size small]
-        [--epochs N] [--quick]
+        [--epochs N] [--layout-epochs N] [--quick]
 
-*transformer* is the character model of language_model.py, with 10.7 million parameters or those of a `--size`. For each
-seed a dense model is trained, and every layout continues from it for the same number of steps, the dense one too:
-sparse ones with DPF.
-*resnet20* is trained on CIFAR-10 from the start in each layout, by the recipe dpf-resnet20 with fewer epochs, on a CPU
-in one process for each core. Sparsity is the same in all layers that DPF prunes by default. The bytes are those of the
-weights of these layers.
+*transformer* is the character model of language_model.py, with 10.7 million parameters or those of a `--size`, and
+*resnet20* the network of the recipe dense-resnet20 on CIFAR-10. For each seed a dense network is trained, and every
+layout continues from it for the same number of steps, the dense one too: sparse ones with DPF. Sparsity is the same in
+all layers that DPF prunes by default. The bytes are those of the weights of these layers. On a CPU, networks are
+trained in processes of their own.
 
 Every trained network is stored in each type of values of weight_forms.py, and tested as restored; codes also with the
 layers' inputs rounded to 8 bits. `--quick` takes tiny networks and data, to see that the script runs.
@@ -44,7 +43,7 @@ from pomona.lab.sweeps.process_pool import train_in_processes
 
 DENSE_STEPS, LAYOUT_STEPS, LAYOUT_RATE = 1200, 250, 5e-4  # of the transformer
 MAX_BATCH = 32  # windows
-EPOCHS, CONCURRENT = 16, 12  # of ResNet-20
+EPOCHS, LAYOUT_EPOCHS, RATE, CONCURRENT = 16, 4, 0.2, 12  # of ResNet-20; layouts begin at half of the learning rate
 BATCH = 2000  # images tested at a time
 
 Row = dict[str, Any]
@@ -105,39 +104,51 @@ def train_transformers(
         yield from found
 
 
-def train_resnets(seeds: int, epochs: int, quick: bool) -> list[Row]:
-    """Train ResNet-20 in every layout with every seed, and return the rows of each."""
-    head = {"network": "resnet20", "measure": "accuracy"}
-    settings = [f"train.epochs={epochs}", "train.eval_every=1000", "train.checkpoint_every=0"]
+def train_resnets(seeds: int, epochs: int, layout_epochs: int, quick: bool) -> list[Row]:
+    """Train a dense ResNet-20 with every seed, continue each in every layout, and return the rows of all."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    test = make_image_test("digits" if quick else "cifar10", device)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [(layout, seed) for layout in LAYOUTS for seed in range(seeds)]
+        dense = {seed: Job(load_recipe(seed, epochs, quick), Path(folder, f"dense{seed}")) for seed in range(seeds)}
+        train_jobs(list(dense.values()))
+        chosen = [(seed, layout) for seed in range(seeds) for layout in LAYOUTS]
         jobs = [
-            Job(replace(load_recipe(layout, settings, quick), seed=seed), Path(folder, str(index)))
-            for index, (layout, seed) in enumerate(chosen)
+            Job(load_recipe(seed, layout_epochs, quick, layout, dense[seed].folder), Path(folder, f"layout{index}"))
+            for index, (seed, layout) in enumerate(chosen)
         ]
-        if torch.cuda.is_available():
-            outcomes = train_concurrently(jobs, CONCURRENT, print)
-        else:
-            outcomes = train_in_processes(jobs, os.cpu_count() or 1, print)
-        for index, outcome in outcomes:
-            layout, seed = chosen[index]
-            if "error" in outcome:
-                raise SystemExit(f"{layout} with seed {seed}: {outcome['error']}")
-            print(f"{layout} with seed {seed}: {outcome['accuracy']:.2f} %", flush=True)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        test = make_image_test("digits" if quick else "cifar10", device)
-        rows = []
-        for job, (layout, seed) in zip(jobs, chosen, strict=True):
+        train_jobs(jobs)
+        for job, (seed, layout) in zip(jobs, chosen, strict=True):
             model = load_model(job.folder / "model.safetensors").to(device).eval()
-            rows += (found := list(test_forms(model, layout, test, {**head, "seed": seed})))
+            head = {"network": "resnet20", "seed": seed, "measure": "accuracy"}
+            rows += (found := list(test_forms(model, layout, test, head)))
             print_rows(found, 0.0)
     return rows
 
 
-def load_recipe(layout: Layout, settings: list[str], quick: bool) -> Recipe:
-    """Return the recipe of ResNet-20 for a layout."""
-    options = [*settings, *(["data=digits", "model=digits_cnn", "train.precision=float32"] if quick else [])]
-    if layout.name == "dense":
+def train_jobs(jobs: list[Job]) -> None:
+    """Train networks: at the same time on a GPU, and in one process for each core on a CPU."""
+    if torch.cuda.is_available():
+        outcomes = train_concurrently(jobs, CONCURRENT, print)
+    else:
+        outcomes = train_in_processes(jobs, os.cpu_count() or 1, print)
+    for index, outcome in outcomes:
+        if "error" in outcome:
+            raise SystemExit(f"{jobs[index].folder.name}: {outcome['error']}")
+        print(f"{jobs[index].folder.name}: {outcome['accuracy']:.2f} %", flush=True)
+
+
+def load_recipe(
+    seed: int, epochs: int, quick: bool, layout: Layout | None = None, origin: Path | None = None
+) -> Recipe:
+    """Return the recipe of a dense ResNet-20, or of one that continues it in a layout."""
+    options = [f"seed={seed}", f"train.epochs={epochs}", "train.eval_every=1000", "train.checkpoint_every=0"]
+    options += ["rate=cosine", f"optimizer.lr={RATE / 2 if layout else RATE}"]
+    if quick:
+        options += ["data=digits", "model=digits_cnn", "train.precision=float32"]
+    if origin is not None:
+        options.append(f"origin.run={origin}")
+    if layout is None or layout.name == "dense":
         return Recipe.load(find_recipe("dense-resnet20"), options)
     pruned = [
         f"method.sparsity={layout.sparsity}",
@@ -183,13 +194,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", choices=("full", "small"), default="full", help="of the transformer")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of ResNet-20")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of the dense ResNet-20")
+    parser.add_argument("--layout-epochs", type=int, default=LAYOUT_EPOCHS, help="of each layout of ResNet-20")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.network == "resnet20":
-        epochs = 2 if options.quick else options.epochs
-        rows = train_resnets(options.seeds, epochs, options.quick)
-        settings: dict[str, Any] = {"epochs": epochs}
+        epochs, layout_epochs = (2, 2) if options.quick else (options.epochs, options.layout_epochs)
+        rows = train_resnets(options.seeds, epochs, layout_epochs, options.quick)
+        settings: dict[str, Any] = {"epochs": epochs, "layout_epochs": layout_epochs, "rate": RATE}
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         chosen, steps = choose_settings(options.size, options.quick, device)
