@@ -52,7 +52,7 @@ def draw_picture() -> str:
         marks,
         title="ResNet-20 on CIFAR-10, pruned by DPF",
         subtitle="top-1 accuracy in %, mean and standard deviation over seeds",
-        notes={WEIGHTS: "share of weights pruned", FILTERS: "share of filters pruned (Pomona: one run each)"},
+        notes={WEIGHTS: "share of weights pruned", FILTERS: "share of filters pruned"},
         reference=("dense, Pomona", dense["mean"]),
     )
 
