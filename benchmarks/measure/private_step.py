@@ -2,9 +2,9 @@
 
     python benchmarks/measure/private_step.py [--json PATH] [--device cuda] [--quick]
 
-The sampler draws the index set of ten million coordinates, including the top-k. Pomona and Opacus take the same private
-step (per-example gradients, clipping, noise, SGD) on the same model and batch, in turns. Memory is the peak of two
-steps in a separate process, minus what the process used before them.
+The sampler draws the index set of ten million coordinates, including the top-k. Pomona and Opacus, with each of its
+kinds of clipping, take the same private step (per-example gradients, clipping, noise, SGD) on the same model and batch,
+in turns. Memory is the peak of two steps in a separate process, minus what the process used before them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import multiprocessing
 import statistics
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from interleaved_timing import time_call, time_in_turns
+from opacus_peer import CLIPPING, make_opacus_step
 from record_file import write_record
 from torch import nn
 from torch.nn import functional as F
@@ -96,33 +98,23 @@ def make_pomona_step(
     return work
 
 
-def make_opacus_step(name: str, options: dict[str, Any], batch: int, device: str) -> Callable[[], None]:
+def make_peer_step(name: str, options: dict[str, Any], batch: int, device: str, clipping: str) -> Callable[[], None]:
     """Return a function that takes one private step with Opacus."""
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    model, x, y = build_model_and_batch(name, options, batch, device)
-    wrapped = GradSampleModule(model, loss_reduction="mean")
-    optimizer = DPOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=batch
-    )
-
-    def work() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
-
-    return work
+    return make_opacus_step(*build_model_and_batch(name, options, batch, device), clipping)
 
 
-LIBRARIES: dict[str, Callable[..., Callable[[], None]]] = {"pomona": make_pomona_step, "opacus": make_opacus_step}
+STEPS: dict[str, Callable[..., Callable[[], None]]] = {
+    "pomona": make_pomona_step,
+    "pomona gip": partial(make_pomona_step, method="gip"),
+    **{f"opacus {clipping}": partial(make_peer_step, clipping=clipping) for clipping in CLIPPING},
+}
 
 
-def send_peak_memory(library: str, case: tuple[str, dict[str, Any], int], threads: int, connection: Any) -> None:
+def send_peak_memory(kind: str, case: tuple[str, dict[str, Any], int], threads: int, connection: Any) -> None:
     """Send the megabytes that two steps need. This runs in a separate process."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
-    step = LIBRARIES[library](*case, "cpu")
+    step = STEPS[kind](*case, "cpu")
     before = read_memory("VmRSS")
     for _ in range(2):
         step()
@@ -135,11 +127,11 @@ def read_memory(key: str) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith(key))) / 1024
 
 
-def measure_memory(library: str, case: tuple[str, dict[str, Any], int]) -> float:
-    """Return the megabytes that two steps of a library need."""
+def measure_memory(kind: str, case: tuple[str, dict[str, Any], int]) -> float:
+    """Return the megabytes that two steps of a kind need."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe()
-    process = context.Process(target=send_peak_memory, args=(library, case, torch.get_num_threads(), sender))
+    process = context.Process(target=send_peak_memory, args=(kind, case, torch.get_num_threads(), sender))
     process.start()
     found = receiver.recv()
     process.join()
@@ -159,11 +151,10 @@ def compare_gradients(case: tuple[str, dict[str, Any], int]) -> float:
 
 
 def measure_steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Return the time and memory of a step of each library, and how far their gradients differ."""
+    """Return the time and memory of a step of each kind, and how far the gradients of the libraries differ."""
     results = []
     for case in cases:
-        steps = {library: make(*case, "cpu") for library, make in LIBRARIES.items()}
-        steps["pomona gip"] = make_pomona_step(*case, "cpu", "gip")
+        steps = {kind: make(*case, "cpu") for kind, make in STEPS.items()}
         times = time_in_turns(steps, repeats, 1, "cpu")
         results.append(
             {
@@ -171,7 +162,7 @@ def measure_steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
                 "batch": case[2],
                 "micro": MICRO_BATCHES[case[0]],
                 "milliseconds": {name: 1000 * statistics.median(taken) for name, taken in times.items()},
-                "megabytes": {library: measure_memory(library, case) for library in LIBRARIES},
+                "megabytes": {kind: measure_memory(kind, case) for kind in STEPS},
                 "difference": compare_gradients(case),
             }
         )

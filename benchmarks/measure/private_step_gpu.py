@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from interleaved_timing import time_in_turns
+from opacus_peer import CLIPPING, make_opacus_step
 from record_file import write_record
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,34 +84,13 @@ def make_pomona_step(kind: str, rows: int, views: int, device: str, **options: A
     return work
 
 
-def make_opacus_step(clipping: str, dtype: torch.dtype, rows: int, views: int, device: str) -> Step:
-    """Return a function that takes one private step with Opacus, whose examples have one view."""
-    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-    assert views == 1
-    model, (x, y) = build_model(device), make_batch(rows, views, device)
-    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": rows}
-    wrapped: Any
-    loss: Callable[[Tensor, Tensor], Any] = F.cross_entropy
-    if clipping == "plain":
-        wrapped = GradSampleModule(model, loss_reduction="mean")
-        optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
-    else:
-        is_ghost = clipping == "ghost"
-        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=is_ghost)
-        optimizer = DPOptimizerFastGradientClipping(torch.optim.SGD(model.parameters(), 0.1), **options)
-        loss = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
-    is_half = dtype != torch.float32
+def make_opacus_step_with_tf32(clipping: str, dtype: torch.dtype, rows: int, device: str) -> Step:
+    """Return a function that takes one private step with Opacus and TF32."""
+    step = make_opacus_step(build_model(device), *make_batch(rows, 1, device), clipping, dtype)
 
     def work() -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype, enabled=is_half):
-            value = loss(wrapped(x), y)
-        value.backward()
-        optimizer.step()
+        step()
         torch.backends.cuda.matmul.allow_tf32 = False
 
     return work
@@ -214,9 +194,10 @@ def main() -> None:
     if options.opacus:
         sys.path.insert(0, str(options.opacus))
         steps = {f"Pomona, {kind}": partial(make_pomona_step, kind, rows, 1, device) for kind in list(KINDS)[1:]}
-        for clipping in ("plain", "fast", "ghost"):
+        for clipping in CLIPPING:
             for name, dtype in (("TF32", torch.float32), ("bfloat16", torch.bfloat16)):
-                steps[f"Opacus, {clipping}, {name}"] = partial(make_opacus_step, clipping, dtype, rows, 1, device)
+                step = partial(make_opacus_step_with_tf32, clipping, dtype, rows, device)
+                steps[f"Opacus, {clipping}, {name}"] = step
         results["opacus"] = measure_steps(steps, rows, 1, device)
     write_record(options.json, **results)
 
