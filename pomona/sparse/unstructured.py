@@ -4,7 +4,8 @@ Survivors are the weights that pruning keeps. The rows are sorted by their numbe
 slice: the survivors of a slice are stored side by side, `values[step][lane]`, with their columns, and shorter rows are
 padded with zeros. After sorting that is little padding even where the rows differ much (this is SELL-16-σ of Kreutzer
 et al., 2014, with σ = all rows). The same arrays serve one vector and many: the lanes of a SIMD register are the rows
-of a slice in the first case and vectors in the second (`cpu/unstructured.c`).
+of a slice in the first case and vectors in the second (`cpu/unstructured.c`). The survivors of a row may be stored in any
+order. A matrix that is packed on a CPU has one in which most steps read neighbouring columns (`cpu/slice_order.h`).
 
 A column is stored in 16 bits. A matrix with more than 65,536 columns is divided into bands of so many, each with slices
 of its own.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..errors import PomonaError, require
 from ..masking import matrix_shape
+from .cpu.backend import order_unstructured
 from .packed_tensor import (
     DTYPES,
     SAME_SIZE_INTEGER,
@@ -80,6 +82,8 @@ class UnstructuredTensor(PackedTensor):
         lengths = torch.cat([band[2] for band in bands])
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         values, indices, lanes = (torch.cat([band[part] for band in bands]) for part in (0, 1, 3))
+        if weight.ndim == 2 and weight.device.type == "cpu":  # convolutions read one row after another
+            order_unstructured(values, indices, starts, lanes)
         return cls(values, indices, starts, lanes, weight.shape)
 
     @staticmethod

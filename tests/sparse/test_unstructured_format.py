@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing import unstructured_weight
+from packing import is_close, unstructured_weight
 from torch import Tensor
 
 import pomona as pm
 from pomona.sparse import UnstructuredTensor
+from pomona.sparse.cpu import backend
 from pomona.sparse.ops import unstructured
 from pomona.sparse.packed_tensor import DTYPES
 
@@ -23,7 +24,7 @@ def test_a_matrix_packed_by_hand() -> None:
     assert packed.values.shape == packed.indices.shape == (2, 16)  # as many steps as the longest row has survivors
     assert packed.lanes[0].tolist() == [1, 0, 2, *[-1] * 13]  # the longest row first
     assert packed.values[:, :3].tolist() == [[3, 5, 0], [4, 0, 0]]  # step, lane
-    assert packed.indices[:, :3].tolist() == [[0, 1, 0], [2, 0, 0]]
+    assert packed.indices[packed.values != 0].tolist() == [0, 1, 2]
     assert packed.starts.tolist() == [0, 2]
     assert packed.nbytes == 2 * 16 * (4 + 2) + 2 * 8 + 16 * 4
     assert packed.linear(torch.tensor([1.0, 10, 100])).tolist() == [50, 403, 0]
@@ -59,6 +60,53 @@ def test_matrices_wider_than_an_index_have_bands(columns: int) -> None:
     x = torch.arange(columns) % 97 + 1.0
     for n in (1, 2, 5, 40):
         assert torch.equal(packed.linear(x.expand(n, -1)), (x @ weight.T).expand(n, -1))
+
+
+def find_windows(packed: UnstructuredTensor) -> Tensor:
+    """Return which steps read 64 neighbouring columns, from a multiple of 16 on."""
+    columns = packed.indices.int() & 0xFFFF
+    first = columns.amin(1, keepdim=True) // 16 * 16
+    return (columns < first + 64).all(1)
+
+
+@pytest.mark.skipif(backend.load_library() is None, reason="the C library orders survivors")
+def test_most_steps_read_neighbouring_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = unstructured_weight(512, 4096, 0.9)
+    ordered = UnstructuredTensor.from_dense(weight).verify()
+    monkeypatch.setattr("pomona.sparse.unstructured.order_unstructured", lambda *parts: None)
+    by_column = UnstructuredTensor.from_dense(weight)
+    assert ordered.values.shape == by_column.values.shape  # no step is added
+    assert torch.equal(ordered.dense(), weight)
+    assert find_windows(by_column).double().mean() < 0.2
+    assert find_windows(ordered).double().mean() > 0.6
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 6000), st.floats(0.3, 1), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_survivors_in_any_order_give_the_same_product(
+    rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int
+) -> None:
+    weight = unstructured_weight(rows, columns, sparsity, seed).to(dtype)
+    packed = UnstructuredTensor.from_dense(weight).verify()
+    assert torch.equal(packed.dense(), weight)
+    slices = range(len(packed.lanes))
+    shuffled = [torch.randperm(int(packed.starts[i + 1] - packed.starts[i])) + packed.starts[i] for i in slices]
+    order = torch.cat(shuffled)
+    other = UnstructuredTensor(
+        packed.values[order], packed.indices[order], packed.starts, packed.lanes, packed.shape
+    ).verify()
+    for n in (1, 2, 7):
+        x = torch.randn(n, columns)
+        exact = x.double() @ weight.double().T
+        assert is_close(packed.linear(x), exact)
+        assert is_close(other.linear(x), exact)
+
+
+def test_a_convolution_keeps_the_order_of_columns() -> None:
+    packed = UnstructuredTensor.from_dense(unstructured_weight(32, 90, 0.5).view(32, 10, 3, 3))
+    columns = torch.where(packed.values != 0, packed.indices.int(), 1 << 16)
+    for i in range(len(packed.lanes)):
+        assert bool((columns[packed.starts[i] : packed.starts[i + 1]].diff(dim=0) >= 0).all())
 
 
 def test_every_bit_of_a_value_is_preserved() -> None:

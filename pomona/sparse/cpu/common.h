@@ -20,6 +20,7 @@ enum { DONE, NO_MEMORY, NOT_FINITE, TOO_LARGE, NOT_ROUNDED }; /* the return code
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t between(int64_t low, int64_t i, int64_t high) { return i < low ? low : smaller(i, high); }
 INLINE int64_t value_bytes(int64_t value_type) { return value_type == FLOAT32 ? 4 : 2; }
 

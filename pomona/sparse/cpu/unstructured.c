@@ -1,22 +1,23 @@
 /* The product of a packed unstructured matrix with dense vectors on a CPU.
  *
- * This file is compiled once for each instruction set, NAME, and each compilation has the same two functions:
+ * This file is compiled once for each instruction set, NAME, and each compilation has the same three functions:
  *
+ *   unstructured_order    orders the survivors of a matrix that is packed, in place: see slice_order.h.
  *   unstructured_rows     y (n × rows) = x (n × columns, contiguous rows) times the transposed matrix.
  *   unstructured_columns  y (rows × n) = the matrix times x (columns × n), where the n values of a column are contiguous
  *                         and start at any offset.
  *
  * A slice is 16 rows of about the same number of survivors, which lie as [step][row]. For one or two vectors the lanes
- * of a register are rows: a step is one load of values, and a gather from x, which stays in the L1 cache. For more, the
- * lanes are vectors: a survivor adds its multiple of a run of them. Several rows of a slice advance together, so that
+ * of a register are rows: a step is one load of values, and a gather from x, which stays in the L1 cache, or with AVX-512
+ * a permutation of a window of x. For more, the lanes are vectors: a survivor adds its multiple of a run of them. Several rows of a slice advance together, so that
  * the sums are independent of each other, and all rows take the same number of steps before the next slice, so that the
- * end of a loop is predicted and x is read from the cache: the survivors of a row are in the order of their columns.
+ * end of a loop is predicted and x is read from the cache: steps are about in the order of their columns.
  *
  * Whatever the contents of the matrix are, reads and writes stay inside the memory: x is copied to where any index of 16
  * bits can address it, and starts and rows are checked where they are used.
  */
 
-#include "slices.h"
+#include "slice_order.h"
 
 #define PANEL 16               /* slices that advance together, where lanes are vectors */
 #define MIN_STEPS 16           /* that they advance: the sums are loaded and stored each time */
@@ -72,7 +73,20 @@ INLINE __m256 gather_8(const float *x, const uint16_t *index) {
 #endif
 
 #if defined(__AVX512F__)
+/* Return x[index] from the window of the lowest index, if it has all of them, else from one load for each. */
 INLINE Floats gather(const float *x, const uint16_t *index) {
+  const __m256i indices = _mm256_loadu_si256((const void *)index);
+  const __m128i pairs = _mm_min_epu16(_mm256_castsi256_si128(indices), _mm256_extracti128_si256(indices, 1));
+  const uint32_t first = _mm_cvtsi128_si32(_mm_minpos_epu16(pairs)) & UINT16_MAX & -WINDOW_START;
+  const __m256i offsets = _mm256_sub_epi16(indices, _mm256_set1_epi16(first));
+  if (_mm256_testz_si256(offsets, _mm256_set1_epi16(-WINDOW))) {
+    const __m512i place = _mm512_cvtepu16_epi32(offsets);
+    const __mmask16 in_second_half = _mm512_test_epi32_mask(place, _mm512_set1_epi32(32));
+    x += first;
+    const __m512 low = _mm512_permutex2var_ps(_mm512_loadu_ps(x), place, _mm512_loadu_ps(x + 16));
+    const __m512 high = _mm512_permutex2var_ps(_mm512_loadu_ps(x + 32), place, _mm512_loadu_ps(x + 48));
+    return _mm512_mask_mov_ps(low, in_second_half, high);
+  }
   return _mm512_insertf32x8(_mm512_castps256_ps512(gather_8(x, index)), gather_8(x, index + 8), 1);
 }
 #elif defined(__AVX2__)
@@ -86,8 +100,10 @@ INLINE Floats gather(const float *x, const uint16_t *index) {
 
 /* Multiply a slice by `few` vectors, which are `ldx` apart, into sums[vector][lane]. */
 INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, float *sums, int few, int value_type) {
-  Floats sum[FEW * REGISTERS];
-  memset(sum, 0, sizeof sum);
+  Floats sum[FEW * REGISTERS], zero; /* one by one, so that they are registers */
+  memset(&zero, 0, sizeof zero);
+#pragma GCC unroll 4
+  for (int i = 0; i < few * REGISTERS; i++) sum[i] = zero;
   const char *values = s->values;
   const uint16_t *indices = s->indices;
   for (int64_t step = 0; step < s->steps; step++, values += LANES * value_bytes(value_type), indices += LANES)
@@ -99,7 +115,8 @@ INLINE void multiply_slice(const Slice *s, const float *x, int64_t ldx, float *s
         sum[i * REGISTERS + part] =
             add_product(value, gather(x + i * ldx, indices + part * WIDTH), sum[i * REGISTERS + part]);
     }
-  memcpy(sums, sum, few * LANES * sizeof *sums);
+#pragma GCC unroll 4
+  for (int i = 0; i < few * REGISTERS; i++) memcpy(sums + i * WIDTH, sum + i, sizeof *sum);
 }
 
 static void multiply_slice_few(const Slice *s, const float *x, int64_t ldx, float *sums, int64_t few,
@@ -250,7 +267,7 @@ static void write_results(const Matrix *m, const Operands *v, const float *resul
 static int64_t steps_at_once(int64_t longest, int64_t columns, int64_t width) {
   const int64_t cached = CACHE_BYTES(width) / (width * (int64_t)sizeof(float));
   const int64_t steps = longest * cached / columns / 4 * 4 + 4;
-  return cached >= columns ? longest : steps > MIN_STEPS ? steps : MIN_STEPS;
+  return cached >= columns ? longest : greater(steps, MIN_STEPS);
 }
 
 /* Multiply a panel of slices by a run of vectors, and write the sums to the results. */
@@ -262,7 +279,7 @@ static void multiply_panel(const Matrix *m, int64_t band, int64_t panel, int run
   int64_t longest = 0;
   for (int64_t i = 0; i < count; i++) {
     slices[i] = slice_at(m, band, panel + i);
-    if (slices[i].steps > longest) longest = slices[i].steps;
+    longest = greater(longest, slices[i].steps);
   }
   memset(sums, 0, count * LANES * width * sizeof *sums);
   const int64_t steps = steps_at_once(longest, smaller(BAND, m->columns - band * BAND), width);
@@ -304,7 +321,7 @@ static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int r
 static int multiply(const Matrix *m, const Operands *v, int threads) {
   const int64_t few = v->offsets ? 0 : FEW; /* rows as lanes, up to so many vectors */
   const int64_t room = v->n > few ? RUNS[choose_run(v->n)].width : few;
-  float *x = aligned_alloc(64, addressable_columns(m) * room * sizeof *x);
+  float *x = aligned_alloc(64, (addressable_columns(m) * room + WINDOW) * sizeof *x); /* the last window ends behind it */
   float *results = calloc(v->n > few ? m->rows * room : 1, sizeof *results); /* rows that no lane has are 0 */
   int done = x && results;
   for (int64_t first = 0; first < v->n && done;) {
@@ -320,6 +337,24 @@ static int multiply(const Matrix *m, const Operands *v, int threads) {
 }
 
 /* ---- public functions */
+
+int PUBLIC(unstructured_order)(char *values, uint16_t *indices, const int64_t *starts, const int32_t *lanes,
+                               int64_t slices, int64_t steps, int64_t value_type) {
+  const Matrix m = {.values = values, .indices = indices, .starts = starts, .lanes = lanes, .steps = steps,
+                    .value_type = value_type, .slices = slices};
+  int64_t longest = 1;
+  for (int64_t i = 0; i < slices; i++) longest = greater(longest, slice_at(&m, 0, i).steps);
+  const int64_t size = value_bytes(value_type), places = longest * LANES;
+  char *ordered = malloc(places * (size + sizeof *indices + sizeof(int32_t)));
+  if (!ordered) return NO_MEMORY;
+  for (int64_t i = 0; i < slices; i++) {
+    const Slice s = slice_at(&m, 0, i);
+    int32_t *late = (int32_t *)ordered;
+    order_slice(&s, size, (char *)(late + places), (uint16_t *)((char *)(late + places) + places * size), late);
+  }
+  free(ordered);
+  return DONE;
+}
 
 int PUBLIC(unstructured_rows)(MATRIX_PARAMETERS, int64_t n, const float *x, int64_t ldx, float *y, int64_t threads) {
   const Matrix m = MATRIX_WITH_SIZES;
