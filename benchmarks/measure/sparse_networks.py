@@ -6,7 +6,8 @@ An MLP, ResNet-20, ResNet-50 and an LSTM keep one weight of ten: the largest of 
 unequally, so that rows keep unequal counts as those that DPF leaves ("unstructured"), or 3 of every 32 ("balanced").
 All sides have the same weights in float32 and take turns on one thread; every output is compared with float64. ONNX
 Runtime and OpenVINO multiply the zeros; DeepSparse skips them and runs in a process of its own (`deepsparse_peer.py`),
-with the PYTHON of an environment that has it. Times are those of calls in a row, with warm caches.
+with the PYTHON of an environment that has it. *warm* is each side right after itself, *cold* after all caches were
+emptied. `pm.compress` chooses by its own timing, whose caches are those of a model of that size.
 
 Targets: `pm.compress` is ahead of every engine at batch 1, and never behind `torch.compile`.
 """
@@ -32,13 +33,14 @@ from record_file import write_record
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from unstructured_kernels import time_call, time_in_turns
+from unstructured_kernels import STATES, time_call, time_in_turns
 
 import pomona as pm
 from pomona import models
 from pomona.lab.kernels.benchmark import benchmark_threads, describe_device
 from pomona.lab.kernels.implementations import prune_unequal_rows
 from pomona.patterns import Balanced
+from pomona.sparse.timing import FLUSH_BYTES, flush_caches
 
 SPARSITY = 0.9
 MASKS = ("unstructured", "balanced")
@@ -95,11 +97,12 @@ NETWORKS = (
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one side for one network, mask and batch size."""
+    """The time of one side for one network, mask, batch size and state of the caches."""
 
     network: str
     mask: str
     batch: int
+    state: str
     side: str
     seconds: float  # the median
     fastest: float
@@ -178,26 +181,29 @@ def time_network(network: Network, mask: str, batch: int, patience: float, peer:
         file = export(model, x, folder)
         sides = make_sides(model, x, file, patience)
         errors = [measure_error(side(x), exact) for side in sides.values()]
-        calls = [partial(time_call, partial(side, x), lambda: None) for side in sides.values()]
+        flush = partial(flush_caches, torch.zeros(FLUSH_BYTES).byte())
+        calls = [partial(time_call, partial(side, x), flush) for side in sides.values()]
         names = [*sides]
         if peer is not None:
             peer.compile_model(file, x)
             errors.append(measure_error(peer.run(x), exact))
             calls.append(peer.seconds)  # type: ignore[arg-type]
             names.append(DEEPSPARSE)
-    times = time_in_turns(calls, False, patience)
-    for name, error, measured in zip(names, errors, times, strict=True):
-        yield Timing(network.name, mask, batch, name, statistics.median(measured), min(measured), error)
+    for state in STATES:
+        times = time_in_turns(calls, state == "cold", patience)
+        for name, error, measured in zip(names, errors, times, strict=True):
+            case = (network.name, mask, batch, state, name)
+            yield Timing(*case, statistics.median(measured), min(measured), error)
 
 
 def make_table(timings: Sequence[Timing]) -> Table:
-    """Return the microseconds of every side, one line for each network, mask and batch size, and the gains."""
+    """Return the microseconds of every side, one line for each network, mask, batch size and state, and the gains."""
     names = list(dict.fromkeys(t.side for t in timings))
     title = "µs, medians, one thread; how many times faster pm.compress is in parentheses"
-    table = Table("network", "mask", "batch", *names, title=title)
+    table = Table("network", "mask", "batch", "caches", *names, title=title)
     lines: dict[tuple[Any, ...], dict[str, float]] = {}
     for t in timings:
-        lines.setdefault((t.network, t.mask, str(t.batch)), {})[t.side] = t.seconds
+        lines.setdefault((t.network, t.mask, str(t.batch), t.state), {})[t.side] = t.seconds
     for line, found in lines.items():
         cells = [f"{1e6 * found[name]:,.0f} ({found[name] / found[COMPRESSED]:.2f})" for name in names]
         table.add_row(*line, *cells)
@@ -206,13 +212,13 @@ def make_table(timings: Sequence[Timing]) -> Table:
 
 def compare_with_targets(timings: Sequence[Timing]) -> list[dict[str, Any]]:
     """Return how many times faster `pm.compress` is than each side that it must not be slower than."""
-    ours = {(t.network, t.mask, t.batch): t.seconds for t in timings if t.side == COMPRESSED}
+    ours = {(t.network, t.mask, t.batch, t.state): t.seconds for t in timings if t.side == COMPRESSED}
     judged = [t for t in timings if t.side != COMPRESSED and (t.batch == 1 or t.side in (EAGER, COMPILED))]
     return [
         {
-            **{key: getattr(t, key) for key in ("network", "mask", "batch")},
+            **{key: getattr(t, key) for key in ("network", "mask", "batch", "state")},
             "peer": t.side,
-            "reached": t.seconds / ours[t.network, t.mask, t.batch],
+            "reached": t.seconds / ours[t.network, t.mask, t.batch, t.state],
         }
         for t in judged
     ]
@@ -230,7 +236,7 @@ def measure_all(networks: Sequence[Network], deepsparse: str | None, patience: f
     answers = compare_with_targets(timings)
     for answer in answers:
         if answer["reached"] < 1:
-            print("MISSED: {network}, {mask}, batch {batch}: {reached:.2f} × {peer}".format(**answer))
+            print("MISSED: {network}, {mask}, batch {batch}, {state}: {reached:.2f} × {peer}".format(**answer))
     device = describe_device(torch.device("cpu"))
     return {"device": device, "timings": [asdict(timing) for timing in timings], "targets": answers}
 

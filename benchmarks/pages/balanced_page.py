@@ -101,12 +101,12 @@ def format_networks() -> str:
     rows = []
     heads = ("PyTorch", "torch.compile", "ONNX Runtime", "OpenVINO", "DeepSparse", "pm.compress")
     for record in read_records(NETWORK_RECORDS):
-        for case, group in groupby(record["timings"], itemgetter("network", "mask", "batch")):
+        for case, group in groupby(record["timings"], itemgetter("network", "mask", "batch", "state")):
             seconds = {row["side"]: row["seconds"] for row in group}
             times = [format_microseconds(seconds[side]) if side in seconds else "" for side in heads]
             fastest = min(seconds[side] for side in heads[:-1] if side in seconds)
             rows.append([record["device"], *map(str, case), *times, f"{fastest / seconds['pm.compress']:.2f}×"])
-    return format_table(["machine", "network", "mask", "batch", *heads, "over the fastest other"], rows)
+    return format_table(["machine", "network", "mask", "batch", "caches", *heads, "over the fastest other"], rows)
 
 
 def format_quantized() -> str:

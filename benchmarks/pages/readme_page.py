@@ -6,6 +6,7 @@ python benchmarks/pages/readme_page.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from accuracy_chart import Mark, draw_accuracies
 from page_helpers import (
@@ -62,6 +63,8 @@ def measured_rows() -> Iterator[list[str]]:
     packed = read_records("balanced-*.json")
     yield from (format_product(record) for record in packed)
     yield from (format_network(name, record) for name in ("LSTM 2×1500", "VGG-16") for record in packed)
+    networks = read_records("sparse-networks-*.json")
+    yield from (format_any_mask(name, record) for name in ("ResNet-50", "ResNet-20") for record in networks)
     shrunk = read_rows("shrink-*.json", "shrink")
     yield from (format_shrunk(record, row) for record, row in shrunk if row["way"] == "own")
     yield from (row for record in read_records("lab-*.json") for row in format_epochs(record))
@@ -70,8 +73,7 @@ def measured_rows() -> Iterator[list[str]]:
 def format_product(record: Record) -> list[str]:
     """Return the row of a product with a balanced matrix, with cold caches."""
     bench = record["bench"]
-    chosen = {"rows": MATRIX, "batch": BATCH, "state": "cold"}
-    sides = {r["side"]: r for r in bench["rows"] if all(r[key] == value for key, value in chosen.items())}
+    sides = select_sides(bench["rows"], rows=MATRIX, batch=BATCH, state="cold")
     dense, packed = sides["dense"], sides["balanced"]
     what = f"{MATRIX}×{MATRIX} matrix times a vector, {100 * bench['sparsity']:.0f} % balanced, {bench['dtype']}"
     sizes = format_megabytes(dense["nbytes"], packed["nbytes"])
@@ -98,6 +100,16 @@ def format_network(name: str, record: Record) -> list[str]:
     return [what, machine_name(record), *compare_times(dense, packed), sizes]
 
 
+def format_any_mask(name: str, record: Record) -> list[str]:
+    """Return the row of a network without a pattern at batch 1 with cold caches, beside the fastest other engine."""
+    network = name.lower().replace("-", "")
+    sides = select_sides(record["timings"], network=network, mask="unstructured", batch=1, state="cold")
+    packed = sides.pop("pm.compress")
+    fastest = min(sides.values(), key=lambda row: row["seconds"])
+    what = f"{name} after `pm.compress`, batch 1, 90 % pruned without a pattern, beside {fastest['side']}"
+    return [what, machine_name(record), *compare_times(fastest["seconds"], packed["seconds"]), ""]
+
+
 def format_shrunk(record: Record, row: Record) -> list[str]:
     """Return the row of a trained network whose filters `pm.shrink` removed."""
     seconds = (row["batch 1"][key] / 1e3 for key in ("before_ms", "after_ms"))
@@ -114,6 +126,11 @@ def format_epochs(record: Record) -> Iterator[list[str]]:
             how = f", {row['runs']} runs at once" if row["runs"] > 1 else ""
             what = f"an epoch of CIFAR-10 while pruning ResNet-20, beside dense training in eager PyTorch{how}"
             yield [what, machine_name(record), *compare_times(eager, row["seconds_per_epoch"]), ""]
+
+
+def select_sides(timings: list[Record], **chosen: Any) -> dict[str, Record]:
+    """Return the timings that have the chosen values, by side."""
+    return {row["side"]: row for row in timings if all(row[key] == value for key, value in chosen.items())}
 
 
 def compare_times(dense: float, sparse: float) -> list[str]:
