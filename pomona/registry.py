@@ -67,6 +67,9 @@ class Registry(Generic[SpecT]):
             raise unknown_name_error(self.kind, name, self._specs)
         return self._specs[name]
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._specs
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._specs))
 

@@ -29,6 +29,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pomona.errors import require
@@ -40,7 +41,7 @@ from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
 from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import name_source, read_recipe
-from .sections import SECTION_PARSERS, parse_finetune, validate_keys
+from .sections import parse_finetune, parse_sections, validate_keys
 from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
@@ -103,29 +104,23 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         with reading(name_source(source)):
-            return cls._parse(given)
+            return cls.parse(given)
 
     @classmethod
-    def _parse(cls, given: dict[str, Any]) -> Recipe:
-        """Return the recipe of settings as written."""
-        given.pop("sweep", None)
-        require(
-            "part" not in given,
-            "this file defines a table of runs, not a recipe: train it with `pomona sweep`, "
-            "show it with `pomona table`.",
-        )
+    def parse(cls, given: Mapping[str, Any], parsed: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+        """Return the recipe of settings as written; those of its sections that are in `parsed` are taken from there."""
         validate_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
-        finetune = given.pop("finetune", {})
-        recipe = cls(**{key: SECTION_PARSERS[key](value) for key, value in given.items()})
+        written = {key: value for key, value in given.items() if key not in parsed}
+        recipe = cls(**parsed, **parse_sections(written))
         method = recipe.method["name"]
         averaging = "average" if recipe.train.average else "ema" if recipe.train.ema else ""
         require(
             not averaging or method == DENSE or METHODS[method].weights != "score",
             f"train.{averaging} averages trained weights, and {method} selects among random ones: leave it out.",
         )
-        second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
+        second_stage = parse_finetune(given.get("finetune", {}), recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)
 
     @classmethod
@@ -137,12 +132,13 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         method = given.get("method")
-        if isinstance(method, Mapping) and method.get("name") in METHODS.names():
+        if isinstance(method, Mapping) and method.get("name") in METHODS:
             spec = METHODS[str(method["name"])]
             hints = resolve_type_hints(spec)
             optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]
             given["method"] = {**dict.fromkeys(optional), **method}
-        return cls.load(given)
+        with reading(name_source(source)):
+            return cls.parse(given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, every default included."""
