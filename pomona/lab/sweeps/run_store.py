@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
-from pomona.untrusted import parse_json
+from pomona.untrusted import parse_json, read_bytes
 
 from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
@@ -196,8 +196,8 @@ def read_folder(folder: Path, expected: Recipe | None = None) -> StoredRun | Non
 def has_contents(file: Path, wanted: bytes) -> bool:
     """Return whether a file has exactly these contents."""
     try:
-        return file.stat().st_size == len(wanted) and file.read_bytes() == wanted
-    except OSError:
+        return read_bytes(file, len(wanted)) == wanted
+    except (OSError, PomonaError):
         return False
 
 

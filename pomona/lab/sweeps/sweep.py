@@ -174,9 +174,9 @@ def summarize_runs(runs: Sequence[SweepRun], results: Sequence[Mapping[str, Any]
 def refuse_existing_runs(out: Path, runs: Sequence[SweepRun], only_missing: bool) -> None:
     """Raise PomonaError where `out` is a file, or where it holds some of the runs and `only_missing` is not set."""
     require(out.is_dir() or not out.exists(), f"'{out}' is a file: give a folder for the sweep with --out.")
-    begun = [run for run in runs if run.state() != "missing"]
+    begun = [] if only_missing else [run for run in runs if run.state() != "missing"]
     require(
-        only_missing or not begun,
+        not begun,
         f"{len(begun)} of the {len(runs)} runs exist in '{out}' already: continue with --only-missing, "
         "or give another folder with --out.",
     )

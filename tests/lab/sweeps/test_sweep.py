@@ -87,6 +87,15 @@ def test_complete_runs_are_not_trained_again(swept, swept_copy):
     assert modification_times(out) == before
 
 
+def test_the_files_of_complete_runs_are_read_once(swept_copy, monkeypatch):
+    opened = []
+    open_file = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(Path(path)) or open_file(path, *rest))
+    sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True)
+    for name in ("recipe.toml", "summary.json"):
+        assert sorted(path for path in opened if path.name == name) == sorted(swept_copy.glob(f"*/{name}"))
+
+
 def test_missing_runs_are_added(swept_copy):
     out = swept_copy
     before = modification_times(out)
