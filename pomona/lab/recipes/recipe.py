@@ -65,15 +65,15 @@ OBSERVING_SETTINGS = {"train.track": False}
 
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [
-    ("train.average", 0),
-    ("train.nonfinite", "stop"),
-    ("train.ema", 0),
-    ("method.feedback", None),
-    ("model.block", "basic"),
-    ("model.weight_standardization", False),
-    ("data.stream", None),
-]
+NEUTRAL_DEFAULTS = {
+    "train.average": 0,
+    "train.nonfinite": "stop",
+    "train.ema": 0,
+    "method.feedback": None,
+    "model.block": "basic",
+    "model.weight_standardization": False,
+    "data.stream": None,
+}
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
@@ -147,12 +147,12 @@ class Recipe:
             "seed": self.seed,
             "data": self.data.to_dict(),
             "model": self.model,
-            "origin": dataclasses.asdict(self.origin),
-            "teacher": dataclasses.asdict(self.teacher),
+            "origin": dict(vars(self.origin)),
+            "teacher": dict(vars(self.teacher)),
             "method": self.method,
             "optimizer": spec_to_dict(self.optimizer),
             "rate": spec_to_dict(self.rate),
-            "train": dataclasses.asdict(self.train),
+            "train": dict(vars(self.train)),
             "finetune": self.finetune.to_dict(),
         }
 
@@ -190,7 +190,7 @@ class Recipe:
         return {
             key: _normalize_number(value)
             for key, value in flatten_settings(used)
-            if key not in SETTINGS_WITHOUT_EFFECT and (key, value) not in NEUTRAL_DEFAULTS
+            if key not in SETTINGS_WITHOUT_EFFECT and not (key in NEUTRAL_DEFAULTS and value == NEUTRAL_DEFAULTS[key])
         }
 
 
