@@ -69,7 +69,9 @@ def sweep(
     out, started = Path(out), time.perf_counter()
     runs = expand_runs(source, axes or {}, out, overrides)
     refuse_existing_runs(out, runs, only_missing)
-    store = RunStore((out,), expected={run.folder: run.recipe for run in runs}) if only_missing else RunStore((), ())
+    store = RunStore((out,) if only_missing else (), (), expected={run.folder: run.recipe for run in runs})
+    if only_missing and not all(store.find_covering_run(run.recipe) for run in runs):
+        store.add_records()
     finished = {i: store.find_result(run.recipe) for i, run in enumerate(runs)}
     results: dict[int, dict[str, Any]] = {i: one.summary for i, one in finished.items() if one and one.summary}
     remaining = [i for i in range(len(runs)) if i not in results]
