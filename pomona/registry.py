@@ -67,6 +67,9 @@ class Registry(Generic[SpecT]):
             raise unknown_name_error(self.kind, name, self._specs)
         return self._specs[name]
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._specs
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._specs))
 
@@ -282,6 +285,8 @@ def format_plain_data(value: Any, show: Callable[[Any], str] = to_json) -> str:
 
 def to_plain_data(value: Any) -> Any:
     """Convert nested specs to dictionaries and tuples to lists, so that TOML and JSON can hold the value."""
+    if type(value) in PLAIN_TYPES:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return spec_to_dict(value) if hasattr(value, "name") else dataclasses.asdict(value)
     if isinstance(value, (tuple, list)):
@@ -292,7 +297,7 @@ def to_plain_data(value: Any) -> Any:
 def flatten_settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every setting in nested sections, such as "optimizer.lr"."""
     for key, value in section.items():
-        if isinstance(value, Mapping):
+        if type(value) not in PLAIN_TYPES and isinstance(value, Mapping):
             yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -82,13 +82,14 @@ def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
         require_regular(path, status.st_mode)
         small = limit is None or status.st_size <= limit
         require(small, f"'{path}' has {status.st_size:,} bytes, and at most {limit or 0:,} are read.")
-        return file.read() if limit is None else file.read(limit)
+        return file.read() if limit is None else file.read(status.st_size)  # a buffer of `limit` bytes takes longer
 
 
 def require_regular(path: Path | str, mode: int | None = None) -> None:
     """Raise PomonaError unless a path is that of a regular file, and OSError where there is none."""
     mode = os.stat(path).st_mode if mode is None else mode
-    require(stat.S_ISREG(mode), f"'{path}' is no regular file, but a {describe_mode(mode)}: replace it with a copy.")
+    if not stat.S_ISREG(mode):
+        raise PomonaError(f"'{path}' is no regular file, but a {describe_mode(mode)}: replace it with a copy.")
 
 
 def describe_mode(mode: int) -> str:
@@ -121,7 +122,7 @@ def read_tensors(path: Path | str) -> tuple[dict[str, str], dict[str, Tensor]]:
 def read_tensor_metadata(path: Path | str) -> dict[str, str]:
     """Return the metadata of a safetensors file, without its tensors."""
     require_regular(path)
-    with safe_open(path, "pt") as file:
+    with safe_open(path, "np") as file:  # "pt" would make a storage of the tensors
         return dict(file.metadata() or {})
 
 

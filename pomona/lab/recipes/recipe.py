@@ -29,6 +29,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pomona.errors import require
@@ -40,7 +41,7 @@ from .learning_rates import LearningRate, StepDecay
 from .optimizers import SGD, OptimizerSpec
 from .options import DENSE, DataOptions, FinetuneOptions, OriginOptions, TeacherOptions, TrainOptions
 from .overrides import name_source, read_recipe
-from .sections import SECTION_PARSERS, parse_finetune, validate_keys
+from .sections import parse_finetune, parse_sections, validate_keys
 from .toml_writer import format_toml
 
 # Settings that do not change the result of a run, and so are not part of its fingerprint: names, folders, and how
@@ -64,15 +65,15 @@ OBSERVING_SETTINGS = {"train.track": False}
 
 # Options added after the first release, with the value at which they change nothing. They are left out of the
 # fingerprint at that value, so that earlier runs keep theirs.
-NEUTRAL_DEFAULTS = [
-    ("train.average", 0),
-    ("train.nonfinite", "stop"),
-    ("train.ema", 0),
-    ("method.feedback", None),
-    ("model.block", "basic"),
-    ("model.weight_standardization", False),
-    ("data.stream", None),
-]
+NEUTRAL_DEFAULTS = {
+    "train.average": 0,
+    "train.nonfinite": "stop",
+    "train.ema": 0,
+    "method.feedback": None,
+    "model.block": "basic",
+    "model.weight_standardization": False,
+    "data.stream": None,
+}
 
 # How a recipe says that an option is off where its default is another value; in a resolved recipe the option is None.
 OFF_VALUES = {"method.compressor": "none", "method.feedback": math.inf}
@@ -103,29 +104,23 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         with reading(name_source(source)):
-            return cls._parse(given)
+            return cls.parse(given)
 
     @classmethod
-    def _parse(cls, given: dict[str, Any]) -> Recipe:
-        """Return the recipe of settings as written."""
-        given.pop("sweep", None)
-        require(
-            "part" not in given,
-            "this file defines a table of runs, not a recipe: train it with `pomona sweep`, "
-            "show it with `pomona table`.",
-        )
+    def parse(cls, given: Mapping[str, Any], parsed: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+        """Return the recipe of settings as written; those of its sections that are in `parsed` are taken from there."""
         validate_keys(given)
         for section in ("data", "model"):
             require(section in given, f'a recipe needs a {section}: {section} = "…".')
-        finetune = given.pop("finetune", {})
-        recipe = cls(**{key: SECTION_PARSERS[key](value) for key, value in given.items()})
+        written = {key: value for key, value in given.items() if key not in parsed}
+        recipe = cls(**parsed, **parse_sections(written))
         method = recipe.method["name"]
         averaging = "average" if recipe.train.average else "ema" if recipe.train.ema else ""
         require(
             not averaging or method == DENSE or METHODS[method].weights != "score",
             f"train.{averaging} averages trained weights, and {method} selects among random ones: leave it out.",
         )
-        second_stage = parse_finetune(finetune, recipe.optimizer, recipe.rate, recipe.method)
+        second_stage = parse_finetune(given.get("finetune", {}), recipe.optimizer, recipe.rate, recipe.method)
         return dataclasses.replace(recipe, finetune=second_stage)
 
     @classmethod
@@ -137,12 +132,13 @@ class Recipe:
         """
         given = read_recipe(source, overrides)
         method = given.get("method")
-        if isinstance(method, Mapping) and method.get("name") in METHODS.names():
+        if isinstance(method, Mapping) and method.get("name") in METHODS:
             spec = METHODS[str(method["name"])]
             hints = resolve_type_hints(spec)
             optional = [key for key in spec_options(spec) if type(None) in typing.get_args(hints[key])]
             given["method"] = {**dict.fromkeys(optional), **method}
-        return cls.load(given)
+        with reading(name_source(source)):
+            return cls.parse(given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, every default included."""
@@ -151,12 +147,12 @@ class Recipe:
             "seed": self.seed,
             "data": self.data.to_dict(),
             "model": self.model,
-            "origin": dataclasses.asdict(self.origin),
-            "teacher": dataclasses.asdict(self.teacher),
+            "origin": dict(vars(self.origin)),
+            "teacher": dict(vars(self.teacher)),
             "method": self.method,
             "optimizer": spec_to_dict(self.optimizer),
             "rate": spec_to_dict(self.rate),
-            "train": dataclasses.asdict(self.train),
+            "train": dict(vars(self.train)),
             "finetune": self.finetune.to_dict(),
         }
 
@@ -194,7 +190,7 @@ class Recipe:
         return {
             key: _normalize_number(value)
             for key, value in flatten_settings(used)
-            if key not in SETTINGS_WITHOUT_EFFECT and (key, value) not in NEUTRAL_DEFAULTS
+            if key not in SETTINGS_WITHOUT_EFFECT and not (key in NEUTRAL_DEFAULTS and value == NEUTRAL_DEFAULTS[key])
         }
 
 

@@ -153,7 +153,10 @@ def parse_finetune(
     """Return the options of the second stage, whose defaults are the optimizer and rate of the first stage."""
     options = parse_options("finetune", given, FinetuneOptions)
     for key, default, registry in (("optimizer", optimizer, OPTIMIZERS), ("rate", rate, LEARNING_RATES)):
-        written = normalize_choice(options.get(key, {}), registry=registry)
+        if key not in options:
+            options[key] = default
+            continue
+        written = normalize_choice(options[key], registry=registry)
         unnamed = isinstance(written, Mapping) and "name" not in written
         options[key] = registry.resolve(spec_to_dict(default) | written if unnamed else written)
     parsed = FinetuneOptions(**options)
@@ -190,7 +193,7 @@ def split_name(section: str, given: Any) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-# The parser of each section, except for finetune, which depends on the sections of the first stage.
+# The parser of each section but `LATER_SECTIONS`.
 SECTION_PARSERS: dict[str, Any] = {
     "name": parse_name,
     "seed": parse_seed,
@@ -203,13 +206,23 @@ SECTION_PARSERS: dict[str, Any] = {
     "rate": parse_rate,
     "train": parse_train,
 }
+LATER_SECTIONS = ("finetune", "sweep")  # depends on the sections of the first stage; is read by `pomona sweep` only
+
+
+def parse_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections as written, but for `LATER_SECTIONS`, as checked options with every default filled in."""
+    return {key: SECTION_PARSERS[key](value) for key, value in given.items() if key not in LATER_SECTIONS}
 
 
 def validate_keys(given: Mapping[str, Any]) -> None:
     """Raise PomonaError for a key that recipes do not have; the error names the section of a misplaced option."""
+    require(
+        "part" not in given,
+        "this file defines a table of runs, not a recipe: train it with `pomona sweep`, show it with `pomona table`.",
+    )
     require("private" not in given, "a recipe with a section [private] is trained by `pomona private`.")
     for key in given:
-        if key not in SECTION_PARSERS and key != "finetune":
+        if key not in SECTION_PARSERS and key not in LATER_SECTIONS:
             sections = {
                 "optimizer": SGD,
                 "rate": StepDecay,

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+encode_string = json.JSONEncoder(ensure_ascii=False).encode
+
 
 def format_toml(sections: Mapping[str, Any]) -> str:
     """Return the TOML text of a mapping of values and of sections; an option that is None becomes a comment."""
@@ -28,7 +31,7 @@ def _format_lines(sections: Mapping[str, Any]) -> Iterator[str]:
 
 def format_key(key: str) -> str:
     """Return a TOML key, quoted where TOML requires it."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_value(key)
+    return key if BARE_KEY.fullmatch(key) else format_value(key)
 
 
 def format_value(value: Any) -> str:
@@ -38,7 +41,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):  # JSON escapes are TOML escapes, except that JSON leaves U+007F unescaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return encode_string(value).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):

@@ -95,18 +95,19 @@ def find_cut_file(folder: Path, summary: Mapping[str, Any]) -> str | None:
             continue
         except (OSError, PomonaError, SafetensorError):
             return name
-    metrics = folder / METRICS_FILE
-    return METRICS_FILE if metrics.exists() and not ends_at_step(metrics, summary.get("step")) else None
+    return None if ends_at_step(folder / METRICS_FILE, summary.get("step")) else METRICS_FILE
 
 
 def ends_at_step(metrics: Path, step: int | None) -> bool:
-    """Return whether the last line of the metrics is whole and of a step; any step does where it is None."""
+    """Return whether the last line of the metrics, if there are any, is whole and of a step; None is any step."""
     try:
         with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - LONGEST_LINE))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_LINE))
             tail = file.read()
         row = json.loads(tail.removesuffix(b"\n").rpartition(b"\n")[2])
         return tail.endswith(b"\n") and step in (None, row["step"])
+    except FileNotFoundError:
+        return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -13,7 +13,6 @@ recipe's own method that it has too.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -21,15 +20,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pomona.errors import PomonaError, require
 from pomona.methods import METHODS
 from pomona.registry import spec_options
+from pomona.untrusted import reading
 
 from ..recipes.options import DENSE
 from ..recipes.overrides import parse_value, read_recipe, set_setting
 from ..recipes.recipe import Recipe
+from ..recipes.sections import parse_sections, validate_keys
 from ..runs.folder import read_summary
 
 MAX_RUNS = 100_000  # of a sweep
@@ -75,7 +77,8 @@ def expand_runs(
     count = math.prod(len(values) for values in axes.values())
     require(count <= MAX_RUNS, f"the axes have more than {MAX_RUNS:,} combinations: leave out some values.")
     combinations = itertools.product(*(axes[key] for key in order))
-    runs = [make_run(settings, dict(zip(order, values, strict=True)), Path(out)) for values in combinations]
+    parsed = parse_common_sections(settings, axes)
+    runs = [make_run(settings, dict(zip(order, values, strict=True)), Path(out), parsed) for values in combinations]
     for key in order:
         require(
             not all(key in run.dropped for run in runs),
@@ -115,9 +118,22 @@ def split_at_commas(text: str) -> list[str]:
     return parts
 
 
-def make_run(settings: Mapping[str, Any], values: Mapping[str, Any], out: Path) -> SweepRun:
-    """Return the run of a recipe's settings with these values on the axes."""
-    recipe = copy.deepcopy(dict(settings))
+def parse_common_sections(settings: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """Return the sections of a recipe that no axis changes, parsed: all runs of a sweep have them in common."""
+    changed = {key.partition(".")[0] for key in axes}
+    with reading("the recipe"):
+        validate_keys(settings)
+        return parse_sections({key: value for key, value in settings.items() if key not in changed})
+
+
+def make_run(
+    settings: Mapping[str, Any],
+    values: Mapping[str, Any],
+    out: Path,
+    parsed: Mapping[str, Any] = MappingProxyType({}),
+) -> SweepRun:
+    """Return the run of a recipe's settings with these values on the axes; `parsed` has the sections without any."""
+    recipe = dict(settings)
     dropped: list[str] = []
     setting: dict[str, Any] = {}
     for key, value in values.items():
@@ -132,7 +148,8 @@ def make_run(settings: Mapping[str, Any], values: Mapping[str, Any], out: Path) 
             set_setting(recipe, key, value)
             if key not in ("seed", "method.sparsity"):
                 setting[key] = value
-    made = Recipe.load(recipe)
+    with reading("the recipe"):
+        made = Recipe.parse(recipe, parsed)
     name = run_label({k: v for k, v in values.items() if k not in dropped}) or made.name
     named = dataclasses.replace(made, name=name)
     return SweepRun(named, run_folder(out, named), setting, tuple(dropped))

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from pomona.errors import PomonaError, require
-from pomona.untrusted import parse_json
+from pomona.untrusted import parse_json, read_bytes
 
 from ..recipes.bundled import BUNDLED, list_json_files
 from ..recipes.options import DENSE, FinetuneOptions
@@ -37,6 +37,7 @@ READ_ERRORS = (OSError, KeyError, ValueError, SafetensorError)  # what reading d
 NUMBER_KEYS = ("epoch", "sparsity", "seconds", "params", "nonzeros", "macs", "macs_left")
 REQUIRED_KEYS = ("fingerprint", "stages", *NUMBER_KEYS)
 MAX_RECORD_BYTES = 16 << 20
+Key = TypeVar("Key", str, tuple[str, str])
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,14 +110,18 @@ class RunStore:
         self.runs: dict[str, StoredRun] = {}  # by fingerprint
         self.finetuned: dict[str, StoredRun] = {}  # complete runs with fine-tuning, by the fingerprint without it
         self.retrained: dict[tuple[str, str], StoredRun] = {}  # by the parent's fingerprint, and how: "init-flops"
+        self.add_records(records)
+        for folder in [folder for place in folders for folder in find_run_folders(place)]:
+            self.add_folder(folder, (expected or {}).get(folder))
+
+    def add_records(self, records: Sequence[Path] = (RECORDS, BUNDLED_RECORDS)) -> None:
+        """Add the runs with a record in some folders; a record that cannot be read is ignored with a warning."""
         places = dict.fromkeys(place.resolve() for place in records)
         for file in [file for place in places for file in list_json_files(place)]:
             try:
                 self.add_run(read_record(file))
             except PomonaError as error:
-                warnings.warn(f"the record '{file.name}' is ignored: {error}", stacklevel=2)
-        for folder in [folder for place in folders for folder in find_run_folders(place)]:
-            self.add_folder(folder, (expected or {}).get(folder))
+                warnings.warn(f"the record '{file.name}' is ignored: {error}", stacklevel=3)
 
     def add_folder(self, folder: Path, expected: Recipe | None = None) -> None:
         """Add the run in a folder, if it can be read."""
@@ -133,9 +138,10 @@ class RunStore:
         if run.summary is None:
             return
         if run.recipe.finetune.epochs:
-            self.finetuned[without_finetune(run.recipe).fingerprint()] = run
+            keep_better(self.finetuned, without_finetune(run.recipe).fingerprint(), run)
         if run.recipe.origin.run is not None and run.recipe.origin.fingerprint is not None:
-            self.retrained[run.recipe.origin.fingerprint, run.recipe.name.rpartition("-retrain-")[2]] = run
+            kind = run.recipe.name.rpartition("-retrain-")[2]
+            keep_better(self.retrained, (run.recipe.origin.fingerprint, kind), run)
 
     def find_covering_run(self, recipe: Recipe) -> StoredRun | None:
         """Return the finished run that contains a recipe's training: its own, or one that continues to fine-tune."""
@@ -163,6 +169,12 @@ class RunStore:
 def preference(run: StoredRun) -> tuple[bool, bool]:
     """Return a key by which the better of two runs with one fingerprint is larger."""
     return run.summary is not None, run.folder is not None
+
+
+def keep_better(runs: dict[Key, StoredRun], key: Key, run: StoredRun) -> None:
+    """Set the run of a key, unless the present one is better."""
+    if key not in runs or preference(runs[key]) <= preference(run):
+        runs[key] = run
 
 
 def without_finetune(recipe: Recipe) -> Recipe:
@@ -196,8 +208,8 @@ def read_folder(folder: Path, expected: Recipe | None = None) -> StoredRun | Non
 def has_contents(file: Path, wanted: bytes) -> bool:
     """Return whether a file has exactly these contents."""
     try:
-        return file.stat().st_size == len(wanted) and file.read_bytes() == wanted
-    except OSError:
+        return read_bytes(file, len(wanted)) == wanted
+    except (OSError, PomonaError):
         return False
 
 

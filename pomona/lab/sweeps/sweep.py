@@ -69,7 +69,9 @@ def sweep(
     out, started = Path(out), time.perf_counter()
     runs = expand_runs(source, axes or {}, out, overrides)
     refuse_existing_runs(out, runs, only_missing)
-    store = RunStore((out,), expected={run.folder: run.recipe for run in runs}) if only_missing else RunStore((), ())
+    store = RunStore((out,) if only_missing else (), (), expected={run.folder: run.recipe for run in runs})
+    if only_missing and not all(store.find_covering_run(run.recipe) for run in runs):
+        store.add_records()
     finished = {i: store.find_result(run.recipe) for i, run in enumerate(runs)}
     results: dict[int, dict[str, Any]] = {i: one.summary for i, one in finished.items() if one and one.summary}
     remaining = [i for i in range(len(runs)) if i not in results]
@@ -174,9 +176,9 @@ def summarize_runs(runs: Sequence[SweepRun], results: Sequence[Mapping[str, Any]
 def refuse_existing_runs(out: Path, runs: Sequence[SweepRun], only_missing: bool) -> None:
     """Raise PomonaError where `out` is a file, or where it holds some of the runs and `only_missing` is not set."""
     require(out.is_dir() or not out.exists(), f"'{out}' is a file: give a folder for the sweep with --out.")
-    begun = [run for run in runs if run.state() != "missing"]
+    begun = [] if only_missing else [run for run in runs if run.state() != "missing"]
     require(
-        only_missing or not begun,
+        not begun,
         f"{len(begun)} of the {len(runs)} runs exist in '{out}' already: continue with --only-missing, "
         "or give another folder with --out.",
     )

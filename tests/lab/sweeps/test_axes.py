@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from sweep_recipe import SMALL_RECIPE
 
 from pomona.errors import PomonaError
 from pomona.lab import Recipe
+from pomona.lab.recipes import sections
 from pomona.lab.sweeps.axes import expand_runs, parse_axis, replace_method
 from pomona.lab.sweeps.sweep import sweep
 from pomona.methods import METHODS
@@ -27,6 +30,24 @@ def test_runs_are_the_product_of_the_axes(tmp_path):
     assert last.setting == {"options": {"every": 4}, "train.clip": 1.0}
     assert len({run.folder for run in runs}) == 8
     assert not list(tmp_path.iterdir())
+
+
+def test_sections_that_no_axis_changes_are_parsed_once(tmp_path, monkeypatch):
+    teacher = tmp_path / "teacher.safetensors"
+    teacher.write_bytes(b"weights")
+    hashed = []
+    monkeypatch.setattr(sections, "read_bytes", lambda file: hashed.append(file) or Path(file).read_bytes())
+    method = {"name": "dpf", "sparsity": 0.5, "schedule": {"name": "cubic"}}
+    settings = SMALL_RECIPE | {"method": method, "teacher": {"file": str(teacher)}, "finetune": {"epochs": 1}}
+    before = copy.deepcopy(settings)
+    axes = {"rate.warmup": [0.0, 0.1], "method.schedule.until": [0.5, 0.6], "finetune.optimizer.lr": [0.1, 0.3]}
+    runs = expand_runs(settings, axes, tmp_path)
+    assert hashed == [str(teacher)]
+    assert settings == before
+    # Each run has the recipe that its settings have alone.
+    for run, values in zip(runs, itertools.product(*axes.values()), strict=True):
+        overrides = [f"{key}={value}" for key, value in zip(axes, values, strict=True)]
+        assert run.recipe == Recipe.load(settings | {"name": run.recipe.name}, overrides)
 
 
 def test_without_axes_there_is_one_run(tmp_path):

@@ -16,7 +16,7 @@ from pomona.errors import PomonaError
 from pomona.lab import Recipe, train
 from pomona.lab.runs import retrain
 from pomona.lab.runs.interruption import Interrupted
-from pomona.lab.sweeps.run_store import RunStore, read_record, without_finetune, write_record
+from pomona.lab.sweeps.run_store import RunStore, StoredRun, read_record, without_finetune, write_record
 
 BASE = {
     "name": "small",
@@ -97,6 +97,19 @@ def test_records_remain_without_their_folders(place, tmp_path):
         assert found.summary["accuracy"] == store.find_result(recipe).summary["accuracy"]
         kept = {"seed", "command", "accuracy", "sparsity", "seconds", "machine", "versions", "commit"}
         assert kept <= found.summary.keys()
+
+
+def test_a_folder_is_preferred_to_a_record_that_is_added_later(place, tmp_path):
+    write_record(RunStore((place,), ()).find_covering_run(LONG), tmp_path)
+    store = RunStore((place / "inner",), ())
+    store.add_records((tmp_path,))
+    assert store.runs[LONG.fingerprint()].folder == place / "inner" / "long"
+    assert store.find_covering_run(SHORT).folder == place / "inner" / "long"
+    # One with another fine-tuning, of which only the record is left, does not take its place either.
+    other = Recipe.load(BASE | {"finetune": {"epochs": 2}})
+    summary = store.find_covering_run(LONG).summary | {"fingerprint": other.fingerprint()}
+    store.add_run(StoredRun(other, None, summary))
+    assert store.find_covering_run(SHORT).folder == place / "inner" / "long"
 
 
 def test_no_record_is_written_of_a_record(place, tmp_path):

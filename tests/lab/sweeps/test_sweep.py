@@ -22,7 +22,7 @@ from pomona.errors import PomonaError
 from pomona.lab import Interrupted, Recipe, train
 from pomona.lab.runs import run as run_module
 from pomona.lab.runs.folder import FolderInUse, read_summary
-from pomona.lab.sweeps import job
+from pomona.lab.sweeps import job, run_store
 from pomona.lab.sweeps.axes import expand_runs
 from pomona.lab.sweeps.run_store import RECORDS
 from pomona.lab.sweeps.sweep import SweepInterrupted, sweep
@@ -85,6 +85,18 @@ def test_complete_runs_are_not_trained_again(swept, swept_copy):
     assert again["cells"] == result["cells"]
     assert calls == []
     assert modification_times(out) == before
+
+
+def test_the_files_of_complete_runs_are_read_once(swept_copy, monkeypatch):
+    opened = []
+    open_file = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(Path(path)) or open_file(path, *rest))
+    records: list[Path] = []
+    monkeypatch.setattr(run_store, "read_record", records.append)
+    sweep(SMALL_RECIPE, AXES, swept_copy, only_missing=True)
+    for name in ("recipe.toml", "summary.json"):
+        assert sorted(path for path in opened if path.name == name) == sorted(swept_copy.glob(f"*/{name}"))
+    assert records == []  # which are only read where a run is not complete in its folder
 
 
 def test_missing_runs_are_added(swept_copy):
