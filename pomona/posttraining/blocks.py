@@ -89,20 +89,74 @@ def observed_inputs(layers: Sequence[tuple[nn.Module, Callable[[Tensor], None]]]
             handle.remove()
 
 
+class BlockChain:
+    """Blocks, and whether each was called once, with the output of the one before, while the model ran."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = list(blocks)
+        self.called: list[nn.Module] = []
+        self.fits = True
+        self.first: BlockInputs | None = None
+        self.expected: BlockInputs | None = None  # what the next block has, if it is chained
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the inputs of each block can be computed from the outputs of the one before."""
+        return self.fits and self.called == self.blocks
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Compare the calls of the blocks while the model runs on one batch."""
+        hooks = [block.register_forward_pre_hook(self.compare, with_kwargs=True) for block in self.blocks]
+        hooks += [block.register_forward_hook(self.expect) for block in self.blocks]
+        try:
+            yield
+        finally:
+            self.first = self.expected = None
+            for hook in hooks:
+                hook.remove()
+
+    def compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the arguments of a block with those that it has in a chain."""
+        inputs = BlockInputs(args, kwargs)
+        self.called.append(block)
+        self.first = self.first or inputs
+        self.fits = self.fits and bool(args) and (self.expected is None or self.expected.equals(inputs))
+
+    def expect(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Note what the next block has in a chain."""
+        assert self.first is not None
+        self.expected = self.first.with_hidden_state(tree_map(copy_tensor, outputs))
+
+
 class Calibration:
     """The calibration batches of a model, and their way through its blocks."""
 
     def __init__(self, model: nn.Module, data: Iterable[Any], max_batches: int | None) -> None:
+        valid = max_batches is None or (type(max_batches) is int and max_batches >= 1)
+        require(valid, f"max_batches counts batches and must be ≥ 1, got {max_batches}: None reads all.")
         self.model = model
         self.batches = list(itertools.islice(iterate_batches(data), max_batches))
         require(bool(self.batches), "data has no batches: give at least one for the calibration.")
 
+    def run(self, index: int) -> None:
+        """Run the model on a batch; raise PomonaError where it does not take it."""
+        try:
+            run_batch(self.model, self.batches[index])
+        except (PomonaError, _BlockReached):
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PomonaError(
+                f"{type(self.model).__name__} does not run on batch {index} of the calibration data: {reason}"
+            ) from error
+
     def run_whole_model(self) -> None:
         """Run the model on every batch."""
-        for batch in self.batches:
-            run_batch(self.model, batch)
+        for index in range(len(self.batches)):
+            self.run(index)
 
-    def inputs_of(self, block: nn.Module, batches: Sequence[Any] | None = None) -> list[BlockInputs]:
+    def inputs_of(self, block: nn.Module) -> list[BlockInputs]:
         """Return the arguments with which the model calls a block for each batch; the model stops there."""
         reached: list[BlockInputs] = []
 
@@ -112,9 +166,9 @@ class Calibration:
 
         handle = block.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            for batch in self.batches if batches is None else batches:
+            for index in range(len(self.batches)):
                 try:
-                    run_batch(self.model, batch)
+                    self.run(index)
                 except _BlockReached:
                     continue
                 raise PomonaError("the model does not call all of its blocks: leave out those with exclude=[…].")
@@ -123,48 +177,20 @@ class Calibration:
         return reached
 
     def walk(
-        self, blocks: Sequence[nn.Module], device: torch.device | None = None
+        self, chain: BlockChain, device: torch.device | None = None
     ) -> Iterator[tuple[nn.Module, list[BlockInputs]]]:
         """Yield each block with its inputs; the caller prunes it before it takes the next one.
 
         With a `device`, each block is there while it is in use.
         """
-        chained = self.blocks_are_chained(blocks)
-        inputs = self.inputs_of(blocks[0])
-        for index, block in enumerate(blocks):
+        inputs = self.inputs_of(chain.blocks[0])
+        for block, following in itertools.zip_longest(chain.blocks, chain.blocks[1:]):
             with placed_on(block, device):
                 yield block, inputs
-                if chained and index + 1 < len(blocks):
+                if chain.is_chained and following is not None:
                     inputs = [one.with_hidden_state(one.run(block)) for one in inputs]
-            if not chained and index + 1 < len(blocks):
-                inputs = self.inputs_of(blocks[index + 1])
-
-    def blocks_are_chained(self, blocks: Sequence[nn.Module]) -> bool:
-        """Return whether each block is called once, with the output of the one before, judged by the first batch."""
-        called: list[nn.Module] = []
-        first: BlockInputs | None = None
-        expected: BlockInputs | None = None  # what the next block has, if it is chained
-        chained = True
-
-        def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal first, chained
-            called.append(block)
-            inputs = BlockInputs(args, kwargs)
-            first = first or inputs
-            chained = chained and bool(args) and (expected is None or expected.equals(inputs))
-
-        def expect(block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-            nonlocal expected
-            expected = first.with_hidden_state(tree_map(copy_tensor, outputs)) if first is not None else None
-
-        hooks = [block.register_forward_pre_hook(compare, with_kwargs=True) for block in blocks]
-        hooks += [block.register_forward_hook(expect) for block in blocks]
-        try:
-            run_batch(self.model, self.batches[0])
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return chained and called == list(blocks)
+            if not chain.is_chained and following is not None:
+                inputs = self.inputs_of(following)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 import pomona as pm
 from pomona.errors import PomonaError
-from pomona.posttraining.blocks import Calibration, find_blocks
+from pomona.posttraining.blocks import BlockChain, Calibration, find_blocks
 from pomona.posttraining.layers import unfold_input
 
 
@@ -107,7 +107,10 @@ def test_blocks_that_are_not_chained_are_recognised(skips):
     model = Stack(skips)
     blocks = find_blocks(model, [m for m in model.modules() if isinstance(m, nn.Linear)])
     assert blocks == list(model.blocks)
-    assert Calibration(model, draw_batches(), None).blocks_are_chained(blocks) is not skips
+    chain = BlockChain(blocks)
+    with chain.observed():
+        Calibration(model, draw_batches(), None).run(0)
+    assert chain.is_chained is not skips
 
 
 @given(
