@@ -1,8 +1,9 @@
 """The blocks of a model in the order in which they run, and the calibration inputs that reach each of them.
 
-The blocks of a transformer are the longest list of modules of one class. The outputs of a block are the inputs of the
-next one, so that each block runs once for its statistics and once, pruned, for its outputs. Where that is not what the
-model does, which the first batch shows, every block is reached by running the whole model up to it.
+The blocks of a transformer are the longest list of modules of one class; an encoder and a decoder have one each. The
+outputs of a block are the inputs of the next one, so that each block runs once for its statistics and once, pruned, for
+its outputs. Where that is not what the model does, which the first batch shows, every block is reached by running the
+whole model up to it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ def same_value(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-def find_blocks(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the longest list of modules of one class that hold layers to prune; none where no list has two."""
+def find_block_lists(model: nn.Module, layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Return the lists of modules of one class that hold layers to prune, the longest of those that overlap.
+
+    An encoder and a decoder have a list each; they are in the order of the model.
+    """
     wanted = set(layers)
     lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     alike = [
@@ -71,7 +75,12 @@ def find_blocks(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module
         if len({type(block) for block in blocks}) == 1 and all(wanted & set(block.modules()) for block in blocks)
         and not any(block in wanted for block in blocks)
     ]  # fmt: skip
-    return max(alike, key=len, default=[])
+    chosen: list[int] = []
+    parts = [{part for block in blocks for part in block.modules()} for blocks in alike]
+    for index in sorted(range(len(alike)), key=lambda index: -len(alike[index])):
+        if not any(parts[index] & parts[other] for other in chosen):
+            chosen.append(index)
+    return [alike[index] for index in sorted(chosen)]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
 from ..models.example_inputs import without_cache
 from ..patterns import PATTERNS, Pattern
-from .blocks import BlockChain, BlockInputs, Calibration, find_blocks, observed_inputs
+from .blocks import BlockChain, BlockInputs, Calibration, find_block_lists, observed_inputs
 from .input_statistics import InputStatistics
 from .layers import CalibratedLayer, is_calibrated
 from .rehearsal import rehearse
@@ -131,8 +131,8 @@ class PostTraining(ABC):
                 masks[layer.name] = layer.as_mask(kept).to(homes[layer.name])
 
         with evaluation_mode(inner), without_cache(inner):  # its keys would be those of blocks before their pruning
-            blocks = find_blocks(inner, [module for layer in layers for module in layer.modules])
-            chains = [BlockChain(blocks)] if blocks else []
+            lists = find_block_lists(inner, [module for layer in layers for module in layer.modules])
+            chains = [BlockChain(blocks) for blocks in lists]
             rehearse(calibration, layers, chains)
             for block, inputs in itertools.chain.from_iterable(calibration.walk(chain, place) for chain in chains):
                 inside = [layer for layer in layers if set(layer.modules) <= set(block.modules())]
