@@ -2,14 +2,14 @@
 
 The blocks of a transformer are the longest list of modules of one class; an encoder and a decoder have one each. The
 outputs of a block are the inputs of the next one, so that each block runs once for its statistics and once, pruned, for
-its outputs. Where that is not what the model does, which the first batch shows, every block is reached by running the
-whole model up to it.
+its outputs. Where that is not what the model does, which the first batch of each shape shows, every block is reached by
+running the whole model up to it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.batch_norm import iterate_batches, move_to_device, run_batch
+from ..core.batch_norm import iterate_batches, move_to_device, run_batch, select_inputs
 from ..errors import PomonaError, require
 
 
@@ -99,19 +99,14 @@ def observed_inputs(layers: Sequence[tuple[nn.Module, Callable[[Tensor], None]]]
 
 
 class BlockChain:
-    """Blocks, and whether each was called once, with the output of the one before, while the model ran."""
+    """Blocks, and whether each is called once, with the output of the one before, whenever the model runs."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = list(blocks)
+        self.is_chained = True  # in all runs that were observed
         self.called: list[nn.Module] = []
-        self.fits = True
         self.first: BlockInputs | None = None
         self.expected: BlockInputs | None = None  # what the next block has, if it is chained
-
-    @property
-    def is_chained(self) -> bool:
-        """Whether the inputs of each block can be computed from the outputs of the one before."""
-        return self.fits and self.called == self.blocks
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -120,8 +115,9 @@ class BlockChain:
         hooks += [block.register_forward_hook(self.expect) for block in self.blocks]
         try:
             yield
+            self.is_chained = self.is_chained and self.called == self.blocks
         finally:
-            self.first = self.expected = None
+            self.called, self.first, self.expected = [], None, None
             for hook in hooks:
                 hook.remove()
 
@@ -130,7 +126,7 @@ class BlockChain:
         inputs = BlockInputs(args, kwargs)
         self.called.append(block)
         self.first = self.first or inputs
-        self.fits = self.fits and bool(args) and (self.expected is None or self.expected.equals(inputs))
+        self.is_chained = self.is_chained and bool(args) and (self.expected is None or self.expected.equals(inputs))
 
     def expect(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """Note what the next block has in a chain."""
@@ -159,6 +155,12 @@ class Calibration:
             raise PomonaError(
                 f"{type(self.model).__name__} does not run on batch {index} of the calibration data: {reason}"
             ) from error
+
+    def shapes(self, index: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of the inputs in a batch."""
+        inputs = select_inputs(self.batches[index])
+        leaves = tree_leaves(list(inputs.values()) if isinstance(inputs, Mapping) else inputs)
+        return tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
 
     def run_whole_model(self) -> None:
         """Run the model on every batch."""

@@ -102,9 +102,9 @@ class PostTraining(ABC):
     ) -> PruningReport:
         """Prune a trained model in place with calibration data, and return what was pruned.
 
-        The first batch runs through the whole model, where the model is; all batches run through one block after the
-        other. Mistakes in the options, the model and the data are found before anything is pruned. Where an error stops
-        it later, some layers are pruned and others not.
+        The first batch of each shape runs through the whole model, where the model is; all batches run through one
+        block after the other. Mistakes in the options, the model and the data are found before anything is pruned.
+        Where an error stops it later, some layers are pruned and others not.
 
         Arguments:
             model: the model, which is run in evaluation mode.

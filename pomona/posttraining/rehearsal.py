@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
 
 from .blocks import BlockChain, Calibration, observed_inputs
@@ -14,7 +15,8 @@ from .layers import CalibratedLayer
 def rehearse(calibration: Calibration, layers: Sequence[CalibratedLayer], chains: Sequence[BlockChain]) -> None:
     """Run the model until each layer had an input; raise PomonaError for one that has none, or one not finite.
 
-    The first batch also shows which chains of blocks hold.
+    The first batch of each shape also shows which chains of blocks hold: masks may differ between the blocks for long
+    texts only.
     """
     reached: set[CalibratedLayer] = set()
     infinite: set[CalibratedLayer] = set()
@@ -26,13 +28,15 @@ def rehearse(calibration: Calibration, layers: Sequence[CalibratedLayer], chains
 
         return observe
 
+    shapes: set[tuple[torch.Size, ...]] = set()
     with observed_inputs([(module, observer(layer)) for layer in layers for module in layer.modules]):
-        with ExitStack() as stack:
-            for chain in chains:
-                stack.enter_context(chain.observed())
-            calibration.run(0)
-        for index in range(1, len(calibration.batches)):
-            if len(reached) < len(layers):
-                calibration.run(index)
+        for index in range(len(calibration.batches)):
+            is_new = calibration.shapes(index) not in shapes
+            if is_new or len(reached) < len(layers):
+                shapes.add(calibration.shapes(index))
+                with ExitStack() as stack:
+                    for chain in chains:
+                        stack.enter_context(chain.observed())
+                    calibration.run(index)
     for layer in layers:
         layer.validate_inputs(layer in reached, layer not in infinite)

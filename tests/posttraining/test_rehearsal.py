@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -110,3 +111,21 @@ def test_a_layer_that_only_some_batches_reach():
     assert set(pm.Wanda(0.5).prune(Routed(), data).masks) == {"experts.0.weight", "experts.1.weight"}
     with pytest.raises(PomonaError, match=r"experts\.1\.weight has no input in these data"):
         pm.Wanda(0.5).prune(Routed(), data[:2])
+
+
+def test_blocks_whose_arguments_differ_in_long_batches_only():
+    """Every second block of Gemma 2 sees a few tokens back, which makes no difference in a short first batch."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        intermediate_size=24, vocab_size=50, sliding_window=4,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).double().eval()
+    data = [draw_ids()[:, :3], draw_ids(), draw_ids(start=0).flip(1)]
+    whole = copy.deepcopy(model)
+    pm.SparseGPT(0.6).prune(model, data)
+    whole.config.use_cache = False
+    for index in range(3):  # a block alone is not in a list of blocks, so that the whole model runs
+        pm.SparseGPT(0.6, include=f"model.layers.{index}.*").prune(whole, data)
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
