@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pomona as pm
+from pomona.errors import PomonaError
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,3 +111,16 @@ def test_one_key_for_all_queries_within_one_layer():
     shrunk = pm.shrink(model, example)
     assert set(shrunk.removed) == {f"transformer.h.{index}.mlp.c_fc" for index in range(LAYERS)}
     torch.testing.assert_close(logits(shrunk.model, example), logits(model, example), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_are_not_plain_are_refused():
+    model, example = build("qwen3")
+    pm.prune(model, 0.5, pattern=pm.Block((None, 1)), include="*.down_proj", allocation="uniform")
+    compressed = pm.compress(model, example, policy="all", patience=0.01)
+    with pytest.raises(PomonaError, match=r"layers\.0\.mlp\.down_proj is packed: .* pm\.decompress\(model\)"):
+        pm.shrink(compressed, example)
+    assert pm.shrink(pm.decompress(compressed), example).removed
+    pm.posttraining.add_lora(model, rank=2)
+    with pytest.raises(PomonaError, match=r"q_proj computes its weight at each call: .* merge_lora"):
+        pm.shrink(model, example)
+    assert pm.shrink(pm.posttraining.merge_lora(model), example).removed
