@@ -46,17 +46,20 @@ def old_share(norm: _BatchNorm, steps: int) -> float:
 def run_batch(model: nn.Module, batch: Any) -> None:
     """Run a model on the inputs of a batch, on the model's device.
 
-    A batch is the inputs, or a tuple or list that begins with them. Inputs in a mapping are passed by name, without
-    those that the model's `forward` does not take.
+    Inputs in a mapping are passed by name, without those that the model's `forward` does not take.
     """
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    inputs = move_to_device(inputs, next(model.parameters()).device)
+    inputs = move_to_device(select_inputs(batch), next(model.parameters()).device)
     if not isinstance(inputs, Mapping):
         model(inputs)
         return
     accepted = inspect.signature(model.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     model(**{name: value for name, value in inputs.items() if takes_all or name in accepted})
+
+
+def select_inputs(batch: Any) -> Any:
+    """Return the inputs in a batch: the batch itself, or the first entry of a tuple or list."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:

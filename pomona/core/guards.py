@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import PomonaError
+from ..errors import PomonaError, require
 from ..masking import apply_mask
 from ..sharding import local_part, whole_reads
 
@@ -137,17 +137,19 @@ def refuse_edited(name: str) -> None:
 
 
 def refuse_values(slots: Iterable[Slot]) -> None:
-    """Refuse weights that cannot be ranked: NaN, infinite, complex or sparse ones."""
+    """Refuse weights that cannot be ranked."""
     for slot in slots:
-        parameter = slot.parameter
-        if not parameter.is_floating_point() or parameter.layout != torch.strided:
-            raise PomonaError(
-                f"{slot.name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned."
-            )
         with whole_reads(slot.is_sharded):
-            finite = bool(torch.isfinite(parameter.detach()).all())
-        if not finite:
-            raise PomonaError(f"{slot.name} holds NaN or inf: reload the weights before pruning them.")
+            refuse_unranked(slot.name, slot.parameter)
+
+
+def refuse_unranked(name: str, parameter: Tensor) -> None:
+    """Refuse a weight that cannot be ranked: complex or sparse, without values, or with NaN or infinite ones."""
+    if not parameter.is_floating_point() or parameter.layout != torch.strided:
+        raise PomonaError(f"{name} is {parameter.dtype}, {parameter.layout}: only dense real weights are pruned.")
+    reload = "reload the weights before pruning them."
+    require(not parameter.is_meta, f"{name} is on the meta device, where it has no values: {reload}")
+    require(bool(torch.isfinite(parameter.detach()).all()), f"{name} holds NaN or inf: {reload}")
 
 
 def require_owned(slots: Iterable[Slot], optimizers: Sequence[Optimizer]) -> None:

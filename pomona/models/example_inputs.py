@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import require
+from ..errors import PomonaError, require
 
 # A batch; the shape of one sample; several positional arguments; or keyword arguments, as Hugging Face's models take.
 Example = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
@@ -44,6 +44,15 @@ class ModelInputs:
     def call(self, model: Callable[..., Any]) -> Any:
         """Return the outputs of a model, or of one of its layers, for these arguments."""
         return model(*self.args, **self.kwargs)
+
+    def run(self, model: nn.Module) -> Any:
+        """Return the outputs of a model for these arguments; raise PomonaError where it does not take them."""
+        try:
+            return self.call(model)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            shape, name = tuple(self.tensors[0].shape), type(model).__name__
+            raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
         """Return these arguments with a function applied to each tensor."""

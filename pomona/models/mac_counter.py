@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+# Products of consecutive rows with one matrix each, as of tokens with their experts.
+GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 # Products whose first argument is a third term that is added.
 WITH_ADDEND = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
@@ -115,6 +117,9 @@ class MacCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function._schema.name in GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
+            with self:
+                return multiply_groups(*args, **kwargs)
         formula = flop_registry.get(function._overloadpacket)
         if formula is None and function is not torch.ops.prim.device.default:
             with self:
@@ -160,6 +165,20 @@ class MacCounter(TorchDispatchMode):
         if key not in self.nonzero_counts:
             self.nonzero_counts[key] = int(tensor.count_nonzero())
         return self.nonzero_counts[key]
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """Return the product of each group of rows, which ends at its entry of `offs`, with its matrix.
+
+    On the meta device the groups are unknown, and all rows are multiplied by the first matrix.
+    """
+    if offs.is_meta:
+        return rows @ matrices[0]
+    result, start = rows.new_zeros(len(rows), matrices.shape[2]), 0
+    for matrix, end in zip(matrices, offs.tolist(), strict=True):
+        result[start:end] = rows[start:end] @ matrix
+        start = end
+    return result
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from ..errors import PomonaError, require
+from ..errors import require
 from ..table_view import TableView
 from .example_inputs import Example, ModelInputs
 from .mac_counter import MacCounter, Macs, own_weights
@@ -107,13 +107,8 @@ def summary(model: nn.Module, input_shape: Example | ModelInputs) -> Summary:
     shape = tuple(inputs.tensors[0].shape)
     require(len(shape) > 0 and shape[0] > 0, f"an example needs a batch of samples, got shape {shape}.")
     counter, counts = MacCounter(model), Counter[str]()
-    try:
-        with evaluation_mode(model), count_elementwise(model, counts), counter.observe():
-            inputs.call(model)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        name = type(model).__name__
-        raise PomonaError(f"{name} does not run on samples of shape {shape[1:]}: {reason}") from error
+    with evaluation_mode(model), count_elementwise(model, counts), counter.observe():
+        inputs.run(model)
     return Summary(tuple(list_layers(model, counter, shape[0])), counts["elementwise"] // shape[0])
 
 

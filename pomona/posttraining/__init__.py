@@ -7,6 +7,7 @@ pruned.
 layers       the weight of a layer as a matrix, and its inputs as rows
 input_statistics   what is kept of a layer's inputs: the norms of its columns, or all second moments
 blocks       the order of the layers, and the inputs that reach them
+rehearsal    the first run, before anything is pruned, which finds mistakes
 method       what the methods share: options, `prune` and its report
 wanda        Wanda, and magnitude within the same groups
 sparsegpt    SparseGPT: pruning that updates the weights that are left

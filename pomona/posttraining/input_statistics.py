@@ -26,6 +26,10 @@ class InputStatistics(ABC):
     def accumulate(self, rows: Tensor) -> None:
         """Add the rows of one batch to the sum."""
 
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Return whether the sum has no infinity or NaN."""
+
 
 class ColumnSquares(InputStatistics):
     """The sum of squares of each input."""
@@ -35,6 +39,9 @@ class ColumnSquares(InputStatistics):
 
     def accumulate(self, rows: Tensor) -> None:
         self.squares += rows.to(self.squares.dtype).square().sum(0)
+
+    def is_finite(self) -> bool:
+        return bool(self.squares.isfinite().all())
 
 
 class SecondMoments(InputStatistics):
@@ -50,6 +57,9 @@ class SecondMoments(InputStatistics):
             wide = rows.to(self.products.dtype)
             self.products.addmm_(wide.T, wide)
 
+    def is_finite(self) -> bool:
+        return bool(self.products.isfinite().all())
+
 
 class NoStatistics(InputStatistics):
     """Nothing: for a method that looks at the weights only."""
@@ -59,3 +69,6 @@ class NoStatistics(InputStatistics):
 
     def accumulate(self, rows: Tensor) -> None:
         pass
+
+    def is_finite(self) -> bool:
+        return True

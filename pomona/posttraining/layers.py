@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.targets import Target
+from ..errors import require
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ class CalibratedLayer:
     def as_mask(self, kept: Tensor) -> Tensor:
         """Return the mask of the matrix in the shape of the weight."""
         return kept.view(self.target.outputs_first).movedim(0, self.target.output_dim).contiguous()
+
+    def validate_inputs(self, has_any: bool, are_finite: bool) -> None:
+        """Raise PomonaError where no calibration data has reached the layer, or some of it was not finite."""
+        require(has_any, f"{self.name} has no input in these data: leave it out by exclude=[…].")
+        require(
+            are_finite,
+            f"{self.name} has infinite or NaN inputs in these data: leave out the samples that lead to them, or prune "
+            "the model in a wider dtype.",
+        )
 
     def input_rows(self, x: Tensor) -> Tensor:
         """Return the rows that the layer multiplies for an input: one for each sample, token or pixel."""

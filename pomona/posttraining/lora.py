@@ -31,6 +31,7 @@ class LowRankUpdate(nn.Module):
         self.b = nn.Parameter(torch.zeros(target.outputs, rank, device=weight.device, dtype=dtype))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.scale, self.outputs_second = scale, outputs_second
+        self.order = tuple(target.module._parameters)  # of the layer's parameters
         self.register_buffer("mask", weight.detach() != 0)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def add_lora(
         include: names of layers, or globs; the default is all linear layers that `pm.prunable(model)` lists.
         exclude: names of layers to leave as they are, or globs.
     """
-    require(rank >= 1, f"rank must be 1 or more, got {rank}.")
+    require(isinstance(rank, int) and rank >= 1, f"rank must be a whole number of 1 or more, got {rank}.")
     inner = unwrap(model)
     require(not any(find_updates(inner)), "the model has low-rank updates already: call merge_lora(model) first.")
     found = prunable(inner, include, exclude, DENSE - {"frozen"}).targets
@@ -89,8 +90,13 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """
     inner = unwrap(model)
     adapters = [module for module in inner.modules() if hasattr(module, "lora_A")]
-    for module in list(find_updates(inner)):
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    updated = list(find_updates(inner))
+    require(
+        bool(updated or adapters),
+        f"{type(inner).__name__} has no low-rank updates to merge: train it with add_lora, or with PEFT's LoRA.",
+    )
+    for module in updated:
+        merge_update(module)
     for module in adapters:
         merge_adapters(module)
     if adapters:
@@ -104,6 +110,17 @@ def find_updates(model: nn.Module) -> Iterator[nn.Module]:
         parts: Any = getattr(module, "parametrizations", {})
         if "weight" in parts and any(isinstance(part, LowRankUpdate) for part in parts["weight"]):
             yield module
+
+
+def merge_update(layer: Any) -> None:
+    """Make the weight of a layer with an update of `add_lora` a plain parameter, in its old place."""
+    order = layer.parametrizations.weight[0].order
+    # Removing a parametrization changes the layer's class, which the layers of copies share.
+    contents = {name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")}
+    layer.__class__ = type(type(layer).__name__, type(layer).__bases__, contents)
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    for name in order:
+        layer._parameters[name] = layer._parameters.pop(name)
 
 
 def merge_adapters(layer: Any) -> None:

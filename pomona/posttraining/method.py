@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..allocation import layer_sparsities, parse_allocation
 from ..core.attachment import find_targets
+from ..core.guards import refuse_unranked
 from ..core.sparsity import Sparsity
 from ..core.targets import DENSE, unwrap
 from ..errors import PomonaError, require
@@ -21,9 +23,10 @@ from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
 from ..models.example_inputs import without_cache
 from ..patterns import PATTERNS, Pattern
-from .blocks import BlockInputs, Calibration, find_blocks, observed_inputs
+from .blocks import BlockChain, BlockInputs, Calibration, find_block_lists, observed_inputs
 from .input_statistics import InputStatistics
 from .layers import CalibratedLayer, is_calibrated
+from .rehearsal import rehearse
 
 DEFAULT_SPARSITY = 0.5  # where neither the user nor the pattern gives one
 STATISTICS_BYTES = 2**31  # of layers outside blocks whose inputs are observed in one pass
@@ -99,8 +102,9 @@ class PostTraining(ABC):
     ) -> PruningReport:
         """Prune a trained model in place with calibration data, and return what was pruned.
 
-        Where an error stops it, some layers are pruned and others not: keep a copy of the model. The first batch runs
-        through the whole model, where the model is; all batches run through one block after the other.
+        The first batch of each shape runs through the whole model, where the model is; all batches run through one
+        block after the other. Mistakes in the options, the model and the data are found before anything is pruned.
+        Where an error stops it later, some layers are pruned and others not.
 
         Arguments:
             model: the model, which is run in evaluation mode.
@@ -114,11 +118,12 @@ class PostTraining(ABC):
         calibration = Calibration(inner, data, max_batches)
         wanted = self.sparsities_of(layers, method)
         homes = {layer.name: layer.target.parameter.device for layer in layers}
+        place = None if device is None else torch.device(device)
         masks: dict[str, Tensor] = {}
 
         def prune_observed(group: Sequence[CalibratedLayer], run: Callable[[], None]) -> None:
             for layer, statistics in self.observe(group, run).items():
-                require(statistics.count > 0, f"{layer.name} has no input in these data: leave it out by exclude=[…].")
+                layer.validate_inputs(statistics.count > 0, statistics.is_finite())
                 matrix, kept = self.prune_matrix(
                     layer.read_matrix(), statistics, wanted[layer.name], layer.target.outputs_first
                 )
@@ -126,9 +131,10 @@ class PostTraining(ABC):
                 masks[layer.name] = layer.as_mask(kept).to(homes[layer.name])
 
         with evaluation_mode(inner), without_cache(inner):  # its keys would be those of blocks before their pruning
-            blocks = find_blocks(inner, [module for layer in layers for module in layer.modules])
-            place = None if device is None else torch.device(device)
-            for block, inputs in calibration.walk(blocks, place) if blocks else ():
+            lists = find_block_lists(inner, [module for layer in layers for module in layer.modules])
+            chains = [BlockChain(blocks) for blocks in lists]
+            rehearse(calibration, layers, chains)
+            for block, inputs in itertools.chain.from_iterable(calibration.walk(chain, place) for chain in chains):
                 inside = [layer for layer in layers if set(layer.modules) <= set(block.modules())]
                 prune_observed(inside, lambda block=block, inputs=inputs: run_block(block, inputs))  # type: ignore[misc]
             for group in self.group_by_memory([layer for layer in layers if layer.name not in masks]):
@@ -190,6 +196,7 @@ def find_calibrated_layers(model: nn.Module, method: OneShot) -> list[Calibrated
     attention = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.modules()}
     layers = []
     for target in targets:
+        refuse_unranked(target.name, target.parameter)
         if is_calibrated(target.module) and target.leaf == "weight" and target.module not in attention:
             holders = [model.get_submodule(name.rpartition(".")[0]) for name in target.aliases]
             layers.append(CalibratedLayer(target, (target.module, *holders)))

@@ -54,7 +54,6 @@ class SparseGPT(PostTraining):
 
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     """Return the upper triangular U with H⁻¹ = UᵀU, where H is the second moment with some damping on its diagonal."""
-    require(bool(moments.isfinite().all()), "the calibration data lead to infinite or NaN inputs of a layer.")
     diagonal = moments.diagonal()
     ridge = damping * diagonal.mean()
     added = torch.where(diagonal > 0, ridge, DEAD_INPUT_COST * ridge)

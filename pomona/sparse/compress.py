@@ -314,7 +314,7 @@ def collect_layer_inputs(model: nn.Module, inputs: ModelInputs) -> dict[str, Mod
     ]
     modes = {module: module.training for module in model.modules()}
     try:
-        inputs.call(model.eval())
+        inputs.run(model.eval())
     finally:
         for hook in hooks:
             hook.remove()

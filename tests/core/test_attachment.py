@@ -110,6 +110,15 @@ def set_one_weight(model: Net, value: float) -> None:
 
 
 @soft_and_hard
+def test_weights_without_values_are_refused(kind: Callable[..., pm.Pruner]) -> None:
+    with torch.device("meta"):
+        model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(pm.PomonaError, match=r"weight is on the meta device, where it has no values: reload"):
+        kind(sparsity=0.5).attach(model, optimizer, total_steps=10)
+
+
+@soft_and_hard
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_not_finite_are_refused(kind: Callable[..., pm.Pruner], value: float) -> None:
     model = Net()

@@ -59,27 +59,66 @@ def test_a_script_runs(script: str, tmp_path: Path) -> None:
     assert re.search(PRINTED[script], done.stdout), done.stdout
 
 
+def prune_language_model(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """Run the example on a GPT-2 made from a config; without a tokenizer its tokens are the bytes of the text."""
+    transformers = pytest.importorskip("transformers")
+    if not (folder / "dense").exists():
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        config = transformers.GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder / "dense")
+        (folder / "text.txt").write_text("To be, or not to be, that is the question: " * 200)
+    command = [sys.executable, str(EXAMPLES / "prune_language_model.py"), *words.split()]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+
+
 @pytest.mark.slow
 def test_a_language_model_of_a_folder_is_pruned_exported_and_timed(tmp_path: Path) -> None:
-    """A GPT-2 from a config, without a tokenizer in its folder: its tokens are the bytes of the text."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    config = transformers.GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "dense")
-    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: " * 200)
-    script = "prune_language_model.py"
-    words = (
-        "--model dense --text text.txt --method wanda --pattern 2:4 --sparsity 0.5 --format csr --windows 8 --out out"
-    )
-    command = [sys.executable, str(EXAMPLES / script), *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    words = "--method wanda --pattern 2:4 --format csr --windows 8 --out out"
+    done = prune_language_model(tmp_path, f"--model dense --text text.txt {words}")
     assert done.returncode == 0, done.stderr
-    assert re.search(PRINTED[script].replace("75", "50"), done.stdout), done.stdout
+    assert re.search(PRINTED["prune_language_model.py"].replace("75", "50"), done.stdout), done.stdout
     pruned = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     for block in pruned.transformer.h:
         for layer in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
             kept = (layer.weight.T.reshape(-1, 4) != 0).sum(1)  # of every four inputs of an output
             assert bool((kept == 2).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model nowhere --text text.txt", "--model nowhere is no folder with a config.json"),
+        ("--model dense --text nowhere.txt", "--text nowhere.txt cannot be read: "),
+        ("--model dense --text dense/model.safetensors", "--text dense/model.safetensors cannot be read: "),
+        ("--model dense --text short.txt", "the text has 1 windows of 64 tokens, fewer than 10: give a longer one"),
+        ("--text short.txt", "the text has 1 windows of 64 tokens, fewer than 10: give a longer one"),
+        ("--model dense --text text.txt --windows 0", "--windows must be 1 or more, got 0"),
+        ("--model dense --text text.txt --pattern 3:5", "NM(n=3, m=5) fits no layer of GPT2LMHeadModel"),
+        ("--model dense --text text.txt --sparsity 75", "the pruned fraction and must lie in [0, 1), got 75"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_a_language_model_are_explained(words: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("To be, or not to be, that is the question: " * 2)
+    done = prune_language_model(tmp_path, words)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "sparse-llama").exists()
+
+
+@pytest.mark.slow
+def test_the_tokenizer_of_a_language_model_goes_with_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"be": 0, "to": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    prune_language_model(tmp_path, "--model nowhere")  # which makes the folder
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+    wrapped.save_pretrained(tmp_path / "dense")
+    done = prune_language_model(tmp_path, "--model dense --text text.txt --tokens 16 --out out")
+    assert done.returncode == 0, done.stderr
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("to be").input_ids == [1, 0]
 
 
 @pytest.mark.parametrize("notebook", slow_unless(["quick_start.ipynb"], NOTEBOOKS))

@@ -114,3 +114,27 @@ def test_a_weight_counts_its_zeros_wherever_it_is_applied():
     result = pm.summary(model, torch.randn(3, 6, 5))
     assert result.macs_left == 6 * 5 + 6 * 5 * 4 + 6 * 7
     assert result.macs == 36 * 5 + 6 * 5 * 4 + 6 * 12
+
+
+def test_mixture_of_experts():
+    """Each token passes one of four experts, whose weights are slices of one parameter."""
+    width, inner, tokens, layers, vocabulary, chosen = 32, 48, 9, 2, 60, 2
+    config = transformers.MixtralConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=vocabulary, num_local_experts=4, num_experts_per_tok=chosen,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    example = {"input_ids": torch.randint(0, vocabulary, (2, tokens))}
+    result = pm.summary(model, example)
+    weights = 4 * width * width + 4 * width + chosen * 3 * width * inner
+    assert result.macs == layers * (tokens * weights + attention_products(tokens, width)) + tokens * vocabulary * width
+    rows = {layer.name: layer for layer in result.layers}
+    assert rows["model.layers.1.mlp.experts"].macs == tokens * chosen * 3 * width * inner
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj[:, :, : inner // 2] = 0
+    left = pm.summary(model, example)
+    assert result.macs - left.macs_left == layers * tokens * chosen * width * inner // 2
+    on_meta = build_on_meta("MixtralForCausalLM", config)
+    assert pm.summary(on_meta, {"input_ids": example["input_ids"].to("meta")}).macs == result.macs

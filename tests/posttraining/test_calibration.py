@@ -13,7 +13,7 @@ from torch import nn
 
 import pomona as pm
 from pomona.errors import PomonaError
-from pomona.posttraining.blocks import Calibration, find_blocks
+from pomona.posttraining.blocks import BlockChain, Calibration, find_block_lists
 from pomona.posttraining.layers import unfold_input
 
 
@@ -102,12 +102,42 @@ def test_each_block_is_pruned_with_the_inputs_it_has_after_the_pruning_of_those_
     assert list(report.masks) == ["inner.weight", *in_blocks]
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_the_decoder_is_pruned_block_by_block_after_the_encoder(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 16, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    layers = {"encoder_layers": 3, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    if kind == "t5":
+        config = transformers.T5Config(**sizes, d_kv=8, d_ff=24, num_layers=3, num_decoder_layers=2, num_heads=2)
+        model = transformers.T5ForConditionalGeneration(config).double().eval()
+        blocks = [*(f"encoder.block.{i}" for i in range(3)), *(f"decoder.block.{i}" for i in range(2))]
+    else:
+        config = transformers.BartConfig(**sizes, **layers, **heads, forced_eos_token_id=None)
+        model = transformers.BartForConditionalGeneration(config).double().eval()
+        blocks = [*(f"model.encoder.layers.{i}" for i in range(3)), *(f"model.decoder.layers.{i}" for i in range(2))]
+    data = [{"input_ids": torch.randint(2, 50, (2, 9)), "decoder_input_ids": torch.randint(2, 50, (2, 5))}] * 2
+    whole = copy.deepcopy(model)
+    report = pm.SparseGPT(0.6).prune(model, data)
+    whole.config.use_cache = False
+    for block in blocks:  # a block alone is not in a list of blocks, so that the whole model runs
+        inside = [name.removesuffix(".weight") for name in report.masks if name.startswith(f"{block}.")]
+        pm.SparseGPT(0.6, include=inside).prune(whole, data)
+    assert all(name.startswith(tuple(blocks)) for name in report.masks)
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_blocks_that_are_not_chained_are_recognised(skips):
     model = Stack(skips)
-    blocks = find_blocks(model, [m for m in model.modules() if isinstance(m, nn.Linear)])
+    (blocks,) = find_block_lists(model, [m for m in model.modules() if isinstance(m, nn.Linear)])
     assert blocks == list(model.blocks)
-    assert Calibration(model, draw_batches(), None).blocks_are_chained(blocks) is not skips
+    chain = BlockChain(blocks)
+    with chain.observed():
+        Calibration(model, draw_batches(), None).run(0)
+    assert chain.is_chained is not skips
 
 
 @given(
@@ -141,6 +171,13 @@ def test_batches_may_be_tuples_and_dictionaries_and_modes_are_kept():
         results.append(model.state_dict())
     for state in results[1:]:
         assert all(torch.equal(state[name], tensor) for name, tensor in results[0].items())
+
+
+def test_the_longest_of_overlapping_lists_of_blocks_is_taken():
+    stages = nn.ModuleList(nn.Sequential(*(Residual(8) for _ in range(depth))) for depth in (1, 4, 2))
+    model = nn.ModuleDict({"first": nn.ModuleList([Residual(8), Residual(8)]), "stages": stages})
+    found = find_block_lists(model, [m for m in model.modules() if isinstance(m, nn.Linear)])
+    assert found == [list(model["first"]), list(stages[1]), list(stages[2])]
 
 
 def test_only_some_batches_are_read():

@@ -98,10 +98,41 @@ def test_adapters_of_peft_are_merged_without_losing_zeros():
             assert int((other[zeros] != 0).sum()) > 0.9 * int(zeros.sum())  # what the plain merge makes of them
 
 
+def test_a_copy_is_merged_while_the_model_goes_on_training():
+    model = pruned_gpt2()
+    names = [name for name, _ in model.named_parameters()]
+    factors = add_lora(model, rank=4)
+    train(model, factors)
+    ids = torch.randint(0, 50, (3, 9))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        merged = merge_lora(copy.deepcopy(model))
+        assert torch.equal(merged(input_ids=ids).logits, expected)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    train(model, factors)
+    with torch.no_grad():
+        trained = model(input_ids=ids).logits
+        assert not torch.equal(trained, expected)
+        assert torch.equal(merge_lora(model)(input_ids=ids).logits, trained)
+    for one in (model, merged):  # an optimizer's state goes by this order
+        assert [name for name, _ in one.named_parameters()] == names
+
+
+def test_a_model_without_updates_is_refused():
+    with pytest.raises(PomonaError, match="Linear has no low-rank updates to merge: train it with add_lora"):
+        merge_lora(nn.Linear(3, 4))
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True)
+    with pytest.raises(PomonaError, match="PeftModel has no low-rank updates to merge"):
+        merge_lora(peft.get_peft_model(pruned_gpt2(), config))
+
+
 def test_what_cannot_work_is_refused():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    with pytest.raises(PomonaError, match="rank must be 1 or more, got 0"):
+    with pytest.raises(PomonaError, match="rank must be a whole number of 1 or more, got 0"):
         add_lora(model, 0)
+    with pytest.raises(PomonaError, match=r"rank must be a whole number of 1 or more, got 1\.5"):
+        add_lora(model, 1.5)
     add_lora(model, 2)
     with pytest.raises(PomonaError, match="low-rank updates already"):
         add_lora(model, 2)

@@ -151,6 +151,13 @@ class TestExamples:
         assert isinstance(compressed, PackedLSTM)
         torch.testing.assert_close(compressed(example)[0].data, lstm(example)[0].data)
 
+    def test_an_example_that_the_model_does_not_take_is_refused(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+        for example in ({"inputs": torch.randn(2, 8)}, torch.randn(2, 7)):
+            with pytest.raises(pm.PomonaError, match=r"Sequential does not run on samples of shape \([78],\): "):
+                compress(model, example)
+        assert not any(layer._forward_pre_hooks for layer in model)
+
     def test_an_example_without_a_tensor_is_refused(self) -> None:
         with pytest.raises(pm.PomonaError, match="an example needs a tensor"):
             compress(make_linear(), {"x": 3})

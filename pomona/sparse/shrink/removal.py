@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from ...core.targets import unwrap
 from ...errors import PomonaError, require
 from ...models.example_inputs import Example, ModelInputs, is_shape, without_cache
+from ...models.mac_counter import is_packed
 from ...models.summary import summary
 from . import latency as latencies
 from .channel_group import ChannelGroup
@@ -57,6 +59,7 @@ def shrink(model: nn.Module, example: Example, *, latency: bool = False) -> Shru
         latency: whether to measure the latency of both models on the example.
     """
     model = unwrap(model)
+    refuse_packed(model)
     given = ModelInputs.from_example(model, example)
     inputs = randomize(given) if is_shape(example) else given
     small = copy.deepcopy(model).eval().requires_grad_(True)
@@ -81,6 +84,7 @@ def shrink(model: nn.Module, example: Example, *, latency: bool = False) -> Shru
 
 def remove_units(groups: Sequence[UnitGroup], small: nn.Module, inputs: ModelInputs) -> Counts:
     """Remove heads and neurons of a transformer in place, and return what was removed and what stays."""
+    refuse_computed(small, groups)
     constants = measure_constant_inputs(small, inputs)
     for group in groups:
         group.classify(constants)
@@ -89,6 +93,23 @@ def remove_units(groups: Sequence[UnitGroup], small: nn.Module, inputs: ModelInp
     for group in groups:
         group.remove_units()
     return removed, kept
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raise PomonaError for a model with packed layers, which have no channels to remove."""
+    packed = next((name for name, module in model.named_modules() if is_packed(module)), None)
+    require(packed is None, f"{packed} is packed: shrink the model before pm.compress, or pm.decompress(model).")
+
+
+def refuse_computed(model: nn.Module, groups: Sequence[UnitGroup]) -> None:
+    """Raise PomonaError for a layer whose weight is computed from others, as with a low-rank update."""
+    names = {module: name for name, module in model.named_modules()}
+    computed = next((layer for group in groups for layer in group.layers() if is_parametrized(layer)), None)
+    require(
+        computed is None,
+        f"{names.get(computed)} computes its weight at each call: make it plain first, by merge_lora or by "
+        "remove_parametrizations of torch.nn.utils.parametrize.",
+    )
 
 
 def remove_channels(model: nn.Module, small: nn.Module, inputs: ModelInputs, expected: Any, sparsity: float) -> Counts:
