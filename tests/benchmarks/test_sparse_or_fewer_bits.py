@@ -160,8 +160,9 @@ def test_tables_by_hand(page: Any) -> None:
     assert rows[7] == "| balanced 75 % | int4 | float | 400 kB | 4.60 ± 0.14 | 100 |  |"
     budgets = page.format_budgets(found).splitlines()
     assert budgets[2].startswith("| 1/4: 1,000 kB | dense, int8: 4.10 ± 0.14, 1,000 kB | balanced 75 %, fp16: 4.30")
-    assert budgets[3].startswith("| 1/8: 500 kB | dense, int4: 5.00 ± 0.14, 500 kB | balanced 75 %, int4: 4.60")
-    assert budgets[5] == "| 1/32: 125 kB | none | none |"
+    assert budgets[3].startswith("| 1/6: 667 kB | dense, int4: 5.00 ± 0.14, 500 kB | balanced 75 %, int4: 4.60")
+    assert budgets[4].startswith("| 1/8: 500 kB | dense, int4: 5.00 ± 0.14, 500 kB | balanced 75 %, int4: 4.60")
+    assert budgets[6] == "| 1/32: 125 kB | none | none |"
     speeds = page.format_speeds(found).splitlines()
     assert speeds[2:] == [
         "| 1 | dense, int8, int8 inputs | 200 | 4.20 ± 0.14 |",
