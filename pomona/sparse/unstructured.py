@@ -4,8 +4,8 @@ Survivors are the weights that pruning keeps. The rows are sorted by their numbe
 slice: the survivors of a slice are stored side by side, `values[step][lane]`, with their columns, and shorter rows are
 padded with zeros. After sorting that is little padding even where the rows differ much (this is SELL-16-σ of Kreutzer
 et al., 2014, with σ = all rows). The same arrays serve one vector and many: the lanes of a SIMD register are the rows
-of a slice in the first case and vectors in the second (`cpu/unstructured.c`). The survivors of a row may be stored in any
-order. A matrix that is packed on a CPU has one in which most steps read neighbouring columns (`cpu/slice_order.h`).
+of a slice in the first case and vectors in the second (`cpu/unstructured.c`). The survivors of a row may be stored in
+any order. A matrix that is packed on a CPU has one in which most steps read neighbouring columns (`cpu/slice_order.h`).
 
 A column is stored in 16 bits. A matrix with more than 65,536 columns is divided into bands of so many, each with slices
 of its own.
