@@ -9,9 +9,10 @@
  *
  * A slice is 16 rows of about the same number of survivors, which lie as [step][row]. For one or two vectors the lanes
  * of a register are rows: a step is one load of values, and a gather from x, which stays in the L1 cache, or with AVX-512
- * a permutation of a window of x. For more, the lanes are vectors: a survivor adds its multiple of a run of them. Several rows of a slice advance together, so that
- * the sums are independent of each other, and all rows take the same number of steps before the next slice, so that the
- * end of a loop is predicted and x is read from the cache: steps are about in the order of their columns.
+ * a permutation of a window of x. For more, the lanes are vectors: a survivor adds its multiple of a run of them. Several
+ * rows of a slice advance together, so that the sums are independent of each other, and all rows take the same number of
+ * steps before the next slice, so that the end of a loop is predicted and x is read from the cache: steps are about in the
+ * order of their columns.
  *
  * Whatever the contents of the matrix are, reads and writes stay inside the memory: x is copied to where any index of 16
  * bits can address it, and starts and rows are checked where they are used.
@@ -19,10 +20,8 @@
 
 #include "slice_order.h"
 
-#define PANEL 16               /* slices that advance together, where lanes are vectors */
-#define MIN_STEPS 16           /* that they advance: the sums are loaded and stored each time */
-/* Bytes of x that their steps read meanwhile: about the L1 cache, or the L2 cache for runs of less than a cache line. */
-#define CACHE_BYTES(width) ((width) * sizeof(float) < 64 ? 256 << 10 : 48 << 10)
+#define PANEL 8     /* slices that advance together, where lanes are vectors: their sums are in the cache too */
+#define MIN_STEPS 4 /* that they advance: the sums are loaded and stored each time */
 
 /* The vectors: x and y by columns, each from its own offset, or by rows. */
 typedef struct {
@@ -198,7 +197,7 @@ typedef void AddSteps(const Slice *, int64_t, int64_t, const float *, float *);
   DEFINE_FOR_TYPE(width, add, registers, FLOAT32)                                                                   \
   DEFINE_FOR_TYPE(width, add, registers, FLOAT16)                                                                   \
   DEFINE_FOR_TYPE(width, add, registers, BFLOAT16)
-#define WITH_TYPES(width) {width, {add_##width##_FLOAT32, add_##width##_FLOAT16, add_##width##_BFLOAT16}}
+#define WITH_TYPES(width) {add_##width##_FLOAT32, add_##width##_FLOAT16, add_##width##_BFLOAT16}
 
 DEFINE_FOR_WIDTH(4, add_steps_of_four, 1)
 #if defined(__AVX512F__)
@@ -216,11 +215,15 @@ DEFINE_FOR_WIDTH(16, add_steps_of_four, 4)
 DEFINE_FOR_WIDTH(32, add_steps_of_four, 8)
 #endif
 
-/* The numbers of vectors in a run, and the function for each type of values. */
-static const struct { int64_t width; AddSteps *add[3]; } RUNS[] = {
-    WITH_TYPES(4), WITH_TYPES(8), WITH_TYPES(16), WITH_TYPES(32),
+/* The numbers of vectors in a run, the bytes of x that the steps of a panel read at a time, and the function for each type
+ * of values. Wide runs stay in an L1 cache beside the sums; runs of less than a cache line are read from the L2 cache. */
+static const struct { int64_t width, cached_bytes; AddSteps *add[3]; } RUNS[] = {
+    {4, 256 << 10, WITH_TYPES(4)},
+    {8, 256 << 10, WITH_TYPES(8)},
+    {16, 48 << 10, WITH_TYPES(16)},
+    {32, 24 << 10, WITH_TYPES(32)},
 #ifdef __AVX512F__
-    WITH_TYPES(64),
+    {64, 16 << 10, WITH_TYPES(64)},
 #endif
 };
 #define WIDEST ((int)(sizeof RUNS / sizeof *RUNS) - 1)
@@ -242,14 +245,22 @@ static void load_runs(const Operands *v, int64_t first, int64_t width, int64_t f
   else transpose(v->x + first * v->ldx + from, v->ldx, count, to - from, x + from * width, width);
 }
 
-/* Write the sums of the `count` lanes of a panel to the results, as [row][vector]. */
-static VECTORIZED void store_runs(const Matrix *m, int64_t band, const int32_t *lanes, int64_t count, const float *sums,
+/* Write the sums of the `count` lanes of a panel to the results, as [row][vector], like `finish`. Compilers vectorize loops
+ * without conditions. */
+static VECTORIZED void store_runs(const Matrix *m, int64_t band, const int32_t *lanes, int64_t count, float *sums,
                                   int64_t width, float *results) {
+  const int last = band == m->bands - 1;
   for (int64_t lane = 0; lane < count; lane++) {
     const int64_t row = lanes[lane];
     if (!is_row(m, row)) continue;
-    float *to = results + row * width;
-    for (int64_t i = 0; i < width; i++) to[i] = finish(m, band, row, sums[lane * width + i], to + i);
+    float *sum = sums + lane * width, *to = results + row * width;
+    if (band)
+      for (int64_t i = 0; i < width; i++) sum[i] += to[i];
+    if (last && m->bias)
+      for (int64_t i = 0; i < width; i++) sum[i] += m->bias[row];
+    if (last && m->relu)
+      for (int64_t i = 0; i < width; i++) sum[i] = sum[i] < 0 ? 0.0f : sum[i]; /* keeps a NaN */
+    memcpy(to, sum, width * sizeof *to);
   }
 }
 
@@ -264,10 +275,21 @@ static void write_results(const Matrix *m, const Operands *v, const float *resul
 }
 
 /* Return how many steps all rows of a panel take before the next ones: those that read as much of x as is cached. */
-static int64_t steps_at_once(int64_t longest, int64_t columns, int64_t width) {
-  const int64_t cached = CACHE_BYTES(width) / (width * (int64_t)sizeof(float));
+static int64_t steps_at_once(int64_t longest, int64_t columns, int run) {
+  const int64_t cached = RUNS[run].cached_bytes / (RUNS[run].width * (int64_t)sizeof(float));
   const int64_t steps = longest * cached / columns / 4 * 4 + 4;
   return cached >= columns ? longest : greater(steps, MIN_STEPS);
+}
+
+#define CACHE_LINE 64
+#define MIN_PREFETCHED 32 /* vectors of a run, for which the next steps are loaded ahead */
+
+/* Load the steps of a slice into the cache: they are too few for a processor to foresee. */
+static void prefetch_steps(const Slice *s, int64_t from, int64_t end, int64_t value_type) {
+  const int64_t value = LANES * value_bytes(value_type), index = LANES * sizeof *s->indices;
+  for (int64_t byte = from * value; byte < end * value; byte += CACHE_LINE) __builtin_prefetch(s->values + byte);
+  for (int64_t byte = from * index; byte < end * index; byte += CACHE_LINE)
+    __builtin_prefetch((const char *)s->indices + byte);
 }
 
 /* Multiply a panel of slices by a run of vectors, and write the sums to the results. */
@@ -282,10 +304,15 @@ static void multiply_panel(const Matrix *m, int64_t band, int64_t panel, int run
     longest = greater(longest, slices[i].steps);
   }
   memset(sums, 0, count * LANES * width * sizeof *sums);
-  const int64_t steps = steps_at_once(longest, smaller(BAND, m->columns - band * BAND), width);
+  const int64_t steps = steps_at_once(longest, smaller(BAND, m->columns - band * BAND), run);
   for (int64_t from = 0; from < longest; from += steps)
     for (int64_t i = 0; i < count; i++) {
       const int64_t end = smaller(slices[i].steps, from + steps);
+      if (width >= MIN_PREFETCHED) {
+        const Slice *next = slices + (i + 1) % count;
+        const int64_t first = i + 1 < count ? from : from + steps;
+        prefetch_steps(next, first, smaller(next->steps, first + steps), m->value_type);
+      }
       if (from < end) add(slices + i, from, end, x + band * BAND * width, sums + i * LANES * width);
     }
   store_runs(m, band, slices[0].lanes, count * LANES, sums, width, results);
