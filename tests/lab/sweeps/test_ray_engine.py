@@ -57,10 +57,9 @@ def long_recipe(epochs: int, **train) -> dict:
     return SMALL_RECIPE | {"train": SMALL_RECIPE["train"] | {"epochs": epochs, "eval_every": epochs} | train}
 
 
-def kill_workers_once(out: Path, names: set[str], killed: dict[str, int]) -> None:
-    """Kill the process that trains each of the named runs, once it has written a checkpoint."""
-    deadline = time.monotonic() + 120
-    while names - killed.keys() and time.monotonic() < deadline:
+def kill_workers_once(out: Path, names: set[str], killed: dict[str, int], ended: threading.Event) -> None:
+    """Kill the process that trains each of the named runs, once it has written a checkpoint, until the sweep ends."""
+    while names - killed.keys() and not ended.is_set():
         for name in names - killed.keys():
             if (out / name / "checkpoint" / "state.json").exists() and (process := folder_user(out / name)):
                 os.kill(process, signal.SIGKILL)
@@ -86,11 +85,15 @@ def test_a_sweep_whose_workers_are_killed_gives_the_same_table_and_weights(tmp_p
     plain = sweep(recipe, AXES, tmp_path / "plain", jobs=1)
     names = {run.folder.name for run in expand_runs(recipe, AXES, tmp_path / "ray")}
     killed: dict[str, int] = {}
-    killer = threading.Thread(target=kill_workers_once, args=(tmp_path / "ray", names, killed))
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_workers_once, args=(tmp_path / "ray", names, killed, ended))
     killer.start()
     notes: list[str] = []
-    distributed = sweep(recipe, AXES, tmp_path / "ray", engine=RayEngine(), records=tmp_path, note=notes.append)
-    killer.join()
+    try:
+        distributed = sweep(recipe, AXES, tmp_path / "ray", engine=RayEngine(), records=tmp_path, note=notes.append)
+    finally:
+        ended.set()
+        killer.join()
     assert killed.keys() == names
     assert sum("its worker ended (WorkerCrashedError); it is taken up again" in text for text in notes) == 4
     assert means(distributed) == means(plain)
