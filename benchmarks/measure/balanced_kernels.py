@@ -6,8 +6,8 @@ The three networks of Yao et al. (2019) are timed in the same run. Matrices are 
 the other formats keep the same count. Outputs are checked against float64.
 
 On a CPU one thread is used, and every time is given twice: *warm*, each side right after itself, and *cold*, after all
-caches were emptied. On a GPU times are those of the device, with its caches emptied. Networks are also timed as they
-are called, including the host, and image networks also in the channels-last layout.
+caches were emptied. On a GPU times are those of the device, with its caches emptied. Networks are timed warm and cold;
+on a GPU also as they are called, including the host, and image networks also in the channels-last layout.
 
 *dense* is the network as PyTorch runs it, and the base of all ratios. *dense, fused* has no packed layer either, but
 its convolutions do their bias and ReLU in one cuDNN kernel where that is faster, like the convolutions that `compress`
@@ -39,7 +39,7 @@ from pomona.sparse import Compression, compress
 from pomona.sparse.compression_report import DENSE_FUSED
 from pomona.sparse.layers import PackedLSTM
 from pomona.sparse.surgery import fuse_relus
-from pomona.sparse.timing import median_seconds
+from pomona.sparse.timing import make_cache_flusher, median_seconds
 
 # The sparsities of VGG-16's layers in the paper, conv1_1 to conv5_3 and fc6 to fc8, in per cent.
 VGG_SPARSITY = (34, 68, 65, 71, 45, 79, 88, 86, 91, 88, 86, 90, 95, 93, 93, 75)
@@ -126,8 +126,8 @@ def time_network(
 ) -> tuple[dict[str, Compression], dict[str, dict[str, float]]]:
     """Return the compression report of each layout of a network at batch 1, and the seconds of each version of it.
 
-    The versions are dense, dense by linear layers, all packed, and compressed. On a GPU there are also fused versions
-    and the channels-last layout, and plain calls are timed besides the device.
+    The versions are dense, dense by linear layers, all packed, and compressed, each with warm and cold caches. On a GPU
+    there are also fused versions and the channels-last layout, and plain calls are timed besides the device.
     """
     place, kind = torch.device(device), torch.float16 if device == "cuda" else torch.float32
     model = model.to(place, kind).eval()
@@ -143,12 +143,11 @@ def time_network(
             sides = {"dense": model, "compressed": small, **fuse_dense(model, small.compression)}
             calls |= {f"{name}{CHANNELS_LAST}": partial(side, x) for name, side in sides.items()}
             reports[CHANNELS_LAST] = small.compression
-        ways = {"seconds": False, "called": True} if x.is_cuda else {"seconds": False}
-        races = [
-            median_seconds(list(calls.values()), place, patience=patience, include_host=called)
-            for called in ways.values()
-        ]
-    return reports, {way: dict(zip(calls, times, strict=True)) for way, times in zip(ways, races, strict=True)}
+        race = partial(median_seconds, list(calls.values()), place, patience=patience)
+        times = {"seconds": race(), "cold": race(before=make_cache_flusher(place))}
+        if x.is_cuda:
+            times["called"] = race(include_host=True)
+    return reports, {way: dict(zip(calls, medians, strict=True)) for way, medians in times.items()}
 
 
 def fuse_dense(model: nn.Module, report: Compression) -> dict[str, nn.Module]:
@@ -209,7 +208,8 @@ def measure_all(device: str, quick: bool) -> dict[str, Any]:
             ratio, other = speed_up(taken), speed_up(taken, (DENSE_FUSED,))
             whole[name] |= {f"{key}ratio": ratio, f"{key}fused_ratio": other}
             each = "; ".join(f"{side} {1e6 * seconds:,.1f}" for side, seconds in taken.items())
-            context = f"; the paper {paper:.2f}×" if way == "seconds" else ", as called, including the host"
+            context = {"cold": ", with cold caches", "called": ", as called, including the host"}.get(way, "")
+            context = context or f"; the paper {paper:.2f}×"
             more = "" if other is None else f", {other:.2f}× the dense network with fused ReLUs"
             print(f"{name}: {ratio:.2f}× the best dense{more} ({each} µs){context}")
     return {"bench": result.facts(), "targets": answers, "workloads": whole, "paper_us": PAPER}

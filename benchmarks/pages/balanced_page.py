@@ -6,7 +6,7 @@ python benchmarks/pages/balanced_page.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from typing import Any
 
@@ -139,28 +139,29 @@ def format_targets() -> str:
     return format_table(["machine", "matrix", "batch", "compared with", "target", "reached", ""], rows)
 
 
-def format_workloads(key: str = "seconds", prefix: str = "") -> str:
+def format_workloads(timings: Mapping[str, str]) -> str:
     """Return the table of the paper's networks at batch 1.
 
-    `key` and `prefix` select the times of the device ("seconds", "") or of plain calls ("called", "called_"). The
-    channels-last layout of an image network has a second row.
+    `timings` names the times of a record, "seconds", "cold" or "called", and describes each. The channels-last layout
+    of an image network has a second row.
     """
     ways = {"dense": "dense", DENSE_FUSED: DENSE_FUSED, "plain": "dense by linear layers"}
     ways |= {way: way for way in ("all packed", "compressed")}
     rows = []
     for record in read_records(RECORDS):
         machine = record["bench"]["device"]
-        for name, found in record["workloads"].items():
+        for (name, found), (key, kind) in product(record["workloads"].items(), timings.items()):
             times = {way: format_microseconds(seconds) for way, seconds in found.get(key, {}).items()}
+            prefix = "" if key == "seconds" else f"{key}_"
             if times:
                 ratios = (found.get(ratio) for ratio in (f"{prefix}ratio", f"{prefix}fused_ratio", "paper_ratio"))
                 shown = ["" if ratio is None else f"{ratio:.2f}×" for ratio in ratios]  # old records lack a fused one
-                rows.append([machine, name, *(times.get(way, "") for way in ways), *shown])
+                rows.append([machine, name, kind, *(times.get(way, "") for way in ways), *shown])
             if any(way.endswith(CHANNELS_LAST) for way in times):
                 shown = [times.get(f"{way}{CHANNELS_LAST}", "") for way in ways]
-                rows.append([machine, f"{name}{CHANNELS_LAST}", *shown, "", "", ""])
+                rows.append([machine, f"{name}{CHANNELS_LAST}", kind, *shown, "", "", ""])
     speed_ups = "speed-up over dense", "over fused", "in the paper"
-    return format_table(["machine", "network", *(f"{way}, µs" for way in ways.values()), *speed_ups], rows)
+    return format_table(["machine", "network", "time", *(f"{way}, µs" for way in ways.values()), *speed_ups], rows)
 
 
 def format_microseconds(seconds: float) -> str:
@@ -182,8 +183,8 @@ def render() -> str:
         "quantized": format_quantized(),
         "memory": format_memory(),
         "targets": format_targets(),
-        "workloads": format_workloads(),
-        "called": format_workloads("called", "called_"),
+        "workloads": format_workloads({"seconds": "warm", "cold": "cold"}),
+        "called": format_workloads({"called": "called"}),
     }
     patterns = RECORDS, UNSTRUCTURED_RECORDS, NETWORK_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
     sources = [record for pattern in patterns for record in read_records(pattern)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from pomona.sparse.compress import Compression, LayerReport
 
 def test_tables_of_products_and_workloads(load_script: Any, empty_results: Path) -> None:
     writer, missing = load_script("balanced_page"), load_script("page_helpers").NOT_MEASURED
-    formats = writer.format_matrices, writer.format_memory, writer.format_targets, writer.format_workloads
+    states, called = {"seconds": "warm", "cold": "cold"}, {"called": "called"}
+    workloads = partial(writer.format_workloads, states)
+    formats = writer.format_matrices, writer.format_memory, writer.format_targets, workloads
     assert {format_part() for format_part in formats} == {missing}
     place = {"rows": 8, "columns": 4, "batch": 1, "state": "cold"}
     times = {"dense": 6e-6, "CSR": 3e-6, "block-sparse 8×8": 2e-6, "balanced": 1.5e-6, "2:4": None}
@@ -30,23 +33,25 @@ def test_tables_of_products_and_workloads(load_script: Any, empty_results: Path)
     assert writer.format_matrices().splitlines()[2:] == [line]
     assert writer.format_memory() == "- C: 19.1 GB/s"
     assert [row.split(" | ")[-1] for row in writer.format_targets().splitlines()[2:]] == ["missed |", "met |"]
-    old = "| C | N | 2,000 |  | 1,500 | 1,000 | 750 | 2.00× |  | 1.31× |"  # a record without convolutions that do ReLUs
-    assert writer.format_workloads().splitlines()[2:] == [old]
-    assert writer.format_workloads("called", "called_") == missing
+    # A record without convolutions that do ReLUs.
+    old = "| C | N | warm | 2,000 |  | 1,500 | 1,000 | 750 | 2.00× |  | 1.31× |"
+    assert workloads().splitlines()[2:] == [old]
+    assert writer.format_workloads(called) == missing
     speed_up = load_script("balanced_kernels").speed_up
     assert speed_up(seconds, ("dense, fused",)) is None
     seconds |= {"dense, channels last": 1e-3, "compressed, channels last": 42.04e-6}
     seconds |= {"dense, fused": 1.7e-3, "dense, fused, channels last": 84.08e-6}
     ratio, fused = speed_up(seconds), speed_up(seconds, ("dense, fused",))  # the fastest of both layouts
     found = {"seconds": seconds, "called": {**seconds, "dense": 9e-3}, "ratio": ratio, "fused_ratio": fused}
-    found |= {"called_ratio": 1.5, "called_fused_ratio": None}
+    found |= {"called_ratio": 1.5, "called_fused_ratio": None, "cold": {"compressed": 1e-3}, "cold_ratio": 2.5}
     record["workloads"] = {"N": {**found, "paper_ratio": 1.31}}
     (empty_results / "balanced-cpu.json").write_text(json.dumps(record))
-    below = "| C | N, channels last | 1,000 | 84.1 |  |  | 42.0 |  |  |  |"
-    first = "| C | N | 2,000 | 1,700 | 1,500 | 1,000 | 750 | 23.79× | 2.00× | 1.31× |"
-    assert writer.format_workloads().splitlines()[2:] == [first, below]
-    called = "| C | N | 9,000 | 1,700 | 1,500 | 1,000 | 750 | 1.50× |  | 1.31× |"
-    assert writer.format_workloads("called", "called_").splitlines()[2:] == [called, below]
+    below = "| C | N, channels last | {} | 1,000 | 84.1 |  |  | 42.0 |  |  |  |"
+    first = "| C | N | warm | 2,000 | 1,700 | 1,500 | 1,000 | 750 | 23.79× | 2.00× | 1.31× |"
+    cold = "| C | N | cold |  |  |  |  | 1,000 | 2.50× |  | 1.31× |"
+    assert workloads().splitlines()[2:] == [first, below.format("warm"), cold]
+    plain = "| C | N | called | 9,000 | 1,700 | 1,500 | 1,000 | 750 | 1.50× |  | 1.31× |"
+    assert writer.format_workloads(called).splitlines()[2:] == [plain, below.format("called")]
 
 
 def test_tables_of_kernels_on_a_gpu(load_script: Any, empty_results: Path) -> None:

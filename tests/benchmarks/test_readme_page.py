@@ -39,10 +39,15 @@ def test_the_table_has_the_figures_of_the_records_by_hand(load_script: Any) -> N
     assert shrunk[2:] == ["2.55 ms", "1.73 ms", "1.5×", "269,722 → 95,922 parameters"]
 
 
-def test_warm_times_are_not_quoted(load_script: Any, empty_results: Path) -> None:
-    record = {"workloads": {"LSTM": {"caches": "warm", "seconds": {}, "layers": []}}, "machine": {"gpus": []}}
-    with pytest.raises(SystemExit, match="warm caches"):
-        load_script("readme_page").format_network("LSTM", record)
+def test_a_network_is_quoted_with_cold_caches_or_as_warm(load_script: Any) -> None:
+    layer = {"packed": False, "bytes": [8, 4], "sparsity": 0.5}
+    found = {"seconds": {"dense": 2e-3, "plain": 3e-3, "compressed": 1e-3}, "layers": [layer]}
+    record = {"workloads": {"LSTM": found}, "machine": {"cpu": "C", "gpus": []}}
+    row = load_script("readme_page").format_network("LSTM", record)
+    assert row == ["LSTM after `pm.compress`, batch 1, warm caches", "C", "2.00 ms", "1.00 ms", "2.0×", ""]
+    found["cold"] = {"dense": 6e-3, "plain": 5e-3, "compressed": 2e-3}
+    row = load_script("readme_page").format_network("LSTM", record)
+    assert row == ["LSTM after `pm.compress`, batch 1", "C", "5.00 ms", "2.00 ms", "2.5×", ""]
 
 
 @pytest.mark.parametrize(
