@@ -67,13 +67,22 @@ def add_lora(
         include: names of layers, or globs; the default is all linear layers that `pm.prunable(model)` lists.
         exclude: names of layers to leave as they are, or globs.
     """
-    require(isinstance(rank, int) and rank >= 1, f"rank must be a whole number of 1 or more, got {rank}.")
+    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    require(whole and rank >= 1, f"rank must be a whole number of 1 or more, got {rank!r}.")
+    finite = alpha is None or (isinstance(alpha, float | int) and math.isfinite(alpha))
+    require(finite, f"alpha must be a finite number or None, got {alpha!r}.")
     inner = unwrap(model)
     require(not any(find_updates(inner)), "the model has low-rank updates already: call merge_lora(model) first.")
     found = prunable(inner, include, exclude, DENSE - {"frozen"}).targets
     targets = [t for t in found if "linear" in t.tags and t.leaf == "weight" and len(t.shape) == 2]
     if not targets:
         raise PomonaError(f"{type(inner).__name__} has no linear layer to update: name layers with include=[…].")
+    for target in targets:
+        require(
+            not target.aliases,
+            f"{target.name} is also {', '.join(target.aliases)}, which an update of one layer would not follow: leave "
+            f"it out with exclude=[{target.name!r}].",
+        )
     model.requires_grad_(False)
     updates = [LowRankUpdate(target, rank, 1.0 if alpha is None else alpha / rank) for target in targets]
     for target, update in zip(targets, updates, strict=True):

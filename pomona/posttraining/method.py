@@ -17,7 +17,7 @@ from ..allocation import layer_sparsities, parse_allocation
 from ..core.attachment import find_targets
 from ..core.guards import refuse_unranked
 from ..core.sparsity import Sparsity
-from ..core.targets import DENSE, unwrap
+from ..core.targets import DENSE, prunable, unwrap
 from ..errors import PomonaError, require
 from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
@@ -29,6 +29,7 @@ from .layers import CalibratedLayer, is_calibrated
 from .rehearsal import rehearse
 
 DEFAULT_SPARSITY = 0.5  # where neither the user nor the pattern gives one
+UNKNOWN_SHARE = 0.1  # of a model's weights in layers of unknown kind, above which a warning says that they stay dense
 STATISTICS_BYTES = 2**31  # of layers outside blocks whose inputs are observed in one pass
 
 
@@ -113,12 +114,11 @@ class PostTraining(ABC):
             max_batches: the number of batches that are read of `data`; None reads all.
             device: where the blocks of the model are pruned, one at a time. By default they stay where they are.
         """
-        inner, method = unwrap(model), self.selection
+        inner, method, place = unwrap(model), self.selection, find_device(device)
         layers = find_calibrated_layers(inner, method)
         calibration = Calibration(inner, data, max_batches)
         wanted = self.sparsities_of(layers, method)
         homes = {layer.name: layer.target.parameter.device for layer in layers}
-        place = None if device is None else torch.device(device)
         masks: dict[str, Tensor] = {}
 
         def prune_observed(group: Sequence[CalibratedLayer], run: Callable[[], None]) -> None:
@@ -193,6 +193,7 @@ def find_calibrated_layers(model: nn.Module, method: OneShot) -> list[Calibrated
     nn.MultiheadAttention does with its projection, is never called.
     """
     targets = find_targets(model, method)
+    warn_of_unknown_layers(model)
     attention = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.modules()}
     layers = []
     for target in targets:
@@ -212,6 +213,31 @@ def find_calibrated_layers(model: nn.Module, method: OneShot) -> list[Calibrated
             f"{type(model).__name__} has no layer whose inputs can be observed: prune it by magnitude, with pm.prune."
         )
     return layers
+
+
+def warn_of_unknown_layers(model: nn.Module) -> None:
+    """Warn where much of a model is in layers of unknown kind, such as the experts of a mixture, and is left dense."""
+    unknown = [choice.target for choice in prunable(model) if "other" in choice.target.tags]
+    count, whole = (sum(p.numel() for p in group) for group in ([t.parameter for t in unknown], model.parameters()))
+    if count > UNKNOWN_SHARE * whole:
+        largest = max(unknown, key=lambda target: target.parameter.numel())
+        warnings.warn(
+            f"{count / whole:.0%} of {type(model).__name__}'s weights are in layers of unknown kind, such as "
+            f"{largest.name}, and are left dense: their inputs are not observed.",
+            stacklevel=4,
+        )
+
+
+def find_device(device: torch.device | str | None) -> torch.device | None:
+    """Return a device that is there, or None for none; raise PomonaError for another one."""
+    if device is None:
+        return None
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise PomonaError(f"there is no device {device!r} here: use device='cpu', or leave it out.") from error
+    return place
 
 
 def measure_sparsity(layers: Sequence[CalibratedLayer], masks: Mapping[str, Tensor]) -> Sparsity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,8 +35,11 @@ class SparseGPT(PostTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.block >= 1, f"block counts columns and must be ≥ 1, got {self.block}.")
-        require(self.damping > 0, f"damping must be positive, got {self.damping:g}.")
+        whole, number = isinstance(self.block, int), isinstance(self.damping, float | int)
+        require(whole and self.block >= 1, f"block counts columns and must be a whole number ≥ 1, got {self.block!r}.")
+        require(
+            number and 0 < self.damping < math.inf, f"damping must be a positive finite number, got {self.damping!r}."
+        )
 
     def prune_matrix(
         self, matrix: Tensor, statistics: InputStatistics, sparsity: float, shape: torch.Size

@@ -309,3 +309,33 @@ def test_a_tied_weight_is_pruned_with_the_inputs_of_all_layers_that_have_it():
 def test_frozen_models_are_pruned():
     model = Stack().requires_grad_(False)
     assert len(pm.Wanda(0.5).prune(model, draw_batches()).masks) == 7
+
+
+class Experts(nn.Module):
+    """A layer whose weights are no layer's that is known, like the experts of a mixture in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8, 8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(torch.einsum("bi,eio->bo", self.gate(x), self.experts))
+
+
+def test_layers_of_unknown_kind_are_named_where_they_are_much_of_a_model():
+    with pytest.warns(UserWarning, match=r"74% of Experts's weights are in layers of unknown kind, such as experts"):
+        report = pm.Wanda(0.5).prune(Experts(), [torch.randn(4, 8)])
+    assert set(report.masks) == {"gate.weight"}
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "foo"])
+def test_a_device_that_is_not_there_is_refused_before_the_model_runs(device):
+    with pytest.raises(PomonaError, match=f"there is no device '{device}' here"):
+        pm.Wanda(0.5).prune(Experts(), [torch.randn(4, 8)], device=device)
+
+
+@pytest.mark.parametrize("options", [{"block": 1.5}, {"block": 0}, {"damping": "x"}, {"damping": float("inf")}])
+def test_options_of_sparsegpt_that_are_no_numbers_are_refused(options):
+    with pytest.raises(PomonaError, match="must be a"):
+        pm.SparseGPT(0.5, **options)

@@ -142,3 +142,25 @@ def test_what_cannot_work_is_refused():
     config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True)
     with pytest.raises(PomonaError, match="merge_lora takes plain LoRA"):
         merge_lora(peft.get_peft_model(nn.Sequential(nn.Linear(3, 4)), config))
+
+
+def test_a_tied_weight_is_refused_before_anything_changes():
+    model = pruned_gpt2()
+    with pytest.raises(PomonaError, match=r"transformer\.wte\.weight is also lm_head\.weight.*exclude="):
+        add_lora(model, include=["lm_head"])
+    assert all(p.requires_grad for p in model.parameters())
+    assert add_lora(model, include=["*"], exclude=["transformer.wte*", "transformer.wpe*", "lm_head*"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": True}, "rank must be a whole number of 1 or more, got True"),
+        ({"rank": 1.5}, "rank must be a whole number of 1 or more, got 1.5"),
+        ({"alpha": "x"}, "alpha must be a finite number or None, got 'x'"),
+        ({"alpha": float("nan")}, "alpha must be a finite number or None, got nan"),
+    ],
+)
+def test_options_that_are_no_numbers_are_refused(options, message):
+    with pytest.raises(PomonaError, match=message):
+        add_lora(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), **options)

@@ -153,9 +153,9 @@ def test_what_cannot_work_is_refused():
         pm.SparseGPT(0.5, allocation="global")
     with pytest.raises(PomonaError, match="removes outputs with their biases"):
         pm.SparseGPT(0.5, pattern="filter")
-    with pytest.raises(PomonaError, match="block counts columns and must be ≥ 1, got 0"):
+    with pytest.raises(PomonaError, match="block counts columns and must be a whole number ≥ 1, got 0"):
         pm.SparseGPT(0.5, block=0)
-    with pytest.raises(PomonaError, match="damping must be positive, got 0"):
+    with pytest.raises(PomonaError, match="damping must be a positive finite number, got 0"):
         pm.SparseGPT(0.5, damping=0.0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(PomonaError, match="infinite or NaN inputs"):
