@@ -65,6 +65,17 @@ def format_unstructured() -> str:
     return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
 
 
+def format_unstructured_targets() -> str:
+    """Return the table of the targets of unstructured products, for 4096² with 90 % zeros and warm caches."""
+    rows = []
+    for record in read_records(UNSTRUCTURED_RECORDS):
+        for answer in record["targets"]:
+            met = "met" if answer["reached"] >= answer["target"] else "missed"
+            case = record["device"], str(answer["batch"]), answer["peer"]
+            rows.append([*case, f"{answer['target']:g}×", f"{answer['reached']:.2f}×", met])
+    return format_table(["machine", "batch", "compared with", "target", "reached", ""], rows)
+
+
 def format_gpu_kernels() -> str:
     """Return the table of products on a GPU: speed-ups over the dense product with cold and with warm caches."""
     rows = []
@@ -177,6 +188,7 @@ def render() -> str:
     measured = {
         "matrices": format_matrices(),
         "unstructured": format_unstructured(),
+        "unstructured targets": format_unstructured_targets(),
         "gpu": format_gpu_kernels(),
         "gpu-targets": format_gpu_targets(),
         "networks": format_networks(),

@@ -96,9 +96,12 @@ def test_table_of_unstructured_products(load_script: Any, empty_results: Path) -
     assert writer.format_unstructured() == load_script("page_helpers").NOT_MEASURED
     times = {"dense": 6e-6, "CSR": 3e-6, "balanced": 1e-6, "unstructured": 1.5e-6, "unstructured, float16": 1.25e-6}
     record = {"device": "C", "timings": [{**place, "side": side, "seconds": s} for side, s in times.items()]}
+    record["targets"] = [{"batch": 1, "peer": "CSR", "target": 3.0, "reached": r} for r in (3.0, 2.999)]
     (empty_results / "unstructured-cpu.json").write_text(json.dumps(record))
     line = "| C | 8×4 | 90 % | 1 | cold | 6.0 | 3.0 |  | 1.0 | 1.5 | 1.2 | 4.00× | 2.00× |  |"
     assert writer.format_unstructured().splitlines()[2:] == [line]
+    reached = ["| C | 1 | CSR | 3× | 3.00× | met |", "| C | 1 | CSR | 3× | 3.00× | missed |"]
+    assert writer.format_unstructured_targets().splitlines()[2:] == reached
 
 
 def test_dense_networks_are_also_timed_with_fused_relus(load_script: Any) -> None:
