@@ -364,6 +364,20 @@ class TestDenseProducts:
         torch.testing.assert_close(again, y, equal_nan=True)
         torch.testing.assert_close(y.float(), layer(x.float()), equal_nan=True)
 
+    def test_a_matrix_for_each_dtype_is_kept(self, monkeypatch) -> None:
+        packed, x = compress(make_linear(), policy="all"), torch.full((2, 64), torch.inf)
+        made: list[Tensor] = []
+        unpack = BalancedTensor.unpack
+        monkeypatch.setattr(
+            BalancedTensor, "unpack", staticmethod(lambda *given: made.append(y := unpack(*given)) or y)
+        )
+        for _ in range(3):
+            packed(x)
+            packed(x.double())
+            with torch.inference_mode():
+                packed(x)
+        assert len(made) == 2
+
     def test_the_kept_matrix_follows_the_weights(self) -> None:
         first, second = (compress(nn.Sequential(make_linear()), policy="all") for _ in range(2))
         x = torch.randn(2, 64, dtype=torch.float64)
