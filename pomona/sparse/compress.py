@@ -188,6 +188,7 @@ def pack_layers(
     """
     fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
     model = copy_with_dense_layers(dense, fused)
+    choose_encoder_paths(model, before_packing=True)
     layer_inputs = {} if inputs is None else collect_layer_inputs(model, inputs)
     relus = {layer: children[relu] for layer, children, relu in find_relus_after_layers(model)}
     reports = []

@@ -112,16 +112,26 @@ def copy_with_dense_layers(model: nn.Module, names: Sequence[str], source: nn.Mo
     return model
 
 
-def choose_encoder_paths(model: nn.Module) -> None:
-    """Let transformer encoder layers with packed parts call them one by one.
+def choose_encoder_paths(model: nn.Module, before_packing: bool = False) -> None:
+    """Let transformer encoders with packed parts call them one by one, with padded sequences.
 
     The fast path of `nn.TransformerEncoderLayer` calls none of its parts: it reads their dense weights, which a packed
-    layer would have to unpack each time. The layer takes that path only for an activation that it knows.
+    layer would have to unpack each time. The layer takes that path only for an activation that it knows. For the fast
+    path, `nn.TransformerEncoder` makes nested tensors of padded sequences, which packed layers do not take.
+
+    `before_packing` lets encoders without packed parts do the same, so that their parts receive what they will receive.
     """
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            packed = any(isinstance(part, PackedLayer) for part in layer.modules())
-            layer.activation_relu_or_gelu = 0 if packed else classify_activation(layer.activation)
+    for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        packed = before_packing or any(isinstance(part, PackedLayer) for part in module.modules())
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0 if packed else classify_activation(module.activation)
+        else:
+            nested = vars(module).pop("use_nested_tensor_when_dense", getattr(module, "use_nested_tensor", False))
+            module.use_nested_tensor = nested and not packed
+            if packed:
+                vars(module)["use_nested_tensor_when_dense"] = nested
 
 
 def classify_activation(activation: Any) -> int:

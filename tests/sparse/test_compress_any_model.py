@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,46 @@ def test_a_transformer_encoder_layer_calls_its_packed_parts(activation: str, mon
         torch.testing.assert_close(back(x), expected, rtol=1e-4, atol=1e-5)
 
 
+class PaddedEncoder(nn.Module):
+    """A transformer encoder with default options, for sequences and the mask of their padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+        for part in (layer.linear1, layer.linear2):
+            prune_balanced(part, 32, 3)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("policy", ["all", "faster"])
+@pytest.mark.parametrize("example", ["nothing", "sequences", "sequences and mask"])
+def test_a_transformer_encoder_takes_padding_masks(policy: str, example: str, tmp_path: Path) -> None:
+    """The dense encoder makes nested tensors of padded sequences: rows that are padding are zeros there."""
+    model, x = PaddedEncoder().eval(), torch.randn(3, 7, 64)
+    padding = torch.arange(7) >= torch.tensor([[7], [5], [2]])
+    examples = {"nothing": None, "sequences": x, "sequences and mask": (x, padding)}
+    with torch.no_grad():
+        expected = model(x, padding)
+        assert not expected[padding].any()
+        compressed = compress(model, examples[example], policy=policy, patience=0)
+        if policy == "all":
+            assert sum(isinstance(part, PackedLinear) for part in compressed.modules()) == 4
+        loaded = pm.load(pm.save(compressed, tmp_path / "model"), PaddedEncoder())
+        for packed in (compressed, copy.deepcopy(compressed), loaded):
+            y = packed(x, padding)
+            torch.testing.assert_close(y[~padding], expected[~padding], rtol=1e-4, atol=1e-5)
+        back = decompress(compressed)
+        assert back.encoder.use_nested_tensor
+        assert vars(back.encoder).keys() == vars(model.encoder).keys()
+        torch.testing.assert_close(back(x, padding), expected, rtol=1e-4, atol=1e-5)
+        assert model.encoder.use_nested_tensor
+
+
 def make_gpt2() -> nn.Module:
     """Return a small GPT-2 from a config, with balanced blocks in its Conv1D layers."""
     transformers = pytest.importorskip("transformers")
@@ -322,6 +363,20 @@ class TestDenseProducts:
         assert len(made) == 1
         torch.testing.assert_close(again, y, equal_nan=True)
         torch.testing.assert_close(y.float(), layer(x.float()), equal_nan=True)
+
+    def test_a_matrix_for_each_dtype_is_kept(self, monkeypatch) -> None:
+        packed, x = compress(make_linear(), policy="all"), torch.full((2, 64), torch.inf)
+        made: list[Tensor] = []
+        unpack = BalancedTensor.unpack
+        monkeypatch.setattr(
+            BalancedTensor, "unpack", staticmethod(lambda *given: made.append(y := unpack(*given)) or y)
+        )
+        for _ in range(3):
+            packed(x)
+            packed(x.double())
+            with torch.inference_mode():
+                packed(x)
+        assert len(made) == 2
 
     def test_the_kept_matrix_follows_the_weights(self) -> None:
         first, second = (compress(nn.Sequential(make_linear()), policy="all") for _ in range(2))

@@ -119,6 +119,41 @@ def test_lstm(bidirectional: bool, batch_first: bool, bias: bool) -> None:
     assert has_same_state(packed.dense(), layer)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_lstm_keeps_its_dense_form_until_a_weight_changes(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = prune_balanced(nn.LSTM(24, 20), 4, 1)
+    packed, other = (compress(layer, policy="all", patience=0) for _ in range(2))
+    made: list[nn.Module] = []
+    build = PackedLSTM.empty_dense_layer
+    monkeypatch.setattr(PackedLSTM, "empty_dense_layer", lambda self: made.append(y := build(self)) or y)
+    x = torch.randn(3, 2, 24, requires_grad=grad)
+    given = x if grad else nn.utils.rnn.pack_padded_sequence(x, [3, 2])
+
+    def run(model: nn.Module) -> torch.Tensor:
+        y = model(given)[0]
+        return y if grad else y.data
+
+    with torch.inference_mode():
+        packed(nn.utils.rnn.pack_padded_sequence(x.detach(), [3, 2]))
+    for _ in range(3):
+        assert agree(run(packed), run(layer))
+    assert len(made) == 1
+    assert not list(packed.parameters())
+    assert pickle.loads(pickle.dumps(packed)).state_dict().keys() == packed.state_dict().keys()
+    assert agree(run(copy.deepcopy(packed)), run(layer))
+    with torch.no_grad():
+        for tensors in (layer.parameters(), other.buffers()):
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.mul_(2)
+    packed.load_state_dict(other.state_dict())
+    made.clear()
+    for _ in range(2):
+        assert agree(run(packed), run(layer))
+    assert len(made) == 1
+    assert packed.half().dense_once().weight_ih_l0.dtype == torch.float16
+
+
 class TestJointMatrices:
     """An LSTM with one joint packed matrix a layer, which is for GPUs and runs on the CPU here."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pomona as pm
 from pomona.sparse import BalancedTensor, compress, decompress
 from pomona.sparse.formats import FORMATS
 from pomona.sparse.layers import PackedLinear
+from pomona.sparse.layers.shared_input import SharedInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:packed weights are multiplied as dense ones")
 
@@ -110,6 +112,38 @@ def test_an_input_that_was_changed_is_multiplied_again() -> None:
         packed.readers[0](z)
         z += 1
         torch.testing.assert_close(packed.readers[1](z), plain[1](z), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_threads_take_the_outputs_of_their_own_inputs(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    """Another thread calls the first layer while this one multiplies, and the other layers after that."""
+    packed = pack(Attention())
+    plain, multiply, (x, z) = decompress(packed).readers, SharedInput.multiply, torch.randn(2, 1, 64).unbind()
+    called, resume, outputs = threading.Event(), threading.Event(), []
+
+    @torch.no_grad()
+    def run() -> None:
+        outputs.append(packed.readers[0](z))
+        called.set()
+        assert resume.wait(10)
+        outputs.extend(reader(z) for reader in packed.readers[1:])
+
+    def multiply_after_the_other(shared: SharedInput, vector: Tensor) -> Tensor:
+        if vector is x and not called.is_set():
+            other.start()
+            assert called.wait(10)
+        return multiply(shared, vector)
+
+    monkeypatch.setattr(SharedInput, "multiply", multiply_after_the_other)
+    other = threading.Thread(target=run)
+    products.clear()
+    own = [packed.readers[0](x)]
+    resume.set()
+    other.join()
+    own += [reader(x) for reader in packed.readers[1:]]
+    for found, vector in ((outputs, z), (own, x)):
+        torch.testing.assert_close(found, [reader(vector) for reader in plain], rtol=1e-4, atol=1e-5)
+    assert products == [136, 136]
 
 
 def test_copies_share_their_own_weights(products: list[int]) -> None:

@@ -13,7 +13,9 @@ from torch.autograd import forward_ad
 from ..format import BalancedTensor
 from ..formats import FORMATS
 from ..ops.dense_product import unpack_and_keep, warn_about_dense_product
+from ..ops.registration import is_traced
 from ..packed_tensor import PackedTensor
+from .lazy_weight import LazyWeight
 
 # Device types with one operator for a whole convolution or LSTM; elsewhere these layers are made of products.
 WHOLE_LAYER_DEVICES = {"cuda"}
@@ -133,6 +135,10 @@ class PackedLayer(nn.Module):
     def unpack_for_autograd(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the dense weight `name` in a dtype, kept for the next call, for inputs that need a gradient."""
         warn_about_dense_product("an input that needs a gradient")
+        return self.unpack_once(name, dtype)
+
+    def unpack_once(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the dense weight `name` in a dtype, kept for the next call."""
         unpack = FORMATS[self.formats[name]].unpack
         return unpack_and_keep(unpack, self.read_parts(name), self.sizes[name], dtype).view(self.shapes[name])
 
@@ -148,12 +154,18 @@ class PackedLayer(nn.Module):
     @torch.no_grad()
     def dense(self) -> nn.Module:
         """Return the dense layer with its weights unpacked, as trainable parameters, and with the hooks of this one."""
+        layer = self.dense_without_hooks()
+        copy_call_hooks(self, layer)
+        return layer.train(self.training)
+
+    @torch.no_grad()
+    def dense_without_hooks(self) -> nn.Module:
+        """Return the dense layer with its weights unpacked, as trainable parameters."""
         layer = self.empty_dense_layer()
         state = {name: tensor for name, tensor in self.dense_state().items() if name in layer._parameters}
         state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
         layer.load_state_dict(state, assign=True)
-        copy_call_hooks(self, layer)
-        return layer.train(self.training)
+        return layer
 
     def file_metadata(self) -> dict[str, Any]:
         """Return everything but the buffers as plain values, for the header of a file."""
@@ -176,5 +188,19 @@ class PackedWeightLayer(PackedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, unpacked at every access."""
+        """The dense weight, which is unpacked where its values are used."""
+        values = self.read_parts("weight")[0]
+        if is_traced(values):
+            return self.unpack_weight()
+        return LazyWeight(self.weight_shape(), self.dense_dtype, values.device, self.unpack_weight)
+
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the dense weight."""
+        return self.shapes["weight"]
+
+    def unpack_weight(self, for_product: bool = False) -> Tensor:
+        """Return the dense weight, which is kept for the next call where it is for a product."""
+        if for_product:
+            warn_about_dense_product("a product with the attribute `weight` of a layer")
+            return self.unpack_once("weight", self.dense_dtype)
         return self.packed_weight("weight").dense().to(self.dense_dtype)

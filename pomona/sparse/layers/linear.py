@@ -66,10 +66,11 @@ class PackedConv1D(PackedLinear):
         with torch.device("meta"):
             return self.dense_class(self.nf, self.nx)
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, (in, out), unpacked at every access."""
-        return super().weight.T
+    def weight_shape(self) -> torch.Size:
+        return torch.Size((self.nx, self.nf))
+
+    def unpack_weight(self, for_product: bool = False) -> Tensor:
+        return super().unpack_weight(for_product).T
 
     def dense_state(self) -> dict[str, Tensor]:
-        return {**super().dense_state(), "weight": self.weight}
+        return {**super().dense_state(), "weight": self.unpack_weight()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,15 @@ from torch.nn.utils.rnn import PackedSequence
 from ..cuda.launcher import MAX_WARP_BLOCK
 from ..cuda.lstm import MAX_VECTORS
 from ..ops import balanced_lstm
-from ..ops.dense_product import warn_about_dense_product
+from ..ops.dense_product import can_keep, warn_about_dense_product
 from ..ops.lstm import pack_joint_weights
 from ..packed_tensor import DTYPES, PackedTensor
 from .base import WHOLE_LAYER_DEVICES, PackedLayer, needs_gradient
 
 JOINT_PARTS = ("values", "indices", "biases")
 States = tuple[Tensor, Tensor]  # h and c
+# The dense LSTMs of packed ones that had to be unpacked, with the tensors that they came from and their versions.
+_dense_layers: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], nn.Module]] = WeakKeyDictionary()
 
 
 class PackedLSTM(PackedLayer):
@@ -97,7 +101,7 @@ class PackedLSTM(PackedLayer):
         x, state = input, hx
         if isinstance(x, PackedSequence) or needs_gradient(x, *(state or ())):
             warn_about_dense_product("a packed sequence, or an input that needs a gradient, of an LSTM")
-            return self.dense().forward(x, state)
+            return self.dense_once().forward(x, state)
         unbatched = x.ndim == 2
         if unbatched:
             x, state = x.unsqueeze(1), state and (state[0].unsqueeze(1), state[1].unsqueeze(1))
@@ -110,6 +114,19 @@ class PackedLSTM(PackedLayer):
         if unbatched:
             return x.squeeze(1), (state[0].squeeze(1), state[1].squeeze(1))
         return (x.transpose(0, 1) if self.batch_first else x), state
+
+    def dense_once(self) -> nn.Module:
+        """Return the dense LSTM without trainable parameters, kept for the next call until a weight changes."""
+        parts = [part for part in self._buffers.values() if part is not None]
+        if not can_keep(parts):
+            return self.dense_without_hooks().train(self.training)
+        versions = [part._version for part in parts]
+        kept, known, dense = _dense_layers.get(self, ([], [], None))
+        if dense is None or known != versions or len(kept) != len(parts) or not all(map(operator.is_, kept, parts)):
+            with torch.inference_mode(False):  # tensors of inference mode could not be used for gradients later
+                dense = self.dense_without_hooks().requires_grad_(False)  # a hook may hold this layer
+            _dense_layers[self] = parts, versions, dense
+        return dense.train(self.training)
 
     def has_whole_operator(self, x: Tensor) -> bool:
         """Return whether one operator computes all layers for an input (time, batch, features)."""

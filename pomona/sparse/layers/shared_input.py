@@ -8,9 +8,10 @@ is called multiplies for all, and the others take their part when they are calle
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,27 @@ from torch import Tensor, nn
 from ..format import LANES, BalancedTensor
 from ..formats import FORMATS
 from .linear import PackedLinear
+
+
+class Product(NamedTuple):
+    """The outputs of one product that wait for their layers."""
+
+    source: weakref.ref[Tensor]  # the input
+    version: int  # of the input when it was multiplied
+    waiting: dict[int, Tensor]  # the outputs by the places of their layers
+
+    def has_output(self, place: int, x: Tensor) -> bool:
+        """Return whether the output of a layer for x is here, and x is as it was."""
+        return self.source() is x and self.version == x._version and place in self.waiting
+
+
+class LastProduct(threading.local):
+    """The product that each thread computed last. A copy, also one that is pickled, begins without one."""
+
+    product: Product | None = None
+
+    def __reduce__(self) -> tuple[type[LastProduct], tuple[()]]:
+        return LastProduct, ()
 
 
 class SharedInput:
@@ -37,11 +59,7 @@ class SharedInput:
         self.views = [tensor for layer in layers for tensor in read_tensors(layer)]
         for layer in layers:
             layer.shared = self
-        self.source: tuple[Any, int] | None = None  # the input, and its version when it was multiplied
-        self.waiting: dict[int, Tensor] = {}  # the outputs by the places of their layers
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "source": None, "waiting": {}}
+        self.last = LastProduct()
 
     def is_intact(self) -> bool:
         """Return whether every layer still has its part of the stacked tensors."""
@@ -53,15 +71,13 @@ class SharedInput:
         if x.numel() != layer.in_features or x.is_inference():  # changes of an inference tensor are not counted
             return None
         place = next(i for i, one in enumerate(self.layers) if one is layer)
-        known = self.source is not None and self.source[0]() is x and self.source[1] == x._version
-        output = self.waiting.pop(place, None) if known else None
-        if output is None:
+        product = self.last.product
+        if product is None or not product.has_output(place, x):
             if not self.is_intact():
                 return None
-            self.source = weakref.ref(x), x._version
-            self.waiting = dict(enumerate(self.multiply(x).split(self.rows, 1)))
-            output = self.waiting.pop(place)
-        return output.view(*x.shape[:-1], -1)
+            waiting = dict(enumerate(self.multiply(x).split(self.rows, 1)))
+            product = self.last.product = Product(weakref.ref(x), x._version, waiting)
+        return product.waiting.pop(place).view(*x.shape[:-1], -1)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return the outputs of all layers for one vector, side by side."""

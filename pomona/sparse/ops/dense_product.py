@@ -31,7 +31,7 @@ def choose_dense_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
-# The dense matrices of packed values that had to be unpacked, with the versions of the tensors that they came from.
+# The dense matrices of packed values that had to be unpacked, by dtype, with what tells whether the parts have changed.
 _unpacked = WeakIdKeyDictionary()
 
 
@@ -42,15 +42,29 @@ def unpack_and_keep(
 
     It is kept for the next call, until a part changes or the values are freed.
     """
-    if is_traced(parts[0]) or any(part.is_inference() for part in parts):  # tensors without addresses or versions
+    if not can_keep(parts):
         return unpack(*parts, *sizes).to(dtype)
-    versions = tuple(part._version for part in parts), torch.is_inference_mode_enabled()
-    source = versions, tuple(part.data_ptr() for part in parts[1:]), tuple(sizes), dtype
-    known, weight = _unpacked.get(parts[0], (None, None))
+    versions, addresses = tuple(part._version for part in parts), tuple(part.data_ptr() for part in parts[1:])
+    source = versions, addresses, tuple(sizes)
+    known, weights = _unpacked.get(parts[0], (None, {}))
     if known != source:
-        weight = unpack(*parts, *sizes).to(dtype)
-        _unpacked[parts[0]] = source, weight
-    return weight
+        weights = {}
+        _unpacked[parts[0]] = source, weights
+    if dtype not in weights:
+        with torch.inference_mode(False):  # a tensor of inference mode could not be used for gradients later
+            weights[dtype] = unpack(*parts, *sizes).to(dtype)
+    return weights[dtype]
+
+
+def can_keep(parts: Sequence[Tensor]) -> bool:
+    """Return whether what is computed from these tensors can be used again until their versions change.
+
+    Tensors that are traced have no addresses, those of inference mode no versions, and the memory of a CUDA graph has
+    its contents only while the graph is replayed.
+    """
+    if is_traced(parts[0]) or any(part.is_inference() or part.requires_grad for part in parts):
+        return False
+    return not (parts[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def explain_missing_kernel(x: Tensor) -> str:
