@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import timeit
 import warnings
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pomona import models
+from pomona.sparse import compress
 from pomona.sparse.cpu import backend
-from pomona.sparse.network import is_planned, model_plans, plan_network
+from pomona.sparse.network import copy_without_plan, is_planned, model_plans, plan_network
 from pomona.sparse.network.forward import warn_about_new_plans
 from pomona.sparse.network.plan import NetworkPlan
 from pomona.sparse.network.snapshot import ModelSnapshot
@@ -311,3 +313,24 @@ def test_plans_that_are_not_worth_it_are_not_made(monkeypatch: pytest.MonkeyPatc
         for _ in range(40):  # one shape again and again is planned after a while
             planned(batches[-1])
     assert len(runs) > 12
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_compressed_model_is_in_the_mode_of_the_given_one(training: bool) -> None:
+    model = prune_unstructured(models.build("resnet20"), 0.9).train(training)
+    model.stem[1].eval()
+    compressed = compress(model, images(1, 3, 32, 32), patience=0.1)
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert {name: module.training for name, module in compressed.named_modules()} == modes
+
+
+def test_the_modules_of_a_planned_model_are_the_fastest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = prune_unstructured(models.build("resnet20"), 0.9).eval(), images(1, 3, 32, 32)
+    seconds = {"dense": 2.0, "all packed": 3.0, "compressed": 4.0, "one call": 1.0}
+    monkeypatch.setattr(sys.modules["pomona.sparse.compress"], "time_models", lambda *_: (dict(seconds), {}))
+    compressed = compress(model, x, patience=0.0)
+    assert is_planned(compressed)
+    assert compressed.compression.seconds["compressed"] == 1.0
+    assert type(copy_without_plan(compressed).stem[0]) is nn.Conv2d
+    with torch.no_grad():
+        assert torch.allclose(compressed(x), model(x), atol=1e-4)
