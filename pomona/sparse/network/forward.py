@@ -118,18 +118,17 @@ def plan_network(model: nn.Module, shape: Shape | None = None) -> bool:
     vars(model)["forward"] = planned
     modes = {module: module.training for module in model.modules()}
     try:
-        plans = ModelPlans(model.eval())
-        if shape is not None:
+        plans = None if is_observed_inside(model.eval()) else ModelPlans(model)
+        if plans is not None and shape is not None:
             plans.make_plan(shape)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    can_run = plans.graph is not None and (shape is None or plans.plans[shape] is not None)
-    if can_run:
-        planned.current = plans
-    else:
+    if plans is None or plans.graph is None or (shape is not None and plans.plans[shape] is None):
         remove_plan(model)
-    return can_run
+        return False
+    planned.current = plans
+    return True
 
 
 def is_planned(model: nn.Module) -> bool:
