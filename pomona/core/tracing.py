@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
+import threading
 import warnings
 import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +17,29 @@ from torch import nn
 from ..sharding import is_fully_sharded
 from .layer_kind import layer_kind
 
+# torch.fx patches `nn.Module` while it traces: two traces at the same time would not undo this in the right order.
+TRACING = threading.RLock()
+
 
 class LayerTracer(torch.fx.Tracer):
-    """A tracer that does not look into layers, and records buffers as nodes instead of failing on operations."""
+    """A tracer that does not look into layers, and records buffers as nodes instead of failing on operations.
+
+    Modules that other threads call while it traces are none of its business: it lets them run.
+    """
 
     proxy_buffer_attributes = True
+    thread: int | None = None  # the one that traces
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> torch.fx.Graph:
+        """Return the graph of a module's forward."""
+        self.thread = threading.get_ident()
+        return super().trace(root, concrete_args)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return the attribute of a module: a proxy for a parameter or buffer."""
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is one call of the graph: torch's own, and layers and norms derived from them."""
@@ -26,6 +48,8 @@ class LayerTracer(torch.fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module without the hooks of FSDP2, which would gather its weights."""
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
         return super().call_module(m, m.forward if is_fully_sharded(m) else forward, args, kwargs)
 
 
@@ -58,17 +82,39 @@ def try_to_trace(
     model: nn.Module, fixed: dict[str, Any], tracer: type[LayerTracer] = LayerTracer
 ) -> torch.fx.Graph | None:
     """Return the model's symbolic forward for fixed values of some arguments, or None where it cannot be traced."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
     try:
-        with warnings.catch_warnings():
+        with TRACING, restored_attributes(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return tracer().trace(model, fixed)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None
+
+
+@contextmanager
+def restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Undo at the end what a forward assigns: it may count its calls, or store its inputs.
+
+    What has not changed is left alone, as other threads may run the model.
+    """
+    attributes = [vars(module) for module in model.modules()]
+    lists = [value for names in attributes for value in names.values() if type(value) is list]
+    tables = [*attributes, *(value for names in attributes for value in names.values() if isinstance(value, dict))]
+    before = [(values, list(values)) for values in lists], [(table, dict(table)) for table in tables]
+    try:
+        yield
     finally:
-        for module, state in before:  # a forward may count its calls, or store its inputs
-            vars(module).clear()
-            vars(module).update(state)
+        for values, items in before[0]:
+            if not is_same(values, items):
+                values[:] = items
+        for table, entries in before[1]:
+            if list(table) != list(entries) or not is_same(table.values(), entries.values()):
+                table.clear()
+                table.update(entries)
+
+
+def is_same(first: Collection[Any], second: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def called_modules(model: nn.Module, graph: torch.fx.Graph) -> list[nn.Module]:

@@ -22,7 +22,7 @@ from .format import DTYPES, BalancedTensor
 from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights, share_inputs
 from .layers.base import is_channels_last
-from .network import copy_without_plan, plan_copy
+from .network import copy_without_plan, find_shape, plan_copy, plan_network
 from .packed_tensor import PackedTensor
 from .quantized import CODE_BITS, QuantizedBalancedTensor
 from .surgery import (
@@ -79,7 +79,7 @@ def compress(
     themselves, and so do convolutions that stay dense on a GPU, where cuDNN's single kernel for both is faster.
 
     On a CPU, a network of convolutions, batch norms, ReLUs, residual sums and pools is run by one native call where
-    that is faster: under `torch.inference_mode` or `no_grad`, in evaluation mode, for float32 images of any size.
+    that is faster: in evaluation mode, for float32 images of any size that need no gradient themselves.
     Layers with balanced weights that receive the same tensor, such as queries, keys and values, are one product for a
     single vector.
 
@@ -115,7 +115,10 @@ def compress(
     result = share_inputs(fuse_relus(copy_with_dense_layers(packed, staying, dense), fused), readers)
     seconds: dict[str, float] = {}
     called: dict[str, float] = {}
-    planned = None if inputs is None else plan_copy(packed, inputs.args if not inputs.kwargs else ())
+    copy_modes(dense, result)
+    arguments = () if inputs is None or inputs.kwargs else inputs.args
+    is_packed = any(isinstance(module, PackedLayer) for module in packed.modules())
+    planned = plan_copy(result, arguments) if is_packed else None
     if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
         every = [layer.name for layer in layers]
         others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
@@ -131,11 +134,20 @@ def compress(
                 times["compressed"] = times[best]
         if seconds.get(PLANNED, math.inf) < seconds["compressed"]:
             layers = [layer.plan() for layer in layers]
-            result, seconds["compressed"] = models[PLANNED], seconds[PLANNED]
+            seconds["compressed"] = seconds[PLANNED]
     caches, count = "warm" if options.flush is None else "cold", 1 if inputs is None else inputs.batch
     reports = (*layers, *report_other_weights(dense))
     result.compression = Compression(reports, count, seconds, called, caches)  # type: ignore
+    if planned is not None and seconds["compressed"] == seconds[PLANNED]:
+        plan_network(result, find_shape(arguments))
     return result
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Let the modules of a model be in training or evaluation mode as those of the same names in another one."""
+    modes = {name: module.training for name, module in source.named_modules()}
+    for name, module in target.named_modules():
+        module.training = modes.get(name, source.training)
 
 
 @torch.no_grad()

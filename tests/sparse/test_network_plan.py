@@ -99,7 +99,7 @@ def planned_copy(model: nn.Module, shape: tuple[int, int, int] = SHAPE) -> nn.Mo
 
 
 def the_plan(model: nn.Module, shape: tuple[int, int, int] = SHAPE) -> Any:
-    return vars(model)["forward"].plans[shape]
+    return vars(model)["forward"].current.plans[shape]
 
 
 def calls_of(plan: NetworkPlan) -> list[Tensor | None]:
@@ -238,11 +238,11 @@ def test_any_pool(
 def test_residual_networks_are_steps_alone(name: str, options: dict[str, Any], shape: tuple[int, int, int]) -> None:
     model, x = prepare(models.build(name, **options), 0.9), images(2, *shape)
     planned = planned_copy(model, shape)
-    plan, rest = the_plan(planned, shape)
-    results = calls_of(plan)
+    plan = the_plan(planned, shape)
+    results = calls_of(plan.steps)
     with torch.inference_mode():
         y = planned(x)
-    assert rest is None
+    assert plan.rest is None
     assert y is results[0]
     assert agree(y, exact(model, x))
 
@@ -259,12 +259,12 @@ def test_norms_sums_and_relus_are_part_of_convolutions() -> None:
 def test_the_rest_runs_as_modules() -> None:
     model, x = prepare(Gate()), images(2, *SHAPE)
     planned = planned_copy(model)
-    plan, rest = the_plan(planned)
-    results = calls_of(plan)
+    plan = the_plan(planned)
+    results = calls_of(plan.steps)
     with torch.inference_mode():
         assert agree(planned(x), exact(model, x))
     assert len(results) == 1
-    assert rest.second is planned.second
+    assert plan.rest.second is planned.second
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_an_overflow_inside_the_network_is_computed_by_the_modules() -> None:
     for layer in model:
         layer.weight.data *= 1e30
     planned = planned_copy(model)
-    results = calls_of(the_plan(planned)[0])
+    results = calls_of(the_plan(planned).steps)
     with torch.inference_mode():
         found, expected = planned(x), model(x)
     assert results == [None]
@@ -393,7 +393,7 @@ def test_copies_and_pickles_run_as_planned() -> None:
         assert vars(other)["forward"].model is other
         with torch.inference_mode():
             assert agree(other(x), exact(model, x))
-            assert the_plan(other)[0] is not the_plan(planned)[0]
+            assert the_plan(other).steps is not the_plan(planned).steps
 
 
 def test_threads_at_the_same_time() -> None:

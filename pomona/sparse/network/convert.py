@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..layers import Conv2dReLU, PackedLayer
 from ..layers.conv2d import PackedConv2d
 from ..layers.linear import PackedLinear
 from ..surgery import Fused
+from .snapshot import ModelSnapshot
 from .steps import Activation, Convolution, MaxPool, Mean, SparseWeight, Step, UnsupportedError
 
 PASSED_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, Fused)  # which return their input in evaluation mode
@@ -26,10 +29,17 @@ LINEAR_DENSITY = 0.3
 
 
 class PackedLayerTracer(LayerTracer):
-    """A tracer for which packed layers, too, are one call."""
+    """A tracer for which packed layers, too, are one call, and which refuses a forward that assigns attributes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (PackedLayer, Conv2dReLU, Fused)) or super().is_leaf_module(m, module_qualified_name)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        before = ModelSnapshot(root)
+        graph = super().trace(root, concrete_args)
+        if not before.has_same_structure():  # what a forward stores or creates has no place in a graph
+            raise UnsupportedError(root)
+        return graph
 
 
 @dataclass
@@ -40,15 +50,29 @@ class Network:
     steps: list[Step]
     output: Activation
     is_flat: bool  # whether the output is (n, channels)
+    make_begin: Callable[[], nn.Module]  # what the steps compute, as a module
     rest: nn.Module | None
 
 
-def convert_network(model: nn.Module, shape: tuple[int, int, int]) -> Network | None:
-    """Return the model for images of a shape, channels first, as steps; None where it does not begin with any."""
+def trace_network(model: nn.Module) -> fx.Graph | None:
+    """Return the graph of a model's forward, for images of any shape, or None where it has none."""
+    forwards = [vars(module).get("forward") for module in list(model.modules())[1:]]
+    if any(isinstance(forward, (FunctionType, MethodType)) for forward in forwards):  # of no class
+        return None
     graph = trace(model, PackedLayerTracer)
+    if graph is not None:
+        remove_passed_modules(model, graph)
+    return graph
+
+
+def convert_network(model: nn.Module, shape: tuple[int, int, int], graph: fx.Graph | None = None) -> Network | None:
+    """Return the model for images of a shape, channels first, as steps; None where it does not begin with any.
+
+    `graph` is that of its forward, which is traced where it is not given.
+    """
+    graph = trace_network(model) if graph is None else graph
     if graph is None:
         return None
-    remove_passed_modules(model, graph)
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder" and node.users]
     if len(inputs) != 1:
@@ -61,17 +85,12 @@ def convert_network(model: nn.Module, shape: tuple[int, int, int]) -> Network | 
     converter = Converter(model, nodes[0], shape)
     for node in nodes[1:end]:
         converter.convert(node)
-    is_complete = all(has_attribute(model, str(node.target)) for node in nodes[end:] if node.op == "get_attr")
-    if not is_complete or not any(isinstance(step, Convolution) for step in converter.steps):
+    if not any(isinstance(step, Convolution) for step in converter.steps):
         return None
     output, is_flat = converter.results[last]
-    return Network(converter.input, converter.steps, output, is_flat, copy_rest(model, nodes[end:], last))
-
-
-def has_attribute(model: nn.Module, target: str) -> bool:
-    """Return whether a model has the tensor that a graph reads: the tracer has removed those that forward creates."""
-    *path, name = target.split(".")
-    return hasattr(model.get_submodule(".".join(path)), name)
+    make_begin = partial(copy_nodes, model, nodes[1:end], nodes[0], last)
+    rest = None if nodes[end].op == "output" and nodes[end].args[0] is last else copy_nodes(model, nodes[end:], last)
+    return Network(converter.input, converter.steps, output, is_flat, make_begin, rest)
 
 
 def remove_passed_modules(model: nn.Module, graph: fx.Graph) -> None:
@@ -103,15 +122,17 @@ def find_cut(nodes: Sequence[fx.Node], limit: int) -> tuple[int, fx.Node] | None
     return None
 
 
-def copy_rest(model: nn.Module, nodes: Sequence[fx.Node], last: fx.Node) -> nn.Module | None:
-    """Return the nodes after the steps as a module that shares the layers of the model; None where all are steps."""
-    if nodes[0].op == "output" and nodes[0].args[0] is last:
-        return None
+def copy_nodes(
+    model: nn.Module, nodes: Sequence[fx.Node], first: fx.Node, last: fx.Node | None = None
+) -> fx.GraphModule:
+    """Return nodes as a module that shares the layers of the model: a function of `first`, which returns `last`."""
     graph = fx.Graph()
-    copies = {last: graph.placeholder("x")}
+    copies = {first: graph.placeholder("x")}
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda used: copies[used])
-    return fx.GraphModule(model, graph).eval()
+    if last is not None:
+        graph.output(copies[last])
+    return fx.GraphModule(model, graph)
 
 
 class Converter:

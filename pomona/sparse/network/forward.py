@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import warnings
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
+from torch.autograd import forward_ad
 
 from ..cpu.network import load_function
-from ..layers.base import PackedLayer
 from ..ops.registration import is_observed
-from .convert import convert_network
-from .plan import NetworkPlan
-
-MAX_PLANS = 4  # of different image shapes that are kept
-read_version = attrgetter("_version")
-read_training = attrgetter("training")
+from .model_plans import ModelPlan, ModelPlans, PlanAllowance, Shape
+from .snapshot import is_observed_inside
 
 
 class PlannedForward:
     """The forward of a model: one native call for its convolutions where that computes the same, else its modules.
 
     It takes the place of the model's `forward`. The plan is made at the first call for images of a shape, and again
-    where weights have changed. It is used for float32 images on a CPU in evaluation mode, while nothing observes or
-    differentiates the modules.
+    where the model has changed. It is used for float32 images on a CPU in evaluation mode, while nothing observes the
+    modules or differentiates by the images.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +34,10 @@ class PlannedForward:
 
     def forget_plans(self) -> None:
         """Drop the plans and what they were made from."""
-        self.plans: dict[tuple[int, int, int], tuple[NetworkPlan, nn.Module | None] | None] = {}
+        self.current: ModelPlans | None = None
+        self.allowance = PlanAllowance()
+        self.planning = threading.Lock()
+        self.time = 0  # counted in calls
 
     @property
     def __code__(self) -> Any:
@@ -56,78 +54,80 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and self.can_plan(args[0]):
             plan = self.find_plan(args[0])
-            y = plan and plan[0].run(args[0].contiguous())
-            if y is not None:
-                return y if plan[1] is None else plan[1](y)  # type: ignore[index]
+            y = None if plan is None else plan.run_steps(args[0].contiguous())
+            if plan is not None and y is not None:
+                return plan.run_rest(y)
         return type(self.model).forward(self.model, *args, **kwargs)
 
     def can_plan(self, x: Any) -> bool:
-        """Return whether the plan computes what the modules compute."""
+        """Return whether a plan computes for x what the modules compute."""
         if type(x) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu" or x.ndim != 4 or not len(x):
             return False
-        if self.model.training or is_observed(x) or torch.is_autocast_enabled("cpu"):
-            return False
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
-            warn_about_gradients()
-            return False
-        return True
+        is_differentiated = is_observed(x) or forward_ad._current_level >= 0
+        return not (self.model.training or is_differentiated or torch.is_autocast_enabled("cpu"))
 
-    def find_plan(self, x: Tensor) -> tuple[NetworkPlan, nn.Module | None] | None:
-        """Return the plan for images of this shape, with the module for what follows it, or None without one."""
+    def find_plan(self, x: Tensor) -> ModelPlan | None:
+        """Return the plan for images of this shape, or None without one."""
         shape = x.shape[1], x.shape[2], x.shape[3]
-        if shape not in self.plans or self.has_changed():
-            self.make_plan(shape)
-        return self.plans[shape]
+        self.time += 1
+        self.allowance.count_call()
+        current = self.current
+        if current is None or shape not in current.plans or not current.snapshot.is_current():
+            current = None if is_observed_inside(self.model) else self.make_plan(shape)
+        plan = None if current is None else current.plans.get(shape)
+        if plan is not None:
+            plan.last_use = self.time
+        return plan
 
-    def has_changed(self) -> bool:
-        """Return whether weights, modes or hooks are not those of the plans."""
-        return (
-            sum(map(read_version, self.tensors)) != self.versions
-            or any(self.hooks)
-            or any(map(read_training, self.modules))
-            or PackedLayer.moves != self.moves
-        )
-
-    def make_plan(self, shape: tuple[int, int, int]) -> None:
-        """Make the plan for images of a shape, and drop those of other weights, or the oldest one."""
-        if self.plans and (self.has_changed() or len(self.plans) == MAX_PLANS):
-            self.plans = {}
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        self.tensors = [t for t in tensors if t.is_floating_point() and not t.is_inference()]
-        self.versions = sum(map(read_version, self.tensors))
-        modules = list(self.model.modules())
-        self.modules = [m for m in modules if not isinstance(m, PackedLayer) and not any(m.children())]
-        self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self.hooks += global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks
-        self.moves = PackedLayer.moves
-        observed = any(self.hooks) or any(map(read_training, self.modules))
-        network = None if observed else convert_network(self.model, shape)
-        self.plans[shape] = None if network is None else (NetworkPlan(network), network.rest)
+    def make_plan(self, shape: Shape) -> ModelPlans | None:
+        """Return the plans of the model as it is now, with one for images of a shape where that is worth it."""
+        with self.planning:
+            current = self.current
+            if current is not None and not current.snapshot.is_current():
+                current = self.current = None
+            if current is not None and shape in current.plans:  # by another thread
+                return current
+            if not self.allowance.take():
+                warn_about_new_plans()
+                return current
+            current = current or ModelPlans(self.model)
+            current.make_plan(shape)
+            self.current = current
+            return current
 
 
 @cache
-def warn_about_gradients() -> None:
-    """Warn, once, that a model runs module by module where it need not."""
+def warn_about_new_plans() -> None:
+    """Warn, once, that a model runs module by module because plans would take longer than they save."""
     warnings.warn(
-        "a compressed network runs module by module while gradients are enabled: call it under torch.inference_mode().",
+        "a compressed network runs module by module where its images have ever new shapes, or its weights change "
+        "before each call: plans for them take longer than they save.",
         stacklevel=2,
     )
 
 
-def plan_network(model: nn.Module, shape: tuple[int, int, int] | None = None) -> bool:
-    """Let a model run as planned where it can; return whether it can for images of a shape, channels first.
+def plan_network(model: nn.Module, shape: Shape | None = None) -> bool:
+    """Let a model run as planned where it can, in evaluation mode; return whether it can for images of a shape.
 
-    It cannot where it has no forward of its class, where modules other than itself have hooks, and where its first
-    layers are none that the kernel has.
+    It cannot where its forward is not that of its class, assigns attributes or cannot be traced, where modules other
+    than itself have hooks, and where its first layers are none that the kernel has.
     """
     if load_function("network_run") is None or "forward" in vars(model):
         return False
     planned = PlannedForward(model)
-    if shape is not None:
-        planned.make_plan(shape)
-        if planned.plans[shape] is None:
-            return False
     vars(model)["forward"] = planned
+    modes = {module: module.training for module in model.modules()}
+    try:
+        plans = None if is_observed_inside(model.eval()) else ModelPlans(model)
+        if plans is not None and shape is not None:
+            plans.make_plan(shape)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if plans is None or plans.graph is None or (shape is not None and plans.plans[shape] is None):
+        remove_plan(model)
+        return False
+    planned.current = plans
     return True
 
 
@@ -150,12 +150,16 @@ def copy_without_plan(model: nn.Module) -> nn.Module:
     return model
 
 
-def plan_copy(packed: nn.Module, arguments: tuple[Any, ...]) -> nn.Module | None:
-    """Return a copy of a packed model that runs as planned for these arguments, or None where it cannot."""
+def plan_copy(model: nn.Module, arguments: tuple[Any, ...]) -> nn.Module | None:
+    """Return a copy of a model that runs as planned for these arguments, or None where it cannot."""
+    shape = find_shape(arguments)
+    planned = None if shape is None else copy.deepcopy(model)
+    return planned if planned is not None and plan_network(planned, shape) else None
+
+
+def find_shape(arguments: tuple[Any, ...]) -> Shape | None:
+    """Return the shape of images that are a model's only argument, channels first, or None without a plan for such."""
     x = arguments[0] if len(arguments) == 1 else None
     if not isinstance(x, Tensor) or x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
         return None
-    if not any(isinstance(module, PackedLayer) for module in packed.modules()):
-        return None
-    planned = copy.deepcopy(packed).eval()
-    return planned if plan_network(planned, (x.shape[1], x.shape[2], x.shape[3])) else None
+    return x.shape[1], x.shape[2], x.shape[3]

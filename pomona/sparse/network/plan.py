@@ -35,6 +35,12 @@ class NetworkPlan:
         self.sums = native.TILE_NUMBERS * max(record.rows for record in steps)
         self.idle: list[Tensor] = []  # workspaces that no thread uses now
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the weights, and of the workspace for one thread."""
+        numbers = self.scratch_place + self.scratch + self.sums
+        return sum(tensor.nbytes for tensor in self.weights) + 4 * numbers
+
     def locate(self, activation: Activation) -> tuple[int, int]:
         """Return the place of an activation in the workspace, and the numbers from one channel to the next."""
         return self.places[activation], plane_numbers(activation)
