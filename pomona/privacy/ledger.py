@@ -29,6 +29,7 @@ from .accounting import Pair, validate_delta
 from .budget import Budget
 from .composition import total_epsilon
 from .journal import START, Entry, Journal
+from .released_steps import require_same_release
 
 DIGEST_LENGTH = 32  # hexadecimal digits: 128 bits
 FOLDER_VARIABLE = "POMONA_LEDGER"
@@ -164,13 +165,7 @@ class Ledger:
             known = self.accounts[run].released.get(step)
             if known is None:
                 return {"kind": "step", "run": run, "step": step, "weights": weights, "sum": released}
-            what = "weights" if known[0] != weights else "gradients"
-            require(
-                known == (weights, released),
-                f"step {step} of this run was taken before with other {what}, and the same noise for both would "
-                "reveal the difference: resume with the data, options, code and machine of the first time, or begin "
-                "a new run.",
-            )
+            require_same_release(step, known, (weights, released))
             return None
 
         self.append(make_entry)

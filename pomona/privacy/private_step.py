@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import require
+from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import RAMPS, Budget
@@ -138,8 +138,8 @@ class PrivateStep:
 
     @property
     def spent(self) -> float:
-        """Return the ε spent so far."""
-        return self.budget.spent(self.drawn)
+        """Return the ε spent so far, also by steps that were taken before an earlier state was loaded."""
+        return self.budget.spent(self.journal.furthest_draw(self.drawn))
 
     @property
     def next_step(self) -> int:
@@ -319,6 +319,13 @@ class PrivateStep:
         self.source.load_state_dict(state["source"])
         self.norms.norms = list(state.get("norms", self.norms.norms))
         self.steps_taken, self.drawn, self.pending = state["done"], state.get("drawn", state["done"]), None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles of the step."""
+        raise PomonaError(
+            "a private step cannot be copied or pickled, as its copy would use the same noise for other gradients: "
+            "make another private step, and use state_dict() to resume this one."
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what may be published about the run; nothing in it depends on the data."""

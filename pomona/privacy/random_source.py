@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..errors import require
+from ..errors import PomonaError, require
 from .chacha import KEY_BYTES, chacha20_words
 from .discrete_gaussian import NoiseTable, sample_discrete_gaussian
 
@@ -57,6 +57,13 @@ class Source:
 
     def __repr__(self) -> str:
         return f"Source({str(self.device)!r}, step={self.step}, secure={self.secure})"  # without the key
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles of the key."""
+        raise PomonaError(
+            "a random source cannot be copied or pickled, as its copy would draw the same noise: make another source, "
+            "and use state_dict() to resume this one."
+        )
 
     def words(self, purpose: Purpose, count: int, device: torch.device | str | None = None) -> Tensor:
         """Return int64 words of 64 random bits; each call within a step returns others."""

@@ -41,7 +41,8 @@ class Mixing(nn.Module):
 
 def step_of(model: nn.Module, *sizes: int) -> PrivateStep:
     """Return the private steps of a model, with samples of the first rows, of so many each."""
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), 0.1), make_budget(), method="dpsgd")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = PrivateStep(model, optimizer, make_budget(), method="dpsgd", source=Source(seed=0))
     counts = iter(sizes)
     step.source.poisson = lambda rows, rate: torch.arange(next(counts))  # type: ignore[method-assign]
     return step
