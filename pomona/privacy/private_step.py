@@ -2,7 +2,7 @@
 
     step = pm.privacy.gip(model, optimizer, rows=len(x), batch_size=512, epsilon=2, delta=1e-5, steps=1000)
     for rows in step:
-        step(x[rows], y[rows])
+        step(x[rows], y[rows], rows)
 
 The method decides which coordinates of the gradient are kept. All but the first and the last use the index mechanism:
 
@@ -16,6 +16,7 @@ The method decides which coordinates of the gradient are kept. All but the first
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -197,7 +198,7 @@ class PrivateStep:
             self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch(), unchanged_buffers(self.model):
+        with repeatable_kernels(), self.source.seeded_torch(self.processes.rank), unchanged_buffers(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn
@@ -210,6 +211,20 @@ class PrivateStep:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return losses.mean() if len(losses) else losses.sum()
+
+    def randomness(self) -> AbstractContextManager[None]:
+        """Seed torch, NumPy and `random` from the secret key within a block, in which drawn rows are augmented.
+
+            for rows in step:
+                with step.randomness():
+                    inputs = augment(x[rows])
+                step(inputs, y[rows], rows)
+
+        With numbers that others can know, those of all other rows would tell whether a row is there. A resumed run
+        draws them again.
+        """
+        require(self.pending is not None, "there are no drawn rows to augment: call draw() before randomness().")
+        return self.source.seeded_generators(self.processes.rank)
 
     def check_examples(self, inputs: Batch, targets: Batch, rows: Tensor | None) -> tuple[Batch, Batch]:
         """Return the examples of a step; raise PomonaError unless they are those of the rows that were drawn."""

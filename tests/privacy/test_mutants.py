@@ -226,7 +226,7 @@ def resume_without_norms(original):
 
 def seed_torch(original):
     @contextmanager
-    def seeded_torch(self):
+    def seeded_torch(self, rank=0):
         with torch.random.fork_rng([]):
             torch.manual_seed(self.integer(64) >> 1)
             yield
