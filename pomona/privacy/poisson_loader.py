@@ -38,6 +38,7 @@ def poisson_loader(step: PrivateStep, dataset: Dataset[Any], **options: Any) -> 
     for rows, batch in zip(upcoming, loader, strict=True):
         drawn = step.draw()
         assert drawn.tolist() == rows
+        step.is_loaded = True
         inputs, targets = batch
         inputs, targets = as_batch(inputs), as_batch(targets)
         yield (inputs, targets) if rows else tuple(map_tensors(lambda part: part[:0], (inputs, targets)))

@@ -78,6 +78,7 @@ class PrivateStep:
         source: Source | None = None,
         data: tuple[Batch, Batch] | None = None,
         ledger: Ledger | None = None,
+        trust_rows: bool = False,
     ) -> None:
         """Validate the arguments and prepare the first step.
 
@@ -101,6 +102,8 @@ class PrivateStep:
             source: the random source; by default its key is the operating system's.
             data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
             ledger: of the data set; each step is journalled in it before its release.
+            trust_rows: with a ledger, accept examples without `data`, their rows or `poisson_loader`: that they are
+                those of the drawn rows is then unchecked.
         """
         budget.verify()
         self.clipping = Clipping.of(clipping)
@@ -130,6 +133,8 @@ class PrivateStep:
             f"the budget is for {budget.rows} rows, and the data has another number.",
         )
         self.journal = StepJournal(ledger, self.source, self.processes, budget)
+        self.needs_rows = ledger is not None and data is None and not trust_rows
+        self.is_loaded = False  # whether `poisson_loader` read the rows that were drawn
         self.is_tested = False  # whether the model was found not to mix examples
         self.drawn = 0  # steps that are charged
         self.steps_taken = 0
@@ -182,7 +187,7 @@ class PrivateStep:
         self.journal.enter_draw(self.drawn, self.steps_taken)
         self.drawn += 1
         rows = self.source.poisson(self.budget.rows, self.budget.rate)
-        self.pending = self.processes.own_rows(rows)
+        self.pending, self.is_loaded = self.processes.own_rows(rows), False
         return self.pending.clone()
 
     def __call__(self, inputs: Batch = None, targets: Batch = None, rows: Tensor | None = None) -> Tensor:
@@ -242,6 +247,11 @@ class PrivateStep:
             f"a step got {count} rows where {'none' if drawn is None else len(drawn)} were drawn: pass the rows of "
             "draw(), once each; batches of a fixed size or accumulated batches are no Poisson sample and void the "
             "accounting.",
+        )
+        require(
+            rows is not None or self.is_loaded or not self.needs_rows,
+            "a step with a ledger must know which rows its examples are: pass them, as in step(x[rows], y[rows], rows), "
+            "or give data=(x, y) to the private step, or set trust_rows=True to go without a check.",
         )
         is_drawn = (rows is None or are_equal(drawn, rows)) and (own is None or are_equal((inputs, targets), own))
         require(is_drawn, f"a step got {count} rows that are not the drawn ones: pass those of draw(), in their order.")

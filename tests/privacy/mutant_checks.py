@@ -161,12 +161,12 @@ def check_ledger() -> None:
         state = None
         for rows in step:
             state = state or step.state_dict()
-            step(x[rows], y[rows])
+            step(x[rows], y[rows], rows)
         assert seen == [[k] for k in range(1, 9)]
         other, resumed = make()
         resumed.load_state_dict(state)
         for rows in resumed:
-            resumed(x[rows], y[rows])
+            resumed(x[rows], y[rows], rows)
         assert count_steps(folder) == [8]
         assert torch.equal(flat_parameters(model), flat_parameters(other))
 

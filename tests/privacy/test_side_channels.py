@@ -144,7 +144,7 @@ def test_ledger_is_for_its_owner_only(tmp_path):
     x, y = make_data()
     _, step = make_step(ledger=Ledger(tmp_path / "ledger", (x, y)), source=Source())
     rows = step.draw()
-    step(x[rows], y[rows])
+    step(x[rows], y[rows], rows)
     files = [path for path in (tmp_path / "ledger").iterdir() if path.is_file()]
     assert {path.suffix for path in files} == {".jsonl", ".head"}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
