@@ -250,8 +250,8 @@ class PrivateStep:
         )
         require(
             rows is not None or self.is_loaded or not self.needs_rows,
-            "a step with a ledger must know which rows its examples are: pass them, as in step(x[rows], y[rows], rows), "
-            "or give data=(x, y) to the private step, or set trust_rows=True to go without a check.",
+            "a step with a ledger must know which rows its examples are: pass them, as in step(x[rows], y[rows], "
+            "rows), or give data=(x, y) to the private step, or set trust_rows=True to go without a check.",
         )
         is_drawn = (rows is None or are_equal(drawn, rows)) and (own is None or are_equal((inputs, targets), own))
         require(is_drawn, f"a step got {count} rows that are not the drawn ones: pass those of draw(), in their order.")
