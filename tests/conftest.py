@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 
 # This import comes first: it limits oneDNN where AMX is refused, which must happen before torch is imported.
@@ -12,6 +13,8 @@ from pomona import cpu_features
 import pytest
 import torch
 from torch_settings import restored_torch_settings
+
+from pomona.privacy import released_steps
 
 torch.set_num_threads(1)
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and tables would have that width
@@ -33,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def ledger_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the privacy ledgers of a test in a folder of its own."""
+    """Keep the privacy ledgers of a test in a folder of its own, and forget the private steps of other tests."""
     monkeypatch.setenv("POMONA_LEDGER", str(tmp_path_factory.mktemp("ledger")))
+    monkeypatch.setattr(released_steps, "_runs", OrderedDict())
 
 
 @pytest.fixture(autouse=True)

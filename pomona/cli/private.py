@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -186,8 +187,11 @@ def ledger(
     The ledgers are in the folder that POMONA_LEDGER names, or in ~/.local/share/pomona/ledger.
     """
     from pomona.lab.runs.private import open_ledger
+    from pomona.privacy.accounting import validate_delta
     from pomona.privacy.ledger import find_ledgers, ledger_folder, summarize
 
+    if delta is not None:
+        validate_delta(delta)
     ledgers = find_ledgers(ledger_folder(), dataset)
     if limit is not None or end is not None:
         require(dataset is not None, "--limit and --end are for one data set: name it.")
@@ -198,7 +202,8 @@ def ledger(
         if limit is not None:
             chosen.set_limit(limit, DEFAULT_DELTA if delta is None else delta)
         ledgers = [chosen]
-    found = [summarize(one, delta or (one.limit[1] if one.limit else DEFAULT_DELTA)) for one in ledgers]
+    default = [one.limit[1] if one.limit else DEFAULT_DELTA for one in ledgers]
+    found = [summarize(one, other if delta is None else delta) for one, other in zip(ledgers, default, strict=True)]
     if as_json:
         print_json(found)
     elif not found:
@@ -206,6 +211,9 @@ def ledger(
     for one in [] if as_json else found:
         print_table(ledger_table(one))
         print(describe_total(one))
+    for name, count in Counter(one["name"] for one in found).items():
+        if name and count > 1:
+            print_note(f"{count} data sets are called '{name}': the limit of one does not hold for the others.")
 
 
 def ledger_table(found: Mapping[str, Any]) -> Table:

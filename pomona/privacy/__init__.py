@@ -2,7 +2,7 @@
 
 step = pm.privacy.gip(model, optimizer, rows=len(x), batch_size=512, epsilon=2, delta=1e-5, steps=1000)
 for rows in step:
-    step(x[rows], y[rows])
+    step(x[rows], y[rows], rows)
 """
 
 from . import exponential_schedule, private_cnn  # noqa: F401  (they register themselves)

@@ -154,11 +154,12 @@ def total_delta(steps: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def validate_delta(delta: float) -> None:
-    """Raise PomonaError for a δ that is too small to be accounted for in float64."""
+    """Raise PomonaError for a δ of 1 or more, or one that is too small to be accounted for in float64."""
     require(
         delta >= MIN_DELTA,
         f"δ must be {MIN_DELTA:g} or more, got {delta:g}: below it rounding errors of the accountant could matter.",
     )
+    require(delta < 1, f"δ must be below 1, got {delta:g}: at 1 everything may be revealed; below 1 / rows is usual.")
 
 
 def hockey_stick_divergence(log: Array, sigma: float | None, pure: Sequence[float]) -> Array:

@@ -40,9 +40,12 @@ class Journal:
 
     def read(self) -> None:
         """Receive the entries that were added since the last call; raise PomonaError if the file was changed."""
-        if self.path.exists():
+        try:
             with self.locked_file("rb") as file:
                 self.read_entries(file)
+        except FileNotFoundError:
+            count = self.read_head()
+            require(count == 0, self.damage(f"it is missing and had {count} lines"))
 
     def append(self, make_entry: Callable[[], Entry | None]) -> None:
         """Receive what others have added, then append the entry that `make_entry` returns, unless that is None.

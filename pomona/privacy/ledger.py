@@ -13,7 +13,9 @@ the same noise differ by data alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from .accounting import Pair, validate_delta
 from .budget import Budget
 from .composition import total_epsilon
 from .journal import START, Entry, Journal
+from .released_steps import require_same_release
 
 DIGEST_LENGTH = 32  # hexadecimal digits: 128 bits
 FOLDER_VARIABLE = "POMONA_LEDGER"
@@ -136,13 +139,17 @@ class Ledger:
                     self.accounts[run].budget == budget.to_dict(),
                     f"the run {run[:8]} began with another budget: continue with that one or begin a new run.",
                 )
-                require(not self.accounts[run].ended, f"the run {run[:8]} has ended: begin a new one.")
+                self.require_going_on(run)
                 return None
             entry = {"kind": "run", "run": run, "name": self.run_name, "budget": budget.to_dict(), "time": timestamp()}
             self.require_room(RunAccount(run, self.run_name, budget.to_dict(), ""))
             return entry
 
         self.append(make_entry)
+
+    def require_going_on(self, run: str) -> None:
+        """Raise PomonaError if a run has ended: its steps may have been given to others."""
+        require(not self.accounts[run].ended, f"the run {run[:8]} has ended: begin a new one.")
 
     def require_room(self, added: RunAccount) -> None:
         """Raise PomonaError if the limit does not hold for all runs that may still draw, and another one."""
@@ -161,16 +168,11 @@ class Ledger:
         """Journal a step before its release; raise PomonaError if it was released before and is another one now."""
 
         def make_entry() -> Entry | None:
+            self.require_going_on(run)
             known = self.accounts[run].released.get(step)
             if known is None:
                 return {"kind": "step", "run": run, "step": step, "weights": weights, "sum": released}
-            what = "weights" if known[0] != weights else "gradients"
-            require(
-                known == (weights, released),
-                f"step {step} of this run was taken before with other {what}, and the same noise for both would "
-                "reveal the difference: resume with the data, options, code and machine of the first time, or begin "
-                "a new run.",
-            )
+            require_same_release(step, known, (weights, released))
             return None
 
         self.append(make_entry)
@@ -179,6 +181,7 @@ class Ledger:
         """Journal a step whose rows were drawn and not used: it costs as much as one that was taken."""
 
         def make_entry() -> Entry | None:
+            self.require_going_on(run)
             account = self.accounts[run]
             if step in account.released or step in account.skipped:
                 return None
@@ -204,14 +207,24 @@ class Ledger:
     # ---- the data set
 
     def set_limit(self, epsilon: float, delta: float) -> None:
-        """Limit what all runs on the data set may cost together; raise PomonaError if more is already spent."""
+        """Limit what all runs may cost together; raise PomonaError if they have spent more or still may."""
         require(epsilon > 0, f"a limit on ε must be above 0, got {epsilon:g}.")
-        spent = self.total(delta)
-        require(
-            spent <= epsilon,
-            f"runs on '{self.name}' have already spent ε={spent:.4g} at δ={delta:g}, more than {epsilon:g}.",
-        )
-        self.append(lambda: {"kind": "limit", "epsilon": epsilon, "delta": delta, "time": timestamp()})
+        validate_delta(delta)
+
+        def make_entry() -> Entry:
+            spent, planned = self.total(delta), self.total(delta, planned=True)
+            require(
+                spent <= epsilon,
+                f"runs on '{self.name}' have already spent ε={spent:.4g} at δ={delta:g}, more than {epsilon:g}.",
+            )
+            require(
+                planned <= epsilon,
+                f"runs on '{self.name}' may still go on to ε={planned:.4g} at δ={delta:g}, more than {epsilon:g}: end "
+                "those that will not go on, or set a higher limit.",
+            )
+            return {"kind": "limit", "epsilon": epsilon, "delta": delta, "time": timestamp()}
+
+        self.append(make_entry)
 
     def total(self, delta: float, accounts: Iterable[RunAccount] | None = None, planned: bool = False) -> float:
         """Return the ε at δ of the steps that were drawn; with `planned`, of those that may still be drawn too.
@@ -226,8 +239,21 @@ class Ledger:
         """Append an entry to the journal, after the entry about the data set if the journal is new."""
         if not self.journal.lines:
             first = {"kind": "data", "digest": self.digest, "name": self.name, "time": timestamp()}
+            self.warn_of_namesakes()
             self.journal.append(lambda: None if self.journal.lines else first)
         self.journal.append(make_entry)
+
+    def warn_of_namesakes(self) -> None:
+        """Warn if other ledgers in the folder have the name of this new one: they may be of the same people."""
+        others = [path.stem for path in sorted(self.path.parent.glob("*.jsonl")) if path != self.path]
+        others = [one for one in others if read_name(self.path.with_stem(one)) == self.name != ""]
+        if others:
+            warnings.warn(
+                f"another data set is called '{self.name}' ({', '.join(one[:8] for one in others)}): if it has the "
+                "same rows in another form, the limit of one does not hold for the other, so read the data as before "
+                "or add the two ledgers up.",
+                stacklevel=2,
+            )
 
     @property
     def checksum(self) -> str:
@@ -243,8 +269,18 @@ def ledger_folder() -> Path:
 
 def find_ledgers(folder: Path, dataset: str | None = None) -> list[Ledger]:
     """Return the ledgers in a folder, or those of a data set by its name or the beginning of its digest."""
-    ledgers = [Ledger(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))]
+    digests = {path.stem for ending in ("*.jsonl", "*.head") for path in folder.glob(ending)}
+    ledgers = [Ledger(folder, digest) for digest in sorted(digests)]
     return [one for one in ledgers if dataset in (None, one.name) or one.digest.startswith(str(dataset))]
+
+
+def read_name(path: Path) -> str:
+    """Return the name of the data set in the first line of a journal, or "" where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return str(json.loads(file.readline())["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def summarize(ledger: Ledger, delta: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     step = pm.privacy.gip(model, optimizer, rows=len(x), batch_size=512, epsilon=2, delta=1e-5, steps=1000)
     for rows in step:
-        step(x[rows], y[rows])
+        step(x[rows], y[rows], rows)
 
 The method decides which coordinates of the gradient are kept. All but the first and the last use the index mechanism:
 
@@ -16,14 +16,15 @@ The method decides which coordinates of the gradient are kept. All but the first
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import require
+from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import RAMPS, Budget
@@ -77,6 +78,7 @@ class PrivateStep:
         source: Source | None = None,
         data: tuple[Batch, Batch] | None = None,
         ledger: Ledger | None = None,
+        trust_rows: bool = False,
     ) -> None:
         """Validate the arguments and prepare the first step.
 
@@ -100,6 +102,8 @@ class PrivateStep:
             source: the random source; by default its key is the operating system's.
             data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
             ledger: of the data set; each step is journalled in it before its release.
+            trust_rows: with a ledger, accept examples without `data`, their rows or `poisson_loader`: that they are
+                those of the drawn rows is then unchecked.
         """
         budget.verify()
         self.clipping = Clipping.of(clipping)
@@ -129,6 +133,8 @@ class PrivateStep:
             f"the budget is for {budget.rows} rows, and the data has another number.",
         )
         self.journal = StepJournal(ledger, self.source, self.processes, budget)
+        self.needs_rows = ledger is not None and data is None and not trust_rows
+        self.is_loaded = False  # whether `poisson_loader` read the rows that were drawn
         self.is_tested = False  # whether the model was found not to mix examples
         self.drawn = 0  # steps that are charged
         self.steps_taken = 0
@@ -138,8 +144,8 @@ class PrivateStep:
 
     @property
     def spent(self) -> float:
-        """Return the ε spent so far."""
-        return self.budget.spent(self.drawn)
+        """Return the ε spent so far, also by steps that were taken before an earlier state was loaded."""
+        return self.budget.spent(self.journal.furthest_draw(self.drawn))
 
     @property
     def next_step(self) -> int:
@@ -181,7 +187,7 @@ class PrivateStep:
         self.journal.enter_draw(self.drawn, self.steps_taken)
         self.drawn += 1
         rows = self.source.poisson(self.budget.rows, self.budget.rate)
-        self.pending = self.processes.own_rows(rows)
+        self.pending, self.is_loaded = self.processes.own_rows(rows), False
         return self.pending.clone()
 
     def __call__(self, inputs: Batch = None, targets: Batch = None, rows: Tensor | None = None) -> Tensor:
@@ -197,7 +203,7 @@ class PrivateStep:
             self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch(), unchanged_buffers(self.model):
+        with repeatable_kernels(), self.source.seeded_torch(self.processes.rank), unchanged_buffers(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn
@@ -210,6 +216,20 @@ class PrivateStep:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return losses.mean() if len(losses) else losses.sum()
+
+    def randomness(self) -> AbstractContextManager[None]:
+        """Seed torch, NumPy and `random` from the secret key within a block, in which drawn rows are augmented.
+
+            for rows in step:
+                with step.randomness():
+                    inputs = augment(x[rows])
+                step(inputs, y[rows], rows)
+
+        With numbers that others can know, those of all other rows would tell whether a row is there. A resumed run
+        draws them again.
+        """
+        require(self.pending is not None, "there are no drawn rows to augment: call draw() before randomness().")
+        return self.source.seeded_generators(self.processes.rank)
 
     def check_examples(self, inputs: Batch, targets: Batch, rows: Tensor | None) -> tuple[Batch, Batch]:
         """Return the examples of a step; raise PomonaError unless they are those of the rows that were drawn."""
@@ -227,6 +247,11 @@ class PrivateStep:
             f"a step got {count} rows where {'none' if drawn is None else len(drawn)} were drawn: pass the rows of "
             "draw(), once each; batches of a fixed size or accumulated batches are no Poisson sample and void the "
             "accounting.",
+        )
+        require(
+            rows is not None or self.is_loaded or not self.needs_rows,
+            "a step with a ledger must know which rows its examples are: pass them, as in step(x[rows], y[rows], "
+            "rows), or give data=(x, y) to the private step, or set trust_rows=True to go without a check.",
         )
         is_drawn = (rows is None or are_equal(drawn, rows)) and (own is None or are_equal((inputs, targets), own))
         require(is_drawn, f"a step got {count} rows that are not the drawn ones: pass those of draw(), in their order.")
@@ -319,6 +344,13 @@ class PrivateStep:
         self.source.load_state_dict(state["source"])
         self.norms.norms = list(state.get("norms", self.norms.norms))
         self.steps_taken, self.drawn, self.pending = state["done"], state.get("drawn", state["done"]), None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles of the step."""
+        raise PomonaError(
+            "a private step cannot be copied or pickled, as its copy would use the same noise for other gradients: "
+            "make another private step, and use state_dict() to resume this one."
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what may be published about the run; nothing in it depends on the data."""

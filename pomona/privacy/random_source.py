@@ -13,21 +13,21 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..errors import require
+from ..errors import PomonaError, require
 from .chacha import KEY_BYTES, chacha20_words
 from .discrete_gaussian import NoiseTable, sample_discrete_gaussian
+from .seeded_rows import STATE_WORDS, TWISTER_WORDS, seeded_generators, twister_state
 
 SEED_PREFIX = b"pomona, not private: "
 CALL_BITS = 24  # of the nonce; the purpose has 8 and the step 64
-TWISTER_BYTES, TWISTER_START, TWISTER_WORDS = 5056, 3, 624  # of a generator's state: in all, before and of its words
 ROW_BITS = 62  # of the integer that decides whether a row is drawn
 
 
@@ -58,6 +58,13 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({str(self.device)!r}, step={self.step}, secure={self.secure})"  # without the key
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles of the key."""
+        raise PomonaError(
+            "a random source cannot be copied or pickled, as its copy would draw the same noise: make another source, "
+            "and use state_dict() to resume this one."
+        )
+
     def words(self, purpose: Purpose, count: int, device: torch.device | str | None = None) -> Tensor:
         """Return int64 words of 64 random bits; each call within a step returns others."""
         call = self.calls[purpose]
@@ -85,30 +92,37 @@ class Source:
         return sample_discrete_gaussian(count, NoiseTable.of(variance), draw, self.integer)
 
     @contextmanager
-    def seeded_torch(self) -> Iterator[None]:
+    def seeded_torch(self, rank: int = 0) -> Iterator[None]:
         """Seed torch's generators from this source within the block: a model's dropout draws from them.
 
         Were its masks known, those of all other rows would tell whether a row is there, as they move up by one. A
         seed has 32 bits on a CPU, which can all be tried, so the whole state of that generator is drawn. On a GPU it
-        has 63.
+        has 63. Processes, by their `rank`, draw other numbers: if rows of two processes shared some, which rows do
+        would depend on what other rows there are.
         """
-        seed = self.integer(64) >> 1
+        seed = (int(self.words(Purpose.REFINEMENT, rank + 1, "cpu")[rank]) >> 1) & ((1 << 63) - 1)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.default_generator.set_state(self.twister_state())
+            torch.default_generator.set_state(self.twister_state(rank))
             if self.device.type == "cuda":
                 with torch.cuda.device(self.device):
                     torch.cuda.manual_seed(seed)
             yield
 
-    def twister_state(self) -> Tensor:
-        """Return a random state of torch's generator for CPUs, a Mersenne twister, in the bytes that it takes."""
-        state = torch.Generator().manual_seed(0).get_state()
-        require(state.numel() == TWISTER_BYTES, "this version of torch has another generator: use an older one.")
-        words = self.words(Purpose.MODEL, TWISTER_WORDS // 2, "cpu").view(torch.int32)
-        state.view(torch.int64)[TWISTER_START : TWISTER_START + TWISTER_WORDS] = words.long().bitwise_and_(
-            (1 << 32) - 1
-        )
-        return state
+    def twister_state(self, rank: int = 0) -> Tensor:
+        """Return a random state of torch's generator for CPUs, in the bytes that it takes."""
+        words = self.words(Purpose.MODEL, (rank + 1) * TWISTER_WORDS // 2, "cpu")
+        return twister_state(words[-TWISTER_WORDS // 2 :])
+
+    def seeded_generators(self, rank: int = 0) -> AbstractContextManager[None]:
+        """Seed the global generators of torch, NumPy and `random` from this source within a block, for augmentation.
+
+        Each block within a step draws other numbers, and so does each process, by its `rank`.
+        """
+        return seeded_generators(self.words(Purpose.AUGMENTATION, (rank + 1) * STATE_WORDS, "cpu")[-STATE_WORDS:])
+
+    def row_key(self) -> bytes:
+        """Return the key of the random numbers of rows, which worker processes may know: it gives away no others."""
+        return hashlib.sha256(b"pomona rows " + self.key).digest()
 
     def poisson(self, rows: int, rate: float) -> Tensor:
         """Begin a new step and return the indices of its Poisson sample.

@@ -1,4 +1,4 @@
-"""The entries that a private step makes in a ledger, from the first of its processes."""
+"""The entries that a private step makes in a ledger, from the first of its processes, and in this process's memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from .budget import Budget
 from .ledger import Ledger, digest_key, digest_tensors
 from .processes import Processes
 from .random_source import Source
+from .released_steps import KnownRun, known_run, remember_release, require_same_release
 
 
 class StepJournal:
-    """Enters the draws and releases of a run in a ledger, if there is one, and compares those of its processes."""
+    """Enters the draws and releases of a run in the memory of this process and in a ledger, if there is one.
+
+    Those of the processes of a run are compared with each other.
+    """
 
     def __init__(self, ledger: Ledger | None, source: Source, processes: Processes, budget: Budget) -> None:
         self.ledger, self.source, self.processes, self.budget = ledger, source, processes, budget
@@ -21,6 +25,8 @@ class StepJournal:
 
     def enter_draw(self, drawn: int, taken: int) -> None:
         """Enter the run before its first draw, and the last draw if its step was not taken."""
+        if self.source.secure:
+            self.known.drawn = max(self.known.drawn, self.source.step + 1)
         if self.ledger is None:
             return
         ledger, run = self.ledger, digest_key(self.source.key)
@@ -38,13 +44,29 @@ class StepJournal:
 
     def enter_release(self, step: int, weights: str, total: Tensor) -> None:
         """Enter a step before its release; raise PomonaError if it differs from the same step of an earlier time."""
-        is_entered = self.ledger is not None and self.source.secure
-        released = digest_tensors([total]) if is_entered or self.processes.count > 1 else ""
+        is_secure = self.source.secure
+        released = digest_tensors([total]) if is_secure or self.processes.count > 1 else ""
         self.processes.require_agreement("sums", released)
-        if is_entered:
-            ledger, run = self.ledger, digest_key(self.source.key)
-            assert ledger is not None
+        if not is_secure:  # a run with a seed is not private, and is repeated on purpose
+            return
+        address, run = self.source.step, digest_key(self.source.key)
+        require_same_release(step, self.known.released.get(address), (weights, released))
+        if self.ledger is not None:
+            ledger = self.ledger
             self.processes.run_on_first(lambda: ledger.record(run, step, weights, released))
+        remember_release(run, address, (weights, released))
+
+    @property
+    def known(self) -> KnownRun:
+        """Return what this process has drawn and released with the run's key."""
+        return known_run(digest_key(self.source.key))
+
+    def furthest_draw(self, drawn: int) -> int:
+        """Return how many steps were charged, of which a run that was set back to an earlier state counts `drawn`."""
+        if not self.source.secure:
+            return drawn
+        ahead = self.known.drawn - self.source.step
+        return min(drawn + max(ahead, 0), self.budget.steps)
 
     @property
     def checksum(self) -> str | None:

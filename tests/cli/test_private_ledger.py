@@ -46,9 +46,34 @@ def test_runs_are_shown_and_given_up(capsys):
 
 
 def test_ambiguous_names_are_refused(capsys):
-    for digest in ("ab" * 16, "cd" * 16):
-        Ledger(ledger_folder(), digest, name="toy").admit("ef" * 16, BUDGET, secure=True)
+    Ledger(ledger_folder(), "ab" * 16, name="toy").admit("ef" * 16, BUDGET, secure=True)
+    with pytest.warns(UserWarning, match=r"another data set is called 'toy' \(abababab\)"):
+        Ledger(ledger_folder(), "cd" * 16, name="toy").admit("ef" * 16, BUDGET, secure=True)
+    Ledger(ledger_folder(), "ef" * 16, name="other").admit("ef" * 16, BUDGET, secure=True)
     assert main(["private", "ledger", "toy", "--limit", "9"]) == 2
     assert "2 data sets are called 'toy'" in capsys.readouterr().err
     assert main(["private", "ledger", "--limit", "9"]) == 2
     assert "name it" in capsys.readouterr().err
+    pytest.importorskip("dp_accounting")
+    assert main(["private", "ledger", "toy"]) == 0
+    assert "2 data sets are called 'toy': the limit of one" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("delta", ["0", "1", "2", "-1", "nan"])
+def test_delta_that_is_none_is_refused(capsys, delta):
+    Ledger(ledger_folder(), "ab" * 16, name="toy").admit("ef" * 16, BUDGET, secure=True)
+    for options in ([], ["--limit", "20"], ["--end", "ef"]):
+        assert main(["private", "ledger", "toy", f"--delta={delta}", *options]) == 2
+        assert "δ must be" in capsys.readouterr().err
+    ledger = Ledger(ledger_folder(), "ab" * 16)
+    assert ledger.limit is None
+    assert not ledger.accounts["ef" * 16].ended
+
+
+def test_lost_journal_is_not_an_empty_one(capsys):
+    ledger = Ledger(ledger_folder(), "ab" * 16, name="toy")
+    ledger.admit("ef" * 16, BUDGET, secure=True)
+    ledger.path.unlink()
+    for arguments in ([], ["toy"], ["abab"]):
+        assert main(["private", "ledger", *arguments]) == 2
+        assert "it is missing and had 2 lines" in capsys.readouterr().err

@@ -297,7 +297,7 @@ def test_resumed_steps_replay_adaptive_norms_bit_for_bit(tmp_path):
 
     model, step = make()
     for rows in step:
-        step(x[rows], y[rows])
+        step(x[rows], y[rows], rows)
         if step.steps_taken == 3:
             state, weights = step.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
             norms = list(step.norms.norms)
@@ -307,7 +307,7 @@ def test_resumed_steps_replay_adaptive_norms_bit_for_bit(tmp_path):
     resumed.load_state_dict(state)
     assert resumed.norms.norms == norms
     for rows in resumed:
-        resumed(x[rows], y[rows])
+        resumed(x[rows], y[rows], rows)
     assert torch.equal(flat_parameters(model), flat_parameters(other))
     assert resumed.norms.norms == step.norms.norms
     # Other norms than the first time would release another sum with the same noise.
@@ -316,7 +316,7 @@ def test_resumed_steps_replay_adaptive_norms_bit_for_bit(tmp_path):
     again.load_state_dict(state | {"norms": [2 * norm for norm in norms]})
     rows = again.draw()
     with pytest.raises(PomonaError, match="was taken before with other gradients"):
-        again(x[rows], y[rows])
+        again(x[rows], y[rows], rows)
 
 
 def test_state_of_other_clipping_is_refused():

@@ -14,6 +14,15 @@ from itertools import chain
 
 import pytest
 import torch
+from guard_checks import (
+    GUARD_CHECKS,
+    check_augmentation,
+    check_copies,
+    check_delta,
+    check_limits,
+    check_parameters,
+    check_processes,
+)
 from mutant_checks import (
     CHECKS,
     check_charges,
@@ -36,19 +45,26 @@ from pomona.errors import PomonaError
 from pomona.privacy import (
     Budget,
     IndexMechanism,
+    Ledger,
     PrivateStep,
     Source,
+    accounting,
     clipping_norms,
     example_gradients,
+    private_step,
+    seeded_rows,
+    step_journal,
 )
 from pomona.privacy import budget as budget_module
 from pomona.privacy.clipping import UNITS, GradientGrid
 from pomona.privacy.clipping_norms import ClippingNorms
+from pomona.privacy.journal import Journal
 from pomona.privacy.optimizer_guard import OptimizerGuard
+from pomona.privacy.processes import Processes
 from pomona.privacy.step_journal import StepJournal
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [*CHECKS, *GUARD_CHECKS])
 def test_checks_pass_on_the_code_as_it_is(check):
     check()
 
@@ -59,6 +75,10 @@ def test_checks_pass_on_the_code_as_it_is(check):
 def of_result(change: Callable) -> Callable:
     """Return a maker of a mutant that changes what a function returns."""
     return lambda original: lambda *given, **named: change(original(*given, **named))
+
+
+def do_nothing(original):
+    return lambda *given, **named: None
 
 
 def divide_by_the_sample_size(original):
@@ -226,7 +246,7 @@ def resume_without_norms(original):
 
 def seed_torch(original):
     @contextmanager
-    def seeded_torch(self):
+    def seeded_torch(self, rank=0):
         with torch.random.fork_rng([]):
             torch.manual_seed(self.integer(64) >> 1)
             yield
@@ -321,6 +341,19 @@ MUTANTS = [
     (PrivateStep, "load_state_dict", resume_without_norms, check_replay),
     (ClippingNorms, "adapt", lambda original: lambda self, counts: None, check_replay),
     (Source, "seeded_torch", seed_torch, check_model_randomness),
+    (private_step, "refuse_other_parameters", do_nothing, check_parameters),
+    (Processes, "require_agreement", do_nothing, check_processes),
+    (StepJournal, "digest_weights", lambda original: lambda self, weights: "", check_processes),
+    (accounting, "MIN_DELTA", lambda original: 0.0, check_delta),
+    (step_journal, "require_same_release", do_nothing, check_copies),
+    (PrivateStep, "__reduce_ex__", lambda original: object.__reduce_ex__, check_copies),
+    (Source, "__reduce_ex__", lambda original: object.__reduce_ex__, check_copies),
+    (Ledger, "require_going_on", do_nothing, check_limits),
+    (Ledger, "total", lambda original: lambda self, delta, *_, **__: original(self, delta), check_limits),
+    (Journal, "read_head", lambda original: lambda self: 0, check_limits),
+    (seeded_rows, "seed_row", do_nothing, check_augmentation),
+    (seeded_rows, "seed_row", lambda original: lambda key, place: original(key, (0, place[1])), check_augmentation),
+    (Source, "row_key", lambda original: lambda self: b"public", check_augmentation),
 ]
 
 

@@ -41,7 +41,8 @@ class Mixing(nn.Module):
 
 def step_of(model: nn.Module, *sizes: int) -> PrivateStep:
     """Return the private steps of a model, with samples of the first rows, of so many each."""
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), 0.1), make_budget(), method="dpsgd")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = PrivateStep(model, optimizer, make_budget(), method="dpsgd", source=Source(seed=0))
     counts = iter(sizes)
     step.source.poisson = lambda rows, rate: torch.arange(next(counts))  # type: ignore[method-assign]
     return step
@@ -143,7 +144,7 @@ def test_ledger_is_for_its_owner_only(tmp_path):
     x, y = make_data()
     _, step = make_step(ledger=Ledger(tmp_path / "ledger", (x, y)), source=Source())
     rows = step.draw()
-    step(x[rows], y[rows])
+    step(x[rows], y[rows], rows)
     files = [path for path in (tmp_path / "ledger").iterdir() if path.is_file()]
     assert {path.suffix for path in files} == {".jsonl", ".head"}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}

@@ -188,7 +188,8 @@ class PrivateStrategy(TrainingStrategy):
     # ---- results
 
     def epoch_fields(self) -> dict[str, Any]:
-        return {"epsilon": self.step.spent, "kept": self.step.kept_share(self.step.steps_taken - 1)}
+        step = self.step  # a resumed run replays its lines, so they have the ε up to their epoch
+        return {"epsilon": step.budget.spent(step.drawn), "kept": step.kept_share(step.steps_taken - 1)}
 
     def facts(self) -> dict[str, Any]:
         """Return what may be published about the private steps, about public weights, and what is not covered."""

@@ -291,6 +291,9 @@ def test_files_of_a_private_run_name_no_seed_unless_asked(tmp_path):
     train_private(recipe("dpsgd"), tmp_path / "run")
     for name in ("recipe.toml", "summary.json", "metrics.jsonl"):
         assert "seed" not in (tmp_path / "run" / name).read_text()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b'"seed"' in path.read_bytes()] == ["state.json"]
+    assert json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_bytes())["state"]["recipe"]["seed"] == 0
     train_private(recipe("dpsgd", secure=False), tmp_path / "seeded")
     assert json.loads((tmp_path / "seeded" / "summary.json").read_bytes())["seed"] == 0
     assert "seed = 0" in (tmp_path / "seeded" / "recipe.toml").read_text()
