@@ -65,7 +65,6 @@ class PackedLayer(nn.Module):
     """
 
     options: ClassVar[tuple[str, ...]]  # attributes that rebuild the dense layer
-    moves: ClassVar[int] = 0  # how often the tensors of any packed layer were moved, converted or loaded
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -94,7 +93,6 @@ class PackedLayer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLayer:
         scales = {name: part for name, part in self._buffers.items() if name.endswith("_scales") and part is not None}
         super()._apply(fn, recurse)
-        PackedLayer.moves += 1
         self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
         for name, part in scales.items():  # float32 in a model of any dtype, as the operator takes them
             if self.read_buffer(name).dtype != part.dtype:
@@ -104,10 +102,6 @@ class PackedLayer(nn.Module):
             for buffer in buffers:
                 self._buffers[buffer] = self.read_buffer(buffer).contiguous()
         return self
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
-        PackedLayer.moves += 1
 
     def read_buffer(self, name: str) -> Tensor:
         """Return a buffer without the lookup time of `nn.Module.__getattr__`."""
