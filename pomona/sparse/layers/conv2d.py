@@ -32,13 +32,14 @@ class PackedConv2d(PackedWeightLayer):
     stride: tuple[int, int]
     dilation: tuple[int, int]
     padding_mode: str
+    channels_last = False  # whether the dense weight is in that memory format
 
     def __init__(self, layer: nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer, weight)
         self.border = list(layer._reversed_padding_repeated_twice)  # left, right, top, bottom, as `F.pad` takes them
         padding = self.border[2], self.border[0]
         self.geometry = ConvGeometry(self.kernel_size, self.stride, padding, self.dilation)
-        self.layout = torch.channels_last if is_channels_last(layer.weight) else torch.contiguous_format
+        self.channels_last = is_channels_last(layer.weight)  # a `torch.memory_format` cannot be in a file of torch.save
 
     def forward(self, input: Tensor, relu: bool = False) -> Tensor:
         x = cast_for_autocast(input)
@@ -131,7 +132,8 @@ class PackedConv2d(PackedWeightLayer):
 
     @torch.no_grad()
     def dense(self) -> nn.Module:
-        return super().dense().to(memory_format=self.layout)  # type: ignore[call-overload]
+        layer = super().dense()
+        return layer.to(memory_format=torch.channels_last) if self.channels_last else layer  # type: ignore[call-overload]
 
     def empty_dense_layer(self) -> nn.Conv2d:
         options = {name: getattr(self, name) for name in self.options}
