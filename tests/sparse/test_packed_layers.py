@@ -119,6 +119,25 @@ def test_lstm(bidirectional: bool, batch_first: bool, bias: bool) -> None:
     assert has_same_state(packed.dense(), layer)
 
 
+@pytest.mark.parametrize("devices", [set(), {"cpu"}], ids=["step by step", "whole"])
+@torch.no_grad()
+def test_an_lstm_under_autocast_has_the_dtypes_of_the_dense_one(
+    devices: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lstm, "WHOLE_LAYER_DEVICES", devices)
+    torch.manual_seed(0)
+    layer = prune_balanced(nn.LSTM(24, 20, 2), 4, 1)
+    packed = compress(layer, policy="all", patience=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x in (torch.randn(5, 3, 24), torch.randn(5, 24), torch.randn(5, 3, 24).bfloat16()):
+            found, expected = packed(x), layer(x)
+            again = packed(x, found[1]), layer(x, expected[1])
+            for (y, state), (z, wanted) in ((found, expected), again):
+                for one, other in zip((y, *state), (z, *wanted), strict=True):
+                    assert one.dtype == other.dtype == torch.bfloat16
+                    torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
+
+
 class TestJointMatrices:
     """An LSTM with one joint packed matrix a layer, which is for GPUs and runs on the CPU here."""
 
