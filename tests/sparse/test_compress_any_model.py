@@ -285,9 +285,17 @@ class TestTypes:
         assert y.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
 
-    def test_double_is_refused_in_a_sentence(self) -> None:
-        with pytest.raises(pm.PomonaError, match="packed values are four-dimensional and of"):
-            compress(make_linear(), policy="all").double()(torch.randn(1, 64).double())
+    @pytest.mark.parametrize("formats", ["balanced", "unstructured"])
+    @pytest.mark.parametrize("layer", [make_linear(), prune_balanced(nn.LSTM(64, 64), 32, 3)], ids=["linear", "lstm"])
+    @torch.no_grad()
+    def test_double_is_refused_with_the_way_out(self, layer: nn.Module, formats: str) -> None:
+        packed, x = compress(layer, policy="all", formats=[formats]).double(), torch.randn(2, 1, 64).double()
+        for use in (lambda: packed(x), lambda: decompress(packed)):
+            with pytest.raises(
+                pm.PomonaError, match=r"got torch.float64: convert the dense model, pm.decompress\(model\)"
+            ):
+                use()
+        assert next(decompress(packed.float()).double().parameters()).dtype == torch.float64
 
     def test_a_part_called_compression(self) -> None:
         model = nn.Sequential()
