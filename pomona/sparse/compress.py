@@ -22,6 +22,7 @@ from .format import DTYPES, BalancedTensor
 from .formats import FORMATS
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights, share_inputs
 from .layers.base import is_channels_last
+from .model_validation import validate_model
 from .network import copy_without_plan, plan_copy
 from .packed_tensor import PackedTensor
 from .quantized import CODE_BITS, QuantizedBalancedTensor
@@ -103,9 +104,7 @@ def compress(
     formats = choose_formats(formats, block, bits)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = copy_without_plan(unwrap(model))
-    occupied = isinstance(getattr(dense, "compression", None), (nn.Module, Tensor))
-    require(not occupied, "the model has a part of its own called 'compression', where the report would be: rename it.")
-    refuse_computed_weights(dense)
+    validate_model(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)
     options = LayerOptions(block, dtype, bits, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
     packed, layers, readers = pack_layers(dense, inputs, options)
@@ -159,17 +158,6 @@ def choose_formats(formats: Sequence[str] | None, block: int | None, bits: int |
     require(bits is not None or quantized not in formats, f"the format '{quantized}' rounds weights: give bits=4 or 8.")
     require(bits is None or quantized in formats, f"bits={bits} is for the format '{quantized}': add it to formats.")
     return formats
-
-
-def refuse_computed_weights(model: nn.Module) -> None:
-    """Raise PomonaError for a layer with a hook that computes its weight anew at each call."""
-    for name, layer in find_packable_layers(model):
-        leaves = [leaf for leaf, _ in layer.named_parameters() if leaf.startswith("weight")]
-        permanent = isinstance(layer, nn.LSTM) or leaves == ["weight"]
-        message = f"{name} computes its weight from {', '.join(leaves)} at each call"
-        require(
-            permanent, f"{message}: make it permanent first, by torch.nn.utils' prune.remove or remove_weight_norm."
-        )
 
 
 def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:

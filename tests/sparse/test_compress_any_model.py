@@ -10,7 +10,7 @@ import torch
 from packing import prune_balanced
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, parametrize
 
 import pomona as pm
 from pomona.sparse import BalancedTensor, compress, decompress
@@ -248,17 +248,6 @@ def halve(model: nn.Module) -> None:
 class TestWeightsThatAreComputed:
     """A layer whose weight is computed anew at each call is refused, or left dense where it is parametrized."""
 
-    @pytest.mark.parametrize("kind", ["pruned", "weight norm"])
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_old_style_hooks(self, kind: str) -> None:
-        layer = make_linear()
-        if kind == "pruned":
-            prune.l1_unstructured(layer, "weight", 0.9)
-        else:
-            nn.utils.weight_norm(layer)
-        with pytest.raises(pm.PomonaError, match="0 computes its weight from weight_.*make it permanent first"):
-            compress(nn.Sequential(layer), policy="all")
-
     def test_parametrizations(self) -> None:
         model, x = nn.Sequential(parametrizations.weight_norm(make_linear())), torch.randn(2, 64)
         torch.testing.assert_close(compress(model, policy="all")(x), model(x))
@@ -296,12 +285,6 @@ class TestTypes:
             ):
                 use()
         assert next(decompress(packed.float()).double().parameters()).dtype == torch.float64
-
-    def test_a_part_called_compression(self) -> None:
-        model = nn.Sequential()
-        model.add_module("compression", make_linear())
-        with pytest.raises(pm.PomonaError, match="a part of its own called 'compression'"):
-            compress(model)
 
 
 class TestDenseProducts:
