@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from ..errors import PomonaError, require
 from ..masking import matrix_shape
-from .packed_tensor import DTYPES, PackedTensor, dtype_names, require_packable
+from .packed_tensor import DTYPES, PackedTensor, dtype_names, require_packable, require_value_dtype
 
 SLAB_ROWS, STEP_COLUMNS = 64, 64
 STEP_ENTRIES = SLAB_ROWS * STEP_COLUMNS
@@ -168,6 +168,7 @@ def validate_bitmap(values: Tensor, words: Tensor, starts: Tensor, rows: int, co
     if columns < 1 or rows < 0 or not 0 <= most <= STEP_ENTRIES:
         raise PomonaError(f"a matrix of {rows}×{columns} with {most} values of a step cannot be packed with bitmaps.")
     if values.dtype not in DTYPES or words.dtype != torch.int32 or starts.dtype != torch.int32:
+        require_value_dtype(values.dtype)
         raise PomonaError(
             f"values packed with bitmaps are of {dtype_names(DTYPES)}, words and starts of int32; "
             f"got {values.dtype}, {words.dtype} and {starts.dtype}."

@@ -20,8 +20,9 @@ from .balanced_blocks import MIN_SPARSITY, find_block, is_balanced, pack_balance
 from .compression_report import DENSE_FUSED, PLANNED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
 from .format import DTYPES, BalancedTensor
 from .formats import FORMATS
-from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, build_packed_layer, read_weights, share_inputs
+from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights, share_inputs
 from .layers.base import is_channels_last
+from .model_validation import validate_model
 from .network import copy_without_plan, find_shape, plan_copy, plan_network
 from .packed_tensor import PackedTensor
 from .quantized import CODE_BITS, QuantizedBalancedTensor
@@ -103,9 +104,7 @@ def compress(
     formats = choose_formats(formats, block, bits)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
     dense = copy_without_plan(unwrap(model))
-    occupied = isinstance(getattr(dense, "compression", None), (nn.Module, Tensor))
-    require(not occupied, "the model has a part of its own called 'compression', where the report would be: rename it.")
-    refuse_computed_weights(dense)
+    validate_model(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)
     options = LayerOptions(block, dtype, bits, policy, formats, patience * LAYER_PATIENCE, cache_flusher_for(dense))
     packed, layers, readers = pack_layers(dense, inputs, options)
@@ -173,17 +172,6 @@ def choose_formats(formats: Sequence[str] | None, block: int | None, bits: int |
     return formats
 
 
-def refuse_computed_weights(model: nn.Module) -> None:
-    """Raise PomonaError for a layer with a hook that computes its weight anew at each call."""
-    for name, layer in find_packable_layers(model):
-        leaves = [leaf for leaf, _ in layer.named_parameters() if leaf.startswith("weight")]
-        permanent = isinstance(layer, nn.LSTM) or leaves == ["weight"]
-        message = f"{name} computes its weight from {', '.join(leaves)} at each call"
-        require(
-            permanent, f"{message}: make it permanent first, by torch.nn.utils' prune.remove or remove_weight_norm."
-        )
-
-
 def cache_flusher_for(model: nn.Module) -> Callable[[], None] | None:
     """Return a function that empties the caches for a model larger than the last-level cache, else None."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -196,14 +184,15 @@ def pack_layers(
 ) -> tuple[nn.Module, list[LayerReport], dict[int, list[str]]]:
     """Return a copy of the model with every layer packed that can be, the report of each layer, and which share inputs.
 
-    The names of layers that receive the same tensor are in one list.
+    The names of layers that receive the same tensor, and have no ReLU after them, are in one list.
     """
     fused = [name for name, module in dense.named_modules() if isinstance(module, Conv2dReLU)]
     model = copy_with_dense_layers(dense, fused)
     choose_encoder_paths(model, before_packing=True)
     layer_inputs = {} if inputs is None else collect_layer_inputs(model, inputs)
-    relus = {layer: children[relu] for layer, children, relu in find_relus_after_layers(model)}
+    relus = dict(find_relus_after_layers(model))
     reports = []
+    with_relu = {name for name, layer in find_packable_layers(model) if layer in relus}
     for name, layer in list(find_packable_layers(model)):
         report, packed = assess_layer(name, layer, relus.get(layer), layer_inputs.get(name), options)
         reports.append(report)
@@ -212,6 +201,8 @@ def pack_layers(
     choose_encoder_paths(model)
     readers: dict[int, list[str]] = {}
     for name, given in layer_inputs.items():
+        if name in with_relu:  # a product of several layers computes no ReLU
+            continue
         readers.setdefault(id(given.args[0]) if given.args else id(given), []).append(name)
     return model, reports, readers
 
@@ -237,9 +228,6 @@ def assess_layer(
     obstacle = find_obstacle(layer, weights, options.dtype, options.bits)
     candidates = {} if obstacle else pack_candidates(weights, options)
     packed_layers = {name: build_packed_layer(layer, candidate) for name, candidate in candidates.items()}
-    for packed in packed_layers.values():
-        if isinstance(packed, PackedWeightLayer):
-            packed.relu = relu is not None
     times = time_layer(layer, packed_layers, relu, first, inputs, options.flush, options.patience)
     dense_seconds = min((times[way] for way in ("dense", "fused") if way in times), default=0.0)
     fields["saved"] = times.get("dense", 0.0) - dense_seconds
@@ -374,10 +362,10 @@ def time_layer(
         return y if relu is None else relu(y)
 
     def call_packed(layer: PackedLayer) -> Any:
-        y = inputs.call(layer)
+        y = inputs.call(layer if relu is None else partial(layer, relu=True))
         return y.contiguous(memory_format=torch.channels_last) if channels_last else y
 
-    calls: dict[str, Callable[[], Any]] = {"dense": call_dense, "fused": lambda: inputs.call(fused)}
+    calls: dict[str, Callable[[], Any]] = {"dense": call_dense, "fused": lambda: inputs.call(partial(fused, relu=True))}
     calls |= {way: partial(call_packed, layer) for way, layer in packed.items()}
     seconds = median_seconds([calls[way] for way in layers], weight.device, before=flush, patience=patience)
     for way, layer in layers.items():

@@ -27,6 +27,7 @@ from .packed_tensor import (
     dtype_names,
     from_words,
     require_packable,
+    require_value_dtype,
     to_words,
 )
 
@@ -169,6 +170,7 @@ def validate_packed_shapes(values: torch.Size, indices: torch.Size, dtype: torch
     if not 1 <= block <= MAX_BLOCK or columns < 1:
         raise PomonaError(f"a matrix of {rows}×{columns} in blocks of {block} columns cannot be packed.")
     if len(values) != 4 or dtype not in DTYPES or index_dtype != torch.int16:
+        require_value_dtype(dtype)
         raise PomonaError(
             f"packed values are four-dimensional and of {dtype_names(DTYPES)}, indices of int16; "
             f"got {len(values)} dimensions of {dtype} and {index_dtype}."

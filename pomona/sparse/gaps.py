@@ -29,6 +29,7 @@ from .packed_tensor import (
     dtype_names,
     from_words,
     require_packable,
+    require_value_dtype,
     to_words,
 )
 
@@ -259,6 +260,7 @@ def validate_gaps(values: Tensor, gaps: Tensor, firsts: Tensor, starts: Tensor, 
         raise PomonaError(f"a matrix of {rows}×{columns} cannot be packed with gaps.")
     parts = (values, gaps, firsts, starts, owners, lanes)
     if values.dtype not in DTYPES or tuple(part.dtype for part in parts[1:]) != INTEGERS:
+        require_value_dtype(values.dtype)
         raise PomonaError(
             f"values packed with gaps are of {dtype_names(DTYPES)}, firsts of int16 and all else of int32; "
             f"got {', '.join(str(part.dtype) for part in parts)}."

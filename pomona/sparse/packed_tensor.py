@@ -123,6 +123,13 @@ def require_packable(weight: Tensor) -> None:
     require(is_matrix, f"only a matrix can be packed, got shape {tuple(weight.shape)}.")
 
 
+def require_value_dtype(dtype: torch.dtype) -> None:
+    """Raise PomonaError for a floating-point dtype that packed values cannot have, as after `.double()`."""
+    valid = dtype in DTYPES or not dtype.is_floating_point
+    limit = f"packed values are of {dtype_names(DTYPES)}, got {dtype}"
+    require(valid, f"{limit}: convert the dense model, pm.decompress(model), instead of the packed one.")
+
+
 def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
     """Return the names of dtypes, separated by commas and without the prefix "torch."."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

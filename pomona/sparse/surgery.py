@@ -1,4 +1,4 @@
-"""Replacement of modules in a model: dense layers by packed ones and back, and ReLUs that a layer computes itself."""
+"""Replacement of modules in a model: dense layers by packed ones and back, and the ReLUs that a layer computes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layers import Conv2dReLU, PackedLayer, PackedWeightLayer, is_packable
+from .layers import Conv2dReLU, FusedSequential, PackedLayer, is_packable
 from .layers.base import has_call_hooks
+from .layers.sequential import computes_relu
 
 Children = dict[str, Any]  # the modules of a container by name
 
 
-class Fused(nn.Identity):
-    """The placeholder of a ReLU that the layer before it computes."""
-
-    def __init__(self, relu: nn.ReLU) -> None:
-        super().__init__()
-        self.inplace = relu.inplace
+class Fused(nn.ReLU):
+    """A ReLU in a model that an older version has pickled, where the layer before it computed the ReLU too."""
 
 
 def find_packable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -39,7 +36,7 @@ def find_other_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[
 
 
 def find_replaced_layers(model: nn.Module) -> list[str]:
-    """Return the names of all packed layers and of all convolutions that compute their ReLU."""
+    """Return the names of all packed layers and of all convolutions that can compute a ReLU."""
     return [name for name, module in model.named_modules() if isinstance(module, (PackedLayer, Conv2dReLU))]
 
 
@@ -58,42 +55,34 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Modul
     return new if model is old else model
 
 
-def find_relus_after_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Children, str]]:
-    """Yield each layer with a ReLU after it in a Sequential: the layer, the Sequential's children, the ReLU's name.
+def find_relus_after_layers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each layer with a ReLU after it in a Sequential, and the ReLU; not where hooks see what is between them."""
+    for container in find_sequentials(model):
+        for layer, relu in pairwise(container._modules.values()):
+            if type(relu) is nn.ReLU and not has_call_hooks(relu) and not has_call_hooks(layer):
+                yield layer, relu
 
-    A layer that is in more than one place of the model is left out: a ReLU may follow it in one of them only. So is one
-    with hooks, and one whose ReLU has them: they see what is between the two.
-    """
-    for container in [m for m in model.modules() if type(m) is nn.Sequential]:
-        for name, next_name in pairwise(container._modules):
-            layer, relu = container._modules[name], container._modules[next_name]
-            if type(relu) is not nn.ReLU or has_call_hooks(relu) or has_call_hooks(layer):
-                continue
-            if len(list(find_places(model, layer))) == 1:
-                yield layer, container._modules, next_name
+
+def find_sequentials(model: nn.Module) -> list[nn.Sequential]:
+    """Return every Sequential of a model, but for those of classes that may call their modules otherwise."""
+    return [m for m in model.modules() if isinstance(m, nn.Sequential) and type(m) in (nn.Sequential, FusedSequential)]
 
 
 def fuse_relus(model: nn.Module, convolutions: Collection[str] = ()) -> nn.Module:
     """Let packed layers, and the dense convolutions of these names, compute the ReLU after them; return the model."""
     chosen = {model.get_submodule(name) for name in convolutions}
-    for layer, children, relu in list(find_relus_after_layers(model)):
-        if isinstance(layer, PackedWeightLayer):
-            layer.relu = True
-        elif layer in chosen and Conv2dReLU.can_replace(layer):
+    for layer in {layer for layer, _ in find_relus_after_layers(model)} & chosen:
+        if Conv2dReLU.can_replace(layer):
             replace_module(model, layer, Conv2dReLU.from_conv2d(layer))
-        else:
-            continue
-        children[relu] = Fused(children[relu])
+    choose_sequentials(model)
     return model
 
 
-def restore_dense_layer(model: nn.Module, layer: PackedLayer | Conv2dReLU, dense: nn.Module) -> nn.Module:
-    """Put back the dense form of a layer, and the ReLU that the layer computed; return the model."""
-    for children, name in find_places(model, layer):
-        following = dict(pairwise(children)).get(name, name)
-        if isinstance(fused := children[following], Fused):
-            children[following] = nn.ReLU(fused.inplace)
-    return replace_module(model, layer, dense)
+def choose_sequentials(model: nn.Module) -> None:
+    """Let each Sequential call a layer and the ReLU after it as one where it has such a pair, and no other one."""
+    for container in find_sequentials(model):
+        has_pair = any(computes_relu(*pair) for pair in pairwise(container._modules.values()))
+        container.__class__ = FusedSequential if has_pair else nn.Sequential
 
 
 def copy_with_dense_layers(model: nn.Module, names: Sequence[str], source: nn.Module | None = None) -> nn.Module:
@@ -107,7 +96,8 @@ def copy_with_dense_layers(model: nn.Module, names: Sequence[str], source: nn.Mo
         if isinstance(layer := model.get_submodule(name), (PackedLayer, Conv2dReLU)):
             origin = layer if source is None else source.get_submodule(name)
             dense = origin.dense() if isinstance(origin, (PackedLayer, Conv2dReLU)) else copy.deepcopy(origin)
-            model = restore_dense_layer(model, layer, dense)
+            model = replace_module(model, layer, dense)
+    choose_sequentials(model)
     choose_encoder_paths(model)
     return model
 

@@ -30,6 +30,7 @@ from .packed_tensor import (
     dtype_names,
     from_words,
     require_packable,
+    require_value_dtype,
     to_words,
 )
 
@@ -174,6 +175,7 @@ def validate_unstructured(
         raise PomonaError(f"a matrix of {rows}×{columns} cannot be packed.")
     slices = -(-rows // SLICE_ROWS) * -(-columns // BAND_COLUMNS)
     if values.dtype not in DTYPES or (indices.dtype, starts.dtype, lanes.dtype) != INTEGERS:
+        require_value_dtype(values.dtype)
         raise PomonaError(
             f"unstructured values are of {dtype_names(DTYPES)}, indices of int16, starts of int64 and lanes of int32; "
             f"got {values.dtype}, {indices.dtype}, {starts.dtype} and {lanes.dtype}."

@@ -11,7 +11,7 @@ import torch
 from packing import prune_balanced
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, parametrize
 
 import pomona as pm
 from pomona.sparse import BalancedTensor, compress, decompress
@@ -289,17 +289,6 @@ def halve(model: nn.Module) -> None:
 class TestWeightsThatAreComputed:
     """A layer whose weight is computed anew at each call is refused, or left dense where it is parametrized."""
 
-    @pytest.mark.parametrize("kind", ["pruned", "weight norm"])
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_old_style_hooks(self, kind: str) -> None:
-        layer = make_linear()
-        if kind == "pruned":
-            prune.l1_unstructured(layer, "weight", 0.9)
-        else:
-            nn.utils.weight_norm(layer)
-        with pytest.raises(pm.PomonaError, match="0 computes its weight from weight_.*make it permanent first"):
-            compress(nn.Sequential(layer), policy="all")
-
     def test_parametrizations(self) -> None:
         model, x = nn.Sequential(parametrizations.weight_norm(make_linear())), torch.randn(2, 64)
         torch.testing.assert_close(compress(model, policy="all")(x), model(x))
@@ -326,15 +315,17 @@ class TestTypes:
         assert y.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
 
-    def test_double_is_refused_in_a_sentence(self) -> None:
-        with pytest.raises(pm.PomonaError, match="packed values are four-dimensional and of"):
-            compress(make_linear(), policy="all").double()(torch.randn(1, 64).double())
-
-    def test_a_part_called_compression(self) -> None:
-        model = nn.Sequential()
-        model.add_module("compression", make_linear())
-        with pytest.raises(pm.PomonaError, match="a part of its own called 'compression'"):
-            compress(model)
+    @pytest.mark.parametrize("formats", ["balanced", "unstructured"])
+    @pytest.mark.parametrize("layer", [make_linear(), prune_balanced(nn.LSTM(64, 64), 32, 3)], ids=["linear", "lstm"])
+    @torch.no_grad()
+    def test_double_is_refused_with_the_way_out(self, layer: nn.Module, formats: str) -> None:
+        packed, x = compress(layer, policy="all", formats=[formats]).double(), torch.randn(2, 1, 64).double()
+        for use in (lambda: packed(x), lambda: decompress(packed)):
+            with pytest.raises(
+                pm.PomonaError, match=r"got torch.float64: convert the dense model, pm.decompress\(model\)"
+            ):
+                use()
+        assert next(decompress(packed.float()).double().parameters()).dtype == torch.float64
 
 
 class TestDenseProducts:

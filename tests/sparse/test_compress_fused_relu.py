@@ -22,7 +22,6 @@ from pomona.sparse import Compression, compress, decompress, load, save
 from pomona.sparse.compress import DENSE_FUSED
 from pomona.sparse.files import METADATA_KEY, checksum
 from pomona.sparse.layers import Conv2dReLU, PackedConv2d, PackedLinear
-from pomona.sparse.surgery import Fused
 
 WITH_RELU = ", with its ReLU in one kernel"
 SLOWER_TOGETHER = " alone, but the whole model is faster dense"
@@ -77,9 +76,9 @@ def report(model: nn.Module) -> Compression:
 
 
 EVEN = {"dense": 1.0, "all packed": 1.0, "compressed": 1.0, DENSE_FUSED: 1.0}
-FUSED_PAIR = [Conv2dReLU, Fused]
+FUSED_PAIR = [Conv2dReLU, nn.ReLU]
 DENSE_REST = [nn.Conv2d, nn.Flatten, nn.Linear, nn.ReLU]
-PACKED_REST = [PackedConv2d, nn.Flatten, PackedLinear, Fused]
+PACKED_REST = [PackedConv2d, nn.Flatten, PackedLinear, nn.ReLU]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ PACKED_REST = [PackedConv2d, nn.Flatten, PackedLinear, Fused]
     [
         (
             {"dense": 3.0, "fused": 2.0, "balanced": 1.0},
-            [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST],
+            [PackedConv2d, nn.ReLU, *FUSED_PAIR, *PACKED_REST],
             "2.0× faster",
             (2, 1),
             1,
@@ -139,7 +138,12 @@ def test_the_fastest_of_dense_fused_and_packed_is_chosen(
 
 def test_policy_all_still_fuses_convolutions_that_cannot_be_packed(cudnn: Cudnn, set_times: SetTimes) -> None:
     set_times({"dense": 3.0, "fused": 1.0, "balanced": 4.0}, EVEN)
-    assert child_types(compress(network(), sample(), policy="all")) == [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST]
+    assert child_types(compress(network(), sample(), policy="all")) == [
+        PackedConv2d,
+        nn.ReLU,
+        *FUSED_PAIR,
+        *PACKED_REST,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_policy_all_still_fuses_convolutions_that_cannot_be_packed(cudnn: Cudnn,
     [
         (1.0, 3.0, 2.0, FUSED_PAIR, ("4.0× faster" + SLOWER_TOGETHER + WITH_RELU, "a grouped convolution" + WITH_RELU)),
         (1.5, 1.0, 2.0, [nn.Conv2d, nn.ReLU], ("4.0× faster" + SLOWER_TOGETHER, "a grouped convolution")),
-        (1.0, 3.0, 1.01, [PackedConv2d, Fused], ("4.0× faster", "a grouped convolution" + WITH_RELU)),
+        (1.0, 3.0, 1.01, [PackedConv2d, nn.ReLU], ("4.0× faster", "a grouped convolution" + WITH_RELU)),
     ],
     ids=["fused", "dense", "compressed"],
 )
@@ -194,7 +198,7 @@ def test_a_compressed_model_can_be_compressed_again(cudnn: Cudnn, set_times: Set
     assert child_types(compressed_model) == [*FUSED_PAIR, *FUSED_PAIR, *PACKED_REST]
     set_times({"dense": 3.0, "fused": 2.0, "balanced": 1.0}, EVEN)
     again = compress(compressed_model, sample())
-    assert child_types(again) == [PackedConv2d, Fused, *FUSED_PAIR, *PACKED_REST]
+    assert child_types(again) == [PackedConv2d, nn.ReLU, *FUSED_PAIR, *PACKED_REST]
     assert child_types(compressed_model)[:2] == FUSED_PAIR
     assert str(decompress(again)) == str(network())
 

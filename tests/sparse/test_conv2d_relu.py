@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pomona.models.summary import summary
 from pomona.sparse.layers import Conv2dReLU
-from pomona.sparse.surgery import Fused, fuse_relus
+from pomona.sparse.surgery import fuse_relus
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -29,20 +29,26 @@ OPTIONS: list[dict[str, Any]] = [
     {"groups": 2, "stride": 2},
     {"bias": False},
 ]
-FUSED_PAIR = [Conv2dReLU, Fused]
+FUSED_PAIR = [Conv2dReLU, nn.ReLU]
+
+
+def fuse(layer: nn.Conv2d) -> nn.Module:
+    """Return a convolution and a ReLU after it in a Sequential that runs both as one."""
+    return fuse_relus(nn.Sequential(layer, nn.ReLU()), ["0"])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
 def test_the_output_is_that_of_the_convolution_and_its_relu(options: dict[str, Any], cudnn: Cudnn) -> None:
     layer, x = convolution(**options), images()
-    fused = Conv2dReLU.from_conv2d(layer)
-    assert torch.equal(fused(x), layer(x).relu())
+    model, fused = fuse(layer), Conv2dReLU.from_conv2d(layer)
+    assert torch.equal(model(x), layer(x).relu())
     assert cudnn.calls == 1
-    assert torch.equal(fused(x[0, :, :4]), layer(x[0, :, :4]).relu())  # a single image: cuDNN takes batches only
+    assert torch.equal(model(x[0, :, :4]), layer(x[0, :, :4]).relu())  # a single image: cuDNN takes batches only
     cudnn.supported = False
-    assert torch.equal(fused(x), layer(x).relu())
+    assert torch.equal(model(x), layer(x).relu())
     assert cudnn.calls == 2
+    assert torch.equal(fused(x), layer(x))  # called by itself
     assert fused.weight is layer.weight
     assert fused.extra_repr() == layer.extra_repr()
     assert type(fused.dense()) is nn.Conv2d
@@ -53,7 +59,7 @@ def test_without_cudnn_pytorch_computes_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "cudnn_convolution_relu", lambda *_: pytest.fail("there is no cuDNN here"))
     layer, x = convolution(), images()
     with torch.no_grad():
-        assert torch.equal(Conv2dReLU.from_conv2d(layer)(x), layer(x).relu())
+        assert torch.equal(fuse(layer)(x), layer(x).relu())
 
 
 class PassThroughMode(TorchDispatchMode):
@@ -64,7 +70,7 @@ class PassThroughMode(TorchDispatchMode):
 
 
 def test_cudnn_is_called_only_where_it_can_compute_the_layer(cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, x = Conv2dReLU.from_conv2d(convolution()), images()
+    fused, x = fuse(convolution()), images()
     fused(x)  # needs a gradient
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -92,12 +98,12 @@ def test_cudnn_is_called_only_where_it_can_compute_the_layer(cudnn: Cudnn, monke
 
 def test_it_is_trained_as_the_convolution(cudnn: Cudnn) -> None:
     plain, x = convolution(), images()
-    fused = copy.deepcopy(Conv2dReLU.from_conv2d(plain))
+    fused = copy.deepcopy(fuse(plain))
     for model in (nn.Sequential(plain, nn.ReLU()), fused):
         model(x).square().sum().backward()
     assert plain.weight.grad is not None
-    assert fused.weight.grad is not None
-    assert torch.equal(fused.weight.grad, plain.weight.grad)
+    assert fused[0].weight.grad is not None
+    assert torch.equal(fused[0].weight.grad, plain.weight.grad)
     assert cudnn.calls == 0
 
 
@@ -107,7 +113,7 @@ def test_it_is_copied_pickled_and_printed(cudnn: Cudnn) -> None:
         for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
             assert type(other) is Conv2dReLU
             assert other.weight is not fused.weight
-            assert torch.equal(other(x), fused(x))
+            assert torch.equal(other(x, relu=True), fused(x, relu=True))
     assert str(fused).startswith("Conv2dReLU(4, 6, kernel_size=(3, 3)")
     assert summary(nn.Sequential(fused), (4, 9, 8)).macs == summary(nn.Sequential(fused.dense()), (4, 9, 8)).macs
 
@@ -117,9 +123,9 @@ def test_a_reparametrized_weight_is_computed_at_every_call(cudnn: Cudnn) -> None
     layer, x = convolution(), images()
     prune.random_unstructured(layer, "weight", 0.5)
     fused = Conv2dReLU.from_conv2d(layer)
-    assert torch.equal(fused(x), layer(x).relu())
+    assert torch.equal(fused(x, relu=True), layer(x).relu())
     layer.weight_orig *= 2
-    assert torch.equal(fused(x), F.conv2d(x, layer.weight_orig * layer.weight_mask, layer.bias).relu())
+    assert torch.equal(fused(x, relu=True), F.conv2d(x, layer.weight_orig * layer.weight_mask, layer.bias).relu())
     assert cudnn.calls == 0
 
 
@@ -145,8 +151,8 @@ def test_cudnn_matches_float64(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     layer = nn.Conv2d(8, 16, 3, **options).to("cuda", dtype).to(memory_format=layout)
     x = torch.randn(2, 8, 12, 11, device="cuda", dtype=dtype).contiguous(memory_format=layout)
-    fused = Conv2dReLU.from_conv2d(layer)
-    assert fused.can_use_cudnn(x)
+    fused = partial(Conv2dReLU.from_conv2d(layer), relu=True)
+    assert fused.func.can_use_cudnn(x)
     settings = layer.stride, layer.padding, layer.dilation, layer.groups
     bias = None if layer.bias is None else layer.bias.double()
     exact = F.conv2d(x.double(), layer.weight.double(), bias, *settings).relu()

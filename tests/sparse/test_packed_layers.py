@@ -72,9 +72,9 @@ def test_a_convolution_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         layer = nn.Conv2d(6, 40, **options).half()
         layer.weight.data = balanced_weight(*layer.weight.shape, block=6, kept=2).half()
         packed = PackedConv2d(layer, BalancedTensor.from_dense(layer.weight.detach(), 6))
-        packed.relu = True
         for images in (torch.randn(3, 6, 10, 13).half(), torch.randn(6, 9, 9).half()):
-            assert agree(packed(images), layer(images).relu(), 1e-2)
+            assert agree(packed(images, relu=True), layer(images).relu(), 1e-2)
+            assert agree(packed(images), layer(images), 1e-2)
         plain = options.get("padding_mode", "zeros") == "zeros" and options != {"kernel_size": 2, "padding": "same"}
         assert packed.has_whole_operator(torch.randn(3, 6, 10, 13).half()) is plain
         assert not packed.has_whole_operator(torch.randn(3, 6, 10, 13))
@@ -152,6 +152,25 @@ def test_an_lstm_keeps_its_dense_form_until_a_weight_changes(grad: bool, monkeyp
         assert agree(run(packed), run(layer))
     assert len(made) == 1
     assert packed.half().dense_once().weight_ih_l0.dtype == torch.float16
+
+
+@pytest.mark.parametrize("devices", [set(), {"cpu"}], ids=["step by step", "whole"])
+@torch.no_grad()
+def test_an_lstm_under_autocast_has_the_dtypes_of_the_dense_one(
+    devices: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lstm, "WHOLE_LAYER_DEVICES", devices)
+    torch.manual_seed(0)
+    layer = prune_balanced(nn.LSTM(24, 20, 2), 4, 1)
+    packed = compress(layer, policy="all", patience=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x in (torch.randn(5, 3, 24), torch.randn(5, 24), torch.randn(5, 3, 24).bfloat16()):
+            found, expected = packed(x), layer(x)
+            again = packed(x, found[1]), layer(x, expected[1])
+            for (y, state), (z, wanted) in ((found, expected), again):
+                for one, other in zip((y, *state), (z, *wanted), strict=True):
+                    assert one.dtype == other.dtype == torch.bfloat16
+                    torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
 
 
 class TestJointMatrices:

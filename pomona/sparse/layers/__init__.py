@@ -8,11 +8,13 @@ from .conv2d import PackedConv2d
 from .conv2d_relu import Conv2dReLU
 from .linear import PackedConv1D, PackedLinear
 from .lstm import PackedLSTM
+from .sequential import FusedSequential
 from .shared_input import share_inputs
 
 __all__ = [
     "PACKABLE_LAYERS",
     "Conv2dReLU",
+    "FusedSequential",
     "PackedConv1D",
     "PackedConv2d",
     "PackedLSTM",

@@ -43,7 +43,8 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks that see its inputs, outputs or their gradients."""
-    return any(getattr(module, name) for name in CALL_HOOKS)
+    before_or_after = module._forward_pre_hooks or module._forward_hooks  # written out: a model asks at every call
+    return bool(before_or_after or module._backward_pre_hooks or module._backward_hooks)
 
 
 def copy_call_hooks(source: nn.Module, target: nn.Module) -> None:
@@ -170,10 +171,10 @@ class PackedLayer(nn.Module):
 
 
 class PackedWeightLayer(PackedLayer):
-    """A layer with one packed weight and a bias, which also computes the ReLU after it where `relu` is set."""
+    """A layer with one packed weight and a bias, which also computes the ReLU after it where a call asks for it."""
 
     bias: Tensor | None
-    relu = False
+    relu = False  # true of layers that an older version has pickled, with a ReLU after them
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer)

@@ -32,30 +32,31 @@ class PackedConv2d(PackedWeightLayer):
     stride: tuple[int, int]
     dilation: tuple[int, int]
     padding_mode: str
+    channels_last = False  # whether the dense weight is in that memory format
 
     def __init__(self, layer: nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer, weight)
         self.border = list(layer._reversed_padding_repeated_twice)  # left, right, top, bottom, as `F.pad` takes them
         padding = self.border[2], self.border[0]
         self.geometry = ConvGeometry(self.kernel_size, self.stride, padding, self.dilation)
-        self.layout = torch.channels_last if is_channels_last(layer.weight) else torch.contiguous_format
+        self.channels_last = is_channels_last(layer.weight)  # a `torch.memory_format` cannot be in a file of torch.save
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
         x = cast_for_autocast(input)
         if needs_gradient(x):
             y = F.conv2d(
                 self.pad(x), self.unpack_for_autograd("weight", x.dtype), self.bias, self.stride, 0, self.dilation
             )
-            return y.relu() if self.relu else y
+            return y.relu() if relu else y
         images = x if x.ndim == 4 else x.unsqueeze(0)
         if self.has_whole_operator(images):
-            y = self.convolve_whole(images)
+            y = self.convolve_whole(images, relu)
         elif self.has_direct_operator(images):
-            y = self.convolve_direct(images)
+            y = self.convolve_direct(images, relu)
         elif max(self.stride) == 1 or self.kernel_size == (1, 1):
-            y = self.convolve_shifted(images)
+            y = self.convolve_shifted(images, relu)
         else:
-            y = self.convolve_unfolded(images)
+            y = self.convolve_unfolded(images, relu)
         return y if x.ndim == 4 else y.squeeze(0)
 
     def pad(self, x: Tensor) -> Tensor:
@@ -76,11 +77,11 @@ class PackedConv2d(PackedWeightLayer):
             return False
         return x.dtype == values.dtype and supports_convolution(x.dtype, values.shape[2], block, self.geometry)
 
-    def convolve_whole(self, x: Tensor) -> Tensor:
+    def convolve_whole(self, x: Tensor, relu: bool) -> Tensor:
         """Return the convolution by the operator that gathers the columns from the images itself."""
         rows, block = self.out_channels, self.blocks["weight"]
         packed = self.read_buffer("weight_values"), self.read_buffer("weight_indices"), self.read_buffer("bias")
-        return balanced_conv2d(x, *packed, rows, block, *self.geometry.pairs, self.relu)
+        return balanced_conv2d(x, *packed, rows, block, *self.geometry.pairs, relu)
 
     def has_direct_operator(self, x: Tensor) -> bool:
         """Return whether the CPU's kernel for unstructured weights computes the convolution of these images."""
@@ -88,12 +89,12 @@ class PackedConv2d(PackedWeightLayer):
         unstructured = self.formats["weight"] == UnstructuredTensor.format_name and columns <= BAND_COLUMNS
         return unstructured and self.has_symmetric_zero_border() and x.device.type == "cpu"
 
-    def convolve_direct(self, x: Tensor) -> Tensor:
+    def convolve_direct(self, x: Tensor, relu: bool) -> Tensor:
         """Return the convolution by the operator that adds up runs of pixels for each survivor."""
         parts, bias = self.read_parts("weight"), self.read_buffer("bias")
-        return unstructured_conv2d(x, *parts, bias, self.out_channels, *self.geometry.pairs, self.relu)
+        return unstructured_conv2d(x, *parts, bias, self.out_channels, *self.geometry.pairs, relu)
 
-    def convolve_shifted(self, x: Tensor) -> Tensor:
+    def convolve_shifted(self, x: Tensor, relu: bool) -> Tensor:
         """Return the convolution of stride 1, or of a 1×1 kernel: every column is the input at its own offset."""
         (kh, kw), (dh, dw) = self.kernel_size, self.dilation
         if self.has_symmetric_zero_border():
@@ -114,10 +115,10 @@ class PackedConv2d(PackedWeightLayer):
         inside.copy_(x.transpose(0, 1))
         length = ((n - 1) * lines + out_height - 1) * pitch + out_width if n else 0
         views = padded.as_strided((channels, kh, kw, length), (plane, dh * pitch, dw, 1))
-        y = self.multiply_packed("weight", views, self.bias, self.relu, transposed=True)
+        y = self.multiply_packed("weight", views, self.bias, relu, transposed=True)
         return y.as_strided((n, self.out_channels, out_height, out_width), (lines * pitch, length, pitch, 1))
 
-    def convolve_unfolded(self, x: Tensor) -> Tensor:
+    def convolve_unfolded(self, x: Tensor, relu: bool) -> Tensor:
         """Return the convolution of any stride, with its columns written to memory."""
         padded = self.pad(x)
         out_height, out_width = (
@@ -126,12 +127,13 @@ class PackedConv2d(PackedWeightLayer):
         )
         columns = F.unfold(padded, self.kernel_size, self.dilation, 0, self.stride)
         columns = columns.transpose(0, 1).flatten(1)
-        y = self.multiply_packed("weight", columns, self.bias, self.relu, transposed=True)
+        y = self.multiply_packed("weight", columns, self.bias, relu, transposed=True)
         return y.view(self.out_channels, x.shape[0], out_height, out_width).transpose(0, 1)
 
     @torch.no_grad()
     def dense(self) -> nn.Module:
-        return super().dense().to(memory_format=self.layout)  # type: ignore[call-overload]
+        layer = super().dense()
+        return layer.to(memory_format=torch.channels_last) if self.channels_last else layer  # type: ignore[call-overload]
 
     def empty_dense_layer(self) -> nn.Conv2d:
         options = {name: getattr(self, name) for name in self.options}

@@ -1,4 +1,4 @@
-"""A dense convolution that computes the ReLU after it, on a GPU in one cuDNN kernel."""
+"""A dense convolution that can compute the ReLU after it, on a GPU in one cuDNN kernel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Conv = TypeVar("Conv", bound=nn.Conv2d)
 
 
 class Conv2dReLU(nn.Conv2d):
-    """A dense convolution with the ReLU after it. cuDNN computes both and the bias in one kernel, PyTorch in three.
+    """A dense convolution that computes the ReLU after it where a call asks for it: in one cuDNN kernel with the bias.
 
-    It is trained, saved and loaded as the convolution alone: its parameters are the same.
+    PyTorch takes three kernels. The layer is trained, saved and loaded as the plain convolution, with its parameters.
     """
 
     @staticmethod
@@ -28,22 +28,23 @@ class Conv2dReLU(nn.Conv2d):
 
     @classmethod
     def from_conv2d(cls, layer: nn.Conv2d) -> Conv2dReLU:
-        """Return a convolution with its ReLU that shares parameters, buffers and hooks with `layer`."""
+        """Return a convolution that can compute a ReLU and shares parameters, buffers and hooks with `layer`."""
         return change_class(layer, cls)
 
     def dense(self) -> nn.Conv2d:
         """Return the plain convolution, which shares its parameters with this layer."""
         return change_class(self, nn.Conv2d)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.can_use_cudnn(input):
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
+        if relu and self.can_use_cudnn(input):
             parameters, options = self._parameters, (self.stride, self.padding, self.dilation, self.groups)
             weight, bias = parameters["weight"], parameters["bias"]
             try:
                 return torch.cudnn_convolution_relu(input, weight, bias, *options)  # type: ignore[arg-type]
             except RuntimeError:  # cuDNN has no such kernel, or the input is invalid and the plain layer explains it
                 pass
-        return super().forward(input).relu()
+        y = super().forward(input)
+        return y.relu() if relu else y
 
     def can_use_cudnn(self, input: Tensor) -> bool:
         """Return whether cuDNN may compute it all: its operator has no derivative, few checks and no autocast."""

@@ -30,21 +30,21 @@ class PackedLinear(PackedWeightLayer):
             self.shared = None
         return self
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
         x = cast_for_autocast(input)
         if needs_gradient(x):
             y = F.linear(x, self.unpack_for_autograd("weight", x.dtype), self.bias)
-            return y.relu() if self.relu else y
+            return y.relu() if relu else y
         *outer, features = x.shape
         if features != self.in_features:
             raise PomonaError(f"the input has {features} features where the layer has {self.in_features}.")
         if self.shared is not None and x is input and not torch.compiler.is_compiling():
             output = self.shared.take_output(self, x)
             if output is not None:
-                return output
+                return output.relu() if relu else output
         if len(outer) == 1:
-            return self.multiply_packed("weight", x, self.read_buffer("bias"), self.relu)
-        y = self.multiply_packed("weight", x.reshape(-1, features), self.bias, self.relu)
+            return self.multiply_packed("weight", x, self.read_buffer("bias"), relu)
+        y = self.multiply_packed("weight", x.reshape(-1, features), self.bias, relu)
         return y.view(*outer, self.out_features)
 
     def empty_dense_layer(self) -> nn.Module:

@@ -18,7 +18,7 @@ from ..ops import balanced_lstm
 from ..ops.dense_product import can_keep, warn_about_dense_product
 from ..ops.lstm import pack_joint_weights
 from ..packed_tensor import DTYPES, PackedTensor
-from .base import WHOLE_LAYER_DEVICES, PackedLayer, needs_gradient
+from .base import WHOLE_LAYER_DEVICES, PackedLayer, cast_for_autocast, needs_gradient
 
 JOINT_PARTS = ("values", "indices", "biases")
 States = tuple[Tensor, Tensor]  # h and c
@@ -111,6 +111,7 @@ class PackedLSTM(PackedLayer):
             x, state = self.run_whole(x, *(state or (None, None)))
         else:
             x, state = self.run_layers(x, *self.initial_state(x, state))
+        x, state = cast_for_autocast(x), (cast_for_autocast(state[0]), cast_for_autocast(state[1]))
         if unbatched:
             return x.squeeze(1), (state[0].squeeze(1), state[1].squeeze(1))
         return (x.transpose(0, 1) if self.batch_first else x), state
