@@ -17,10 +17,6 @@ from .layers.sequential import computes_relu
 Children = dict[str, Any]  # the modules of a container by name
 
 
-class Fused(nn.ReLU):
-    """A ReLU in a model that an older version has pickled, where the layer before it computed the ReLU too."""
-
-
 def find_packable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and layer of each layer that has a packed form."""
     return ((name, module) for name, module in model.named_modules() if is_packable(module))

@@ -110,7 +110,7 @@ def test_dense_networks_are_also_timed_with_fused_relus(load_script: Any) -> Non
         LayerReport(name, "Conv2d", (1, 1, 1, 1), 0.9, False, "", saved=saved) for name, saved in (("0", 0), ("2", 1))
     ]
     found = load_script("balanced_kernels").fuse_dense(network, Compression(tuple(layers), 1))
-    assert [type(m).__name__ for m in found["dense, fused"]] == ["Conv2d", "ReLU", "Conv2dReLU", "Fused"]
+    assert [type(m).__name__ for m in found["dense, fused"]] == ["Conv2d", "ReLU", "Conv2dReLU", "ReLU"]
     assert type(network[2]) is nn.Conv2d
     assert load_script("balanced_kernels").fuse_dense(network, Compression((layers[0],), 1)) == {}
 

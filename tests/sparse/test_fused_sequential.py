@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pomona.sparse import compress, decompress, load, save
 from pomona.sparse.layers import FusedSequential, PackedLinear
 from pomona.sparse.network import plan_copy
-from pomona.sparse.surgery import Fused, fuse_relus
+from pomona.sparse.surgery import fuse_relus
 
 
 class Taps(nn.Module):
@@ -181,15 +181,3 @@ def test_a_dense_convolution_called_by_itself_is_without_its_relu(cudnn: Cudnn) 
     assert torch.equal(model[0](x), layer(x))
     assert torch.equal(model[:1](x), layer(x))
     assert cudnn.calls == 1
-
-
-@torch.no_grad()
-def test_a_model_that_an_older_version_pickled_is_right() -> None:
-    """Its ReLUs were placeholders, and its Sequentials plain ones."""
-    model, x = make_mlp(), torch.randn(2, 64)
-    packed = compress(model, policy="all")
-    packed[0].relu = True
-    placeholder = Fused()
-    vars(placeholder).update(vars(nn.Identity()), inplace=False)
-    older = pickle.loads(pickle.dumps(nn.Sequential(packed[0], placeholder, packed[2])))
-    torch.testing.assert_close(older(x), model(x))

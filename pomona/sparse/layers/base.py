@@ -174,7 +174,6 @@ class PackedWeightLayer(PackedLayer):
     """A layer with one packed weight and a bias, which also computes the ReLU after it where a call asks for it."""
 
     bias: Tensor | None
-    relu = False  # true of layers that an older version has pickled, with a ReLU after them
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, weight: PackedTensor) -> None:
         super().__init__(layer)

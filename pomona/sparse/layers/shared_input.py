@@ -116,9 +116,9 @@ def share_inputs(model: nn.Module, groups: Mapping[Any, Sequence[str]]) -> nn.Mo
 
 
 def is_stackable(layer: PackedLinear) -> bool:
-    """Return whether a layer has balanced weights, on a real device, and computes no ReLU."""
+    """Return whether a layer has balanced weights and shares no input yet."""
     balanced = issubclass(FORMATS[layer.formats["weight"]], BalancedTensor)
-    return balanced and not layer.relu and layer.shared is None
+    return balanced and layer.shared is None
 
 
 def describe_sizes(layer: PackedLinear) -> tuple[Any, ...]:

@@ -17,11 +17,10 @@ from ..conv_geometry import ConvGeometry
 from ..layers import Conv2dReLU, PackedLayer
 from ..layers.conv2d import PackedConv2d
 from ..layers.linear import PackedLinear
-from ..surgery import Fused
 from .snapshot import ModelSnapshot
 from .steps import Activation, Convolution, MaxPool, Mean, SparseWeight, Step, UnsupportedError
 
-PASSED_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, Fused)  # which return their input in evaluation mode
+PASSED_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)  # which return their input in evaluation mode
 ONE = (1, 1)
 POINTWISE = ConvGeometry(ONE, ONE, (0, 0), ONE)
 LARGE_LINEAR = 1 << 16  # survivors of a linear layer from which on it is a step only if it is sparse
@@ -32,7 +31,7 @@ class PackedLayerTracer(LayerTracer):
     """A tracer for which packed layers, too, are one call, and which refuses a forward that assigns attributes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (PackedLayer, Conv2dReLU, Fused)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (PackedLayer, Conv2dReLU)) or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         before = ModelSnapshot(root)
@@ -234,9 +233,7 @@ class Converter:
         if left != right or top != bottom or images.channels != layer.in_channels:
             raise UnsupportedError(node)
         geometry = ConvGeometry(layer.kernel_size, layer.stride, (top, left), layer.dilation)  # type: ignore[arg-type]
-        step = Convolution(images, geometry, SparseWeight.from_dense(layer.weight, layer.bias))
-        step.relu = isinstance(layer, Conv2dReLU) or bool(getattr(layer, "relu", False))
-        self.add_step(node, step)
+        self.add_step(node, Convolution(images, geometry, SparseWeight.from_dense(layer.weight, layer.bias)))
 
     def add_linear(self, node: fx.Node, x: fx.Node, layer: PackedLinear | nn.Linear) -> None:
         """Add a linear layer on flattened images of one pixel, as a convolution."""
@@ -246,9 +243,7 @@ class Converter:
         weight = SparseWeight.from_dense(layer.weight, layer.bias)
         if len(weight.values) > max(LARGE_LINEAR, LINEAR_DENSITY * layer.in_features * layer.out_features):
             raise UnsupportedError(node)
-        step = Convolution(vector, POINTWISE, weight)
-        step.relu = bool(getattr(layer, "relu", False))
-        self.add_step(node, step, is_flat=True)
+        self.add_step(node, Convolution(vector, POINTWISE, weight), is_flat=True)
 
     def add_norm(self, node: fx.Node, x: fx.Node, norm: nn.BatchNorm2d) -> None:
         """Fold a batch norm into the convolution before it."""

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from ..layers.base import PackedLayer
-from ..surgery import Fused
 
 SMALL_NUMBERS = 1 << 13  # of the largest vector whose values are compared
-PASSIVE = (PackedLayer, Fused)
 INTERNALS = frozenset(vars(nn.Module()))  # the attributes that every module has
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 read_version = attrgetter("_version")
@@ -77,7 +75,7 @@ def is_observed_inside(model: nn.Module) -> bool:
     modules = list(model.modules())
     seen = any(module._forward_pre_hooks or module._forward_hooks for module in modules[1:])
     seen = seen or bool(global_hooks._global_forward_pre_hooks or global_hooks._global_forward_hooks)
-    return seen or any(module.training and not isinstance(module, PASSIVE) for module in modules)
+    return seen or any(module.training and not isinstance(module, PackedLayer) for module in modules)
 
 
 def find_parts(module: nn.Module) -> Iterator[Iterable[Any]]:
@@ -99,9 +97,9 @@ def is_small_vector(tensor: Tensor) -> bool:
 def find_attributes(module: nn.Module) -> Iterator[Iterable[Any]]:
     """Yield the values of a module's attributes, and the items of the lists and dictionaries among them.
 
-    Those of packed layers and of the places of ReLUs are not what outputs depend on.
+    Those of packed layers are not what outputs depend on.
     """
-    if isinstance(module, PASSIVE):
+    if isinstance(module, PackedLayer):
         return
     yield vars(module).values()
     own = [value for name, value in vars(module).items() if name not in INTERNALS]
