@@ -35,7 +35,8 @@ from .fixed_shapes import micro_batch_rows, repeatable_kernels
 from .index_draws import IndexDraws
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger
-from .model_validation import refuse_mixed_examples, unchanged_buffers, validate
+from .model_state import unchanged_state
+from .model_validation import is_test_due, refuse_mixed_examples, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
 from .per_example_gradients import Loss
 from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
@@ -192,12 +193,12 @@ class PrivateStep:
         inputs, targets = self.check_examples(inputs, targets, rows)
         validate(self.model)
         refuse_other_parameters(self.model, self.optimizer, self.parameters)
-        if not self.is_tested:
+        if not self.is_tested or is_test_due(self.drawn):
             flat_views = map_tensors(lambda part: part.flatten(0, 1), inputs) if self.views > 1 else inputs
             self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch(), unchanged_buffers(self.model):
+        with repeatable_kernels(), self.source.seeded_torch(), unchanged_state(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn

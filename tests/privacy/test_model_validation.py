@@ -71,7 +71,7 @@ class BatchCentering(nn.Module):
 
 def test_buffers_and_outputs_that_mix_examples_are_refused():
     x = torch.randn(ROWS, 3)
-    with pytest.raises(PomonaError, match="the buffer 'mean' is updated from the examples"):
+    with pytest.raises(PomonaError, match="the buffer 'mean' was updated from the examples"):
         refuse_mixed_examples(RunningMean(), x)
     with pytest.raises(PomonaError, match="the output for one example depends on the others"):
         refuse_mixed_examples(BatchCentering(), x)
