@@ -50,10 +50,13 @@ class ModelState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the parameters and buffers and their values."""
-        for module, *saved in self.modules:
-            for own, before in zip((module._parameters, module._buffers, module._modules), saved, strict=True):
-                own.clear()
-                own.update(before)  # type: ignore[arg-type]
+        for module, parameters, buffers, modules in self.modules:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._modules.clear()
+            module._modules.update(modules)
         for tensor in self.tensors.values():
             value = self.values[id(tensor)]
             if is_alike(tensor, value):
@@ -134,13 +137,13 @@ def copy_model(model: nn.Module) -> nn.Module:
 @contextmanager
 def repeatable_random_numbers(device: torch.device) -> Iterator[Callable[[], None]]:
     """Yield a function after which models draw the same random numbers as at the beginning, and call it at the end."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def repeat() -> None:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        np.random.set_state(states[2])
+        np.random.set_state(states[2])  # noqa: NPY002
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 import warnings
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import PomonaError, require
 from .batchable_ops import BatchableOps
 from .example_batches import Batch, call_model, map_tensors, model_arguments, pad_rows
+from .model_state import copy_model
 from .recorded_gradients import Gradients, Loss, compute_recorded_gradients
 
 RELATIVE_ERROR = 1e-2  # of recorded gradients; those that are wrong differ by far more
@@ -149,7 +149,7 @@ def recording_obstacle(
     On a copy in evaluation mode, where nothing is random, its gradients of a row and of a row of zeros are compared
     with those of a backward pass for each.
     """
-    trial = copy.deepcopy(model).eval()
+    trial = copy_model(model).eval()
     own = {name: parameter for name, parameter in trial.named_parameters() if name in parameters}
     inputs, targets = pad_rows((inputs, targets), 2)
     try:

@@ -122,7 +122,9 @@ class PrivateStep:
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
         micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
-        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views, PRECISIONS[precision])
+        self.gradients = ExampleGradients(
+            model, loss, self.parameters, micro_rows, views, PRECISIONS[precision], self.add_clipped
+        )
         self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
         require(
@@ -244,7 +246,7 @@ class PrivateStep:
         sample = SampleGradients(self.gradients, inputs, targets)
         mask = self.choose_mask(sample, mechanism)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.zeros(self.size + self.norms.counts, dtype=torch.int64), [self.zeros(0)]
+        total, losses = self.add_clipped([]), [self.zeros(0)]
         for flat, loss in sample:
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
@@ -258,6 +260,13 @@ class PrivateStep:
             noise[: self.size] *= mask
         total += noise
         return total, torch.cat(losses)
+
+    def add_clipped(self, gradients: list[Tensor]) -> Tensor:
+        """Return the sum of clipped gradients of rows, (rows, n), in grid units, and the counts behind it."""
+        total = self.zeros(self.size + self.norms.counts, dtype=torch.int64)
+        if gradients:
+            self.grid.add_clipped(gradients, total)
+        return total
 
     def choose_mask(self, sample: SampleGradients, mechanism: IndexMechanism) -> Tensor | None:
         """Return the flat mask of kept coordinates, or None to keep all."""

@@ -137,9 +137,7 @@ def test_buffers_and_layers_that_the_first_batch_makes_are_removed_and_refused(l
     buffers = dict(made._buffers)
     model, step = step_of(made, sample)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        PomonaError, match=r"the (parameter|buffer) '0.(stat|inner.bias)' was updated from the examples"
-    ):
+    with pytest.raises(PomonaError, match=r"'0.(stat|inner.bias)' was updated from the examples|on the other examples"):
         take_step(step, *make_rows())
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -217,7 +215,7 @@ def test_models_that_keep_results_are_copied():
 
 def test_random_numbers_repeat_and_are_not_used_up():
     def draw() -> list[float]:
-        return [float(torch.rand(())), random.random(), float(np.random.random())]
+        return [float(torch.rand(())), random.random(), float(np.random.random())]  # noqa: NPY002
 
     before = torch.get_rng_state()
     with repeatable_random_numbers(torch.device("cpu")) as repeat:
