@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from ..errors import PomonaError, require
 from ..models.layers import GROUP_NORM_GROUPS
 from .example_batches import Batch, call_model, count_rows, map_tensors
 from .model_state import ModelState, copy_model, refuse_changes, repeatable_random_numbers
+
+HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm in eval()"}  # and the parametrizations to use
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,21 @@ def problems(model: nn.Module) -> list[Problem]:
 
 def validate(model: nn.Module) -> None:
     """Raise PomonaError for a model with a layer that cannot be trained privately, or with nothing to train."""
-    require(any(p.requires_grad for p in model.parameters()), f"{type(model).__name__} has no parameter to train.")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    require(bool(trained), f"{type(model).__name__} has no parameter to train.")
+    other = [name for name, p in trained.items() if not p.is_floating_point()]
+    require(
+        not other,
+        f"the parameter '{(other or [''])[0]}' has complex numbers, and the norm and noise of a private step are those "
+        "of real ones: keep the real and the imaginary part as parameters, and use torch.complex of both.",
+    )
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            require(
+                type(hook) not in HOOKS,
+                f"'{name or type(module).__name__}' has a hook of {type(hook).__name__}, which leaves a computed "
+                f"weight in the model: use torch.nn.utils.parametrizations.{HOOKS.get(type(hook), '')}.",
+            )
     found = problems(model)
     if found:
         others = f" ({len(found) - 1} more layers are not allowed either)" if len(found) > 1 else ""

@@ -62,7 +62,7 @@ def compute_gradients_one_by_one(
         value = loss(call_model(model, batch), small_targets)
         model.zero_grad()
         value.backward()  # and not autograd.grad, which passes over activation checkpoints of the older kind
-        rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()])
+        rows.append([torch.zeros_like(p) if p.grad is None else as_dense(p.grad) for p in parameters.values()])
         losses.append(value.detach())
     model.zero_grad()
     stacked = [torch.stack(parts) for parts in zip(*rows, strict=True)]
@@ -85,7 +85,12 @@ def compute_summed_gradients(
     mean = loss(call_model(model, inputs), targets)
     rows = len(pytree.tree_leaves(targets)[0]) / views
     gradients = torch.autograd.grad(mean * rows, list(parameters.values()), materialize_grads=True)
-    return dict(zip(parameters, gradients, strict=True))
+    return dict(zip(parameters, map(as_dense, gradients), strict=True))
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient, which embeddings with sparse=True have as a sparse tensor, as a dense one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def forked_random_state(device: torch.device) -> AbstractContextManager[None]:

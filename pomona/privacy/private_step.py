@@ -37,7 +37,7 @@ from .index_mechanism import IndexMechanism
 from .ledger import Ledger
 from .model_state import unchanged_state
 from .model_validation import is_test_due, refuse_mixed_examples, validate
-from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
+from .optimizer_guard import OptimizerGuard, refuse_other_optimizers, refuse_other_parameters, trained_parameters
 from .per_example_gradients import Loss
 from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
 from .processes import Processes
@@ -106,6 +106,7 @@ class PrivateStep:
         self.clipping = Clipping.of(clipping)
         validate_options(budget, method, keep, group, grouping, clip, self.clipping, micro, views, precision, public)
         validate(model)
+        refuse_other_optimizers(optimizer)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
         self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
         self.clip, self.micro, self.views, self.precision, self.public = clip, micro, views, precision, public
