@@ -18,6 +18,7 @@ from mutant_checks import (
     CHECKS,
     check_charges,
     check_counts,
+    check_forward,
     check_guards,
     check_indices,
     check_layers,
@@ -26,6 +27,7 @@ from mutant_checks import (
     check_noise,
     check_ramps,
     check_replay,
+    check_rows,
     check_sampling,
     check_secrets,
     check_sensitivity,
@@ -40,10 +42,13 @@ from pomona.privacy import (
     Source,
     clipping_norms,
     example_gradients,
+    row_independence,
 )
 from pomona.privacy import budget as budget_module
 from pomona.privacy.clipping import UNITS, GradientGrid
 from pomona.privacy.clipping_norms import ClippingNorms
+from pomona.privacy.example_gradients import ExampleGradients
+from pomona.privacy.model_state import ModelState
 from pomona.privacy.optimizer_guard import OptimizerGuard
 from pomona.privacy.step_journal import StepJournal
 
@@ -258,6 +263,16 @@ def forget_the_ramps(original):
     return lambda epsilon, delta, rate, steps, index, *ramps: original(epsilon, delta, rate, steps, index)
 
 
+def add_in_16_bits(original):
+    def add_clipped(self, gradients, total):
+        added = torch.zeros_like(total)
+        squares = original(self, gradients, added)
+        total += added.bfloat16().long()
+        return squares
+
+    return add_clipped
+
+
 MUTANTS = [
     # object, name, mutant, the check that catches it
     (GradientGrid, "to_gradient", divide_by_the_sample_size, check_sum),
@@ -321,6 +336,14 @@ MUTANTS = [
     (PrivateStep, "load_state_dict", resume_without_norms, check_replay),
     (ClippingNorms, "adapt", lambda original: lambda self, counts: None, check_replay),
     (Source, "seeded_torch", seed_torch, check_model_randomness),
+    (GradientGrid, "add_clipped", add_in_16_bits, check_sum),
+    (ExampleGradients, "is_exact", of_result(lambda is_exact: False), check_rows),
+    (example_gradients, "copy_model", of_result(lambda trial: trial.eval()), check_rows),
+    (example_gradients, "is_test_due", lambda original: lambda count: count == 1, check_rows),
+    (row_independence, "is_within_margin", of_result(lambda is_within: True), check_rows),
+    (ModelState, "changed", of_result(lambda names: []), check_forward),
+    (ModelState, "changed", of_result(lambda names: [name for name in names if name == "kept"]), check_forward),
+    (ModelState, "restore", lambda original: lambda self: None, check_forward),
 ]
 
 
