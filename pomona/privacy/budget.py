@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,8 @@ def _solve_budget(
 def validate_target(epsilon: float, delta: float, rows: int, batch_size: int, steps: int, share: float) -> None:
     """Raise PomonaError for a target that gives no privacy or that no run can meet."""
     require(0 < epsilon < math.inf, f"ε must be above 0 and finite, got {epsilon:g}.")
+    for name, count in (("rows", rows), ("steps", steps)):
+        require(isinstance(count, Integral), f"{name} is a number of {name}, a whole one, got {count}: round it.")
     require(rows >= 1 and steps >= 1, f"rows and steps must be 1 or more, got {rows} and {steps}.")
     require(
         0 < delta < 1 / rows,

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .clipping import flatten
 from .example_batches import Batch, count_rows, pad_rows, split_rows
+from .model_state import copy_model, repeatable_random_numbers
+from .model_validation import is_test_due
 from .per_example_gradients import (
     Gradients,
     Loss,
     choose_gradients,
     compute_gradients_one_by_one,
-    compute_per_example_gradients,
     compute_summed_gradients,
 )
-from .row_independence import require_independent_rows
+from .row_independence import AddClipped, require_independent_rows
+
+NARROW = 2  # bytes of a number whose rounding errors are not within the margin of the private sum
 
 
 class ExampleGradients:
     """How the gradients of single examples of a model are computed; `dtype` is that of the layers, if not the model's.
 
-    Where all rows are computed together, the gradients of a row must not depend on its place and the other rows, in a
-    smaller dtype not by a single bit. That is tested before the first.
+    Where all rows are computed together, the gradients of a row must not depend on its place and the other rows: not
+    by a single bit where numbers have 16, and otherwise within the margin of the sum that `add_clipped` returns. That
+    is tested in the first sample, the second, the fourth and so on, as a model can change.
     """
 
     def __init__(
@@ -35,11 +39,20 @@ class ExampleGradients:
         parameters: Mapping[str, nn.Parameter],
         micro_rows: int,
         views: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None,
+        add_clipped: AddClipped,
     ) -> None:
-        self.model, self.loss, self.parameters = model, loss, parameters
+        self.model, self.loss, self.parameters, self.add_clipped = model, loss, parameters, add_clipped
         self.micro_rows, self.views, self.dtype = micro_rows, views, dtype
         self.compute: Callable[..., tuple[Gradients, Tensor]] | None = None  # known after the first examples
+        self.samples = 0
+        self.is_due = True  # whether the rows of the next micro-batch are tested first
+        self.is_tested = False  # whether some were
+
+    def begin_sample(self) -> None:
+        """Count a sample, and have the independence of its rows tested where it is due."""
+        self.samples += 1
+        self.is_due = self.is_due or is_test_due(self.samples)
 
     def of_examples(self, inputs: Batch, targets: Batch) -> tuple[Gradients, Tensor]:
         """Return the gradients of each row by parameter name, and the losses.
@@ -47,30 +60,57 @@ class ExampleGradients:
         They are computed in a batch of a fixed number of rows, which rows of zeros fill up, or one after another.
         """
         count, arguments = count_rows(targets), (self.model, self.loss, self.parameters)
-        is_first = self.compute is None
         if self.compute is None:
             self.compute = choose_gradients(*arguments, inputs, targets, self.views, self.dtype)
         if self.compute is not compute_gradients_one_by_one:
             inputs, targets = pad_rows((inputs, targets), self.micro_rows)
-        if is_first and self.compute not in (compute_per_example_gradients, compute_gradients_one_by_one):
-            self.test_independence(inputs, targets)
+            if self.is_due:
+                self.test_independence(inputs, targets)
+        self.is_due = False
         gradients, losses = self.compute(*arguments, inputs, targets, self.views)
         return {name: rows[:count] for name, rows in gradients.items()}, losses[:count]
 
     def test_independence(self, inputs: Batch, targets: Batch) -> None:
         """Raise PomonaError if rows of a whole micro-batch change the gradients of each other.
 
-        Where each row is computed on its own they cannot. A copy of the model is tested in evaluation mode, where
-        nothing is random.
+        In the mode that the model has, rows stay at their places, and all random numbers are the same in each pass.
+        The first time, rows also move to other places, in evaluation mode, where nothing is random. Each pass has a
+        copy of the model, so that nothing that a first pass sets is common to both.
         """
-        assert self.compute is not None
-        compute, trial = self.compute, copy.deepcopy(self.model).eval()
-        own = {name: parameter for name, parameter in trial.named_parameters() if name in self.parameters}
-        require_independent_rows(
-            lambda *batch: compute(trial, self.loss, own, *batch, self.views)[0],
-            inputs,
-            targets,
-            is_exact=self.dtype is not None,
+        is_exact = self.is_exact(inputs)
+        remedy = "remove the layer that mixes them"
+        if is_exact:
+            remedy += ", or " + ("use model.float()" if self.dtype is None else 'leave precision="bfloat16" out')
+        with repeatable_random_numbers(next(iter(self.parameters.values())).device) as repeat:
+            for is_training in (False, None)[self.is_tested :]:
+
+                def compute(*batch: Batch, is_training: bool | None = is_training) -> Gradients:
+                    repeat()
+                    assert self.compute is not None
+                    trial = copy_model(self.model)
+                    trial = trial if is_training is None else trial.train(is_training)
+                    own = {name: one for name, one in trial.named_parameters() if name in self.parameters}
+                    return self.compute(trial, self.loss, own, *batch, self.views)[0]
+
+                require_independent_rows(
+                    compute,
+                    inputs,
+                    targets,
+                    None if is_exact else self.add_clipped,
+                    moves=is_training is not None,
+                    seed=self.samples,
+                    remedy=remedy,
+                )
+        self.is_tested = True
+
+    def is_exact(self, inputs: Batch) -> bool:
+        """Return whether gradients of a row must be equal bit for bit: where anything has 16 bits or less."""
+        device = next(iter(self.parameters.values())).device.type
+        tensors = [*self.model.parameters(), *self.model.buffers(), *pytree.tree_leaves(inputs)]
+        return (
+            self.dtype is not None
+            or torch.is_autocast_enabled(device)
+            or any(part.is_floating_point() and part.element_size() <= NARROW for part in tensors)
         )
 
     def of_batch(self, inputs: Batch, targets: Batch, views: int = 1) -> Tensor:
@@ -83,6 +123,7 @@ class SampleGradients:
 
     def __init__(self, gradients: ExampleGradients, inputs: Batch, targets: Batch) -> None:
         self.gradients = gradients
+        gradients.begin_sample()
         self.chunks = split_rows((inputs, targets), gradients.micro_rows)
         self.single = gradients.of_examples(*self.chunks[0]) if len(self.chunks) == 1 else None
 
@@ -90,7 +131,7 @@ class SampleGradients:
         """Yield the gradients of each micro-batch, as parts of shape (rows, n), and its losses."""
         for chunk in self.chunks:
             gradients, losses = self.single or self.gradients.of_examples(*chunk)
-            yield [gradient.flatten(1) for gradient in gradients.values()], losses
+            yield [gradient[:, None].flatten(1) for gradient in gradients.values()], losses
 
     def add_up(self, total: Tensor) -> Tensor:
         """Add the gradients of all examples, not clipped, to a flat tensor and return it."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -13,11 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from ..errors import PomonaError, require
 from ..models.layers import GROUP_NORM_GROUPS
 from .example_batches import Batch, call_model, count_rows, map_tensors
+from .model_state import ModelState, copy_model, refuse_changes, repeatable_random_numbers
+
+HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm in eval()"}  # and the parametrizations to use
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,21 @@ def problems(model: nn.Module) -> list[Problem]:
 
 def validate(model: nn.Module) -> None:
     """Raise PomonaError for a model with a layer that cannot be trained privately, or with nothing to train."""
-    require(any(p.requires_grad for p in model.parameters()), f"{type(model).__name__} has no parameter to train.")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    require(bool(trained), f"{type(model).__name__} has no parameter to train.")
+    other = [name for name, p in trained.items() if not p.is_floating_point()]
+    require(
+        not other,
+        f"the parameter '{(other or [''])[0]}' has complex numbers, and the norm and noise of a private step are those "
+        "of real ones: keep the real and the imaginary part as parameters, and use torch.complex of both.",
+    )
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            require(
+                type(hook) not in HOOKS,
+                f"'{name or type(module).__name__}' has a hook of {type(hook).__name__}, which leaves a computed "
+                f"weight in the model: use torch.nn.utils.parametrizations.{HOOKS.get(type(hook), '')}.",
+            )
     found = problems(model)
     if found:
         others = f" ({len(found) - 1} more layers are not allowed either)" if len(found) > 1 else ""
@@ -95,57 +111,39 @@ def convert_to_group_norm(norm: _BatchNorm) -> nn.GroupNorm:
 
 @torch.no_grad()
 def refuse_mixed_examples(model: nn.Module, inputs: Batch) -> bool:
-    """Raise PomonaError if an example changes a buffer of the model or the output of another example.
+    """Raise PomonaError if an example changes the state of the model or the output of another example.
 
-    A copy of the model runs on the first example twice: beside the second example, and beside itself. Nothing is
-    tested with fewer than two examples. Returns whether it was tested.
+    The output of the first example beside the second is compared with that beside itself, and that of the first as
+    second row with that beside the second. The former two come from copies of their own, so that nothing that a first
+    pass sets is common to both; the third comes from a copy that has seen another batch. The random numbers are the
+    same in each pass. Nothing is tested with fewer than two examples. Returns whether it was tested.
     """
     if count_rows(inputs) < 2:
         return False
-    device = next(model.parameters()).device
-    trial = copy.deepcopy(model)
-    before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
-    beside_second, beside_itself = (map_tensors(itemgetter([0, k]), inputs) for k in (1, 0))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        first = call_model(trial, beside_second)
-        changed = [name for name, buffer in trial.named_buffers() if not torch.equal(buffer, before[name])]
+
+    def run(trial: nn.Module, *rows: int) -> list[Tensor]:
+        repeat()
+        outputs = pytree.tree_leaves(call_model(trial, map_tensors(itemgetter(list(rows)), inputs)))
+        return [output for output in outputs if isinstance(output, Tensor) and output.dim() and len(output) == 2]
+
+    with repeatable_random_numbers(next(model.parameters()).device) as repeat:
+        trial, other = copy_model(model), copy_model(model)
+        before = ModelState(trial)
+        first, itself = run(trial, 0, 1), run(other, 0, 0)
+        refuse_changes(before, before.changed())
+        second = run(trial, 1, 0)
+    for k, found in enumerate((first, second)):
         require(
-            not changed,
-            f"the buffer '{(changed or [''])[0]}' is updated from the examples at every forward pass without noise: "
-            "remove that layer, or freeze it with eval().",
+            all(
+                torch.allclose(one[k], other[k], rtol=1e-3, atol=1e-4, equal_nan=True)
+                for one, other in zip(found, itself, strict=True)
+            ),
+            f"in {type(model).__name__} the output for one example depends on the others of its batch or on earlier "
+            "ones: remove the layer that mixes them.",
         )
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        second = call_model(trial, beside_itself)
-    require(
-        all(
-            torch.allclose(one[0], other[0], rtol=1e-3, atol=1e-4, equal_nan=True)
-            for one, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
-            if isinstance(one, Tensor) and one.dim() and len(one) == 2
-        ),
-        f"in {type(model).__name__} the output for one example depends on the others of its batch: "
-        "remove the layer that mixes them.",
-    )
     return True
 
 
-@contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model and raise PomonaError if the block has changed one, as it had no noise."""
-    before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    yield
-    changed = []
-    for name, (buffer, old) in before.items():
-        parent, _, last = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        is_replaced = getattr(owner, last, None) is not buffer
-        if is_replaced or not bool(((buffer == old) | ((buffer != buffer) & (old != old))).all()):  # as NaN ≠ NaN
-            setattr(owner, last, old)
-            changed.append(name)
-    require(
-        not changed,
-        f"the buffer '{(changed or [''])[0]}' was updated from the examples without noise: remove that layer, or "
-        "freeze it with eval().",
-    )
+def is_test_due(count: int) -> bool:
+    """Return whether the tests of a model are repeated at a step, numbered from 1: at the powers of two."""
+    return count & (count - 1) == 0

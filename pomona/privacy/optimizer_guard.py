@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,21 @@ class OptimizerGuard:
             yield
         finally:
             self.is_open = False
+
+
+def refuse_other_optimizers(optimizer: torch.optim.Optimizer) -> None:
+    """Raise PomonaError for an optimizer whose step needs more than one dense gradient."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    require(
+        closure is None or closure.default is not inspect.Parameter.empty,
+        f"{kind} computes the gradient several times in a step, by a closure, and a private step has noise for one: "
+        "use SGD, Adam or another optimizer without a closure.",
+    )
+    require(
+        not isinstance(optimizer, torch.optim.SparseAdam),
+        f"{kind} takes sparse gradients, and noise makes every coordinate of a private one dense: use Adam.",
+    )
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

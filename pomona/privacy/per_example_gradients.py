@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 import warnings
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import PomonaError, require
 from .batchable_ops import BatchableOps
 from .example_batches import Batch, call_model, map_tensors, model_arguments, pad_rows
+from .model_state import copy_model
 from .recorded_gradients import Gradients, Loss, compute_recorded_gradients
 
 RELATIVE_ERROR = 1e-2  # of recorded gradients; those that are wrong differ by far more
@@ -62,7 +62,7 @@ def compute_gradients_one_by_one(
         value = loss(call_model(model, batch), small_targets)
         model.zero_grad()
         value.backward()  # and not autograd.grad, which passes over activation checkpoints of the older kind
-        rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()])
+        rows.append([torch.zeros_like(p) if p.grad is None else as_dense(p.grad) for p in parameters.values()])
         losses.append(value.detach())
     model.zero_grad()
     stacked = [torch.stack(parts) for parts in zip(*rows, strict=True)]
@@ -85,7 +85,12 @@ def compute_summed_gradients(
     mean = loss(call_model(model, inputs), targets)
     rows = len(pytree.tree_leaves(targets)[0]) / views
     gradients = torch.autograd.grad(mean * rows, list(parameters.values()), materialize_grads=True)
-    return dict(zip(parameters, gradients, strict=True))
+    return dict(zip(parameters, map(as_dense, gradients), strict=True))
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient, which embeddings with sparse=True have as a sparse tensor, as a dense one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
@@ -149,7 +154,7 @@ def recording_obstacle(
     On a copy in evaluation mode, where nothing is random, its gradients of a row and of a row of zeros are compared
     with those of a backward pass for each.
     """
-    trial = copy.deepcopy(model).eval()
+    trial = copy_model(model).eval()
     own = {name: parameter for name, parameter in trial.named_parameters() if name in parameters}
     inputs, targets = pad_rows((inputs, targets), 2)
     try:

@@ -36,8 +36,9 @@ from .fixed_shapes import micro_batch_rows, repeatable_kernels
 from .index_draws import IndexDraws
 from .index_mechanism import IndexMechanism
 from .ledger import Ledger
-from .model_validation import refuse_mixed_examples, unchanged_buffers, validate
-from .optimizer_guard import OptimizerGuard, refuse_other_parameters, trained_parameters
+from .model_state import unchanged_state
+from .model_validation import is_test_due, refuse_mixed_examples, validate
+from .optimizer_guard import OptimizerGuard, refuse_other_optimizers, refuse_other_parameters, trained_parameters
 from .per_example_gradients import Loss
 from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
 from .processes import Processes
@@ -109,6 +110,7 @@ class PrivateStep:
         self.clipping = Clipping.of(clipping)
         validate_options(budget, method, keep, group, grouping, clip, self.clipping, micro, views, precision, public)
         validate(model)
+        refuse_other_optimizers(optimizer)
         self.model, self.optimizer, self.budget, self.method = model, optimizer, budget, method
         self.keep, self.schedule, self.group, self.grouping = float(keep), SCHEDULES.resolve(schedule), group, grouping
         self.clip, self.micro, self.views, self.precision, self.public = clip, micro, views, precision, public
@@ -125,7 +127,9 @@ class PrivateStep:
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
         micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
-        self.gradients = ExampleGradients(model, loss, self.parameters, micro_rows, views, PRECISIONS[precision])
+        self.gradients = ExampleGradients(
+            model, loss, self.parameters, micro_rows, views, PRECISIONS[precision], self.add_clipped
+        )
         self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
         require(
@@ -198,12 +202,12 @@ class PrivateStep:
         inputs, targets = self.check_examples(inputs, targets, rows)
         validate(self.model)
         refuse_other_parameters(self.model, self.optimizer, self.parameters)
-        if not self.is_tested:
+        if not self.is_tested or is_test_due(self.drawn):
             flat_views = map_tensors(lambda part: part.flatten(0, 1), inputs) if self.views > 1 else inputs
             self.is_tested = refuse_mixed_examples(self.model, flat_views)
         mechanism, self.pending = self.mechanism(), None
         before = self.journal.digest_weights(self.parameters.values())
-        with repeatable_kernels(), self.source.seeded_torch(self.processes.rank), unchanged_buffers(self.model):
+        with repeatable_kernels(), self.source.seeded_torch(self.processes.rank), unchanged_state(self.model):
             total, losses = self.sum_clipped_gradients(inputs, targets, mechanism)
         self.journal.enter_release(self.drawn, before, total)
         self.steps_taken = self.drawn
@@ -268,7 +272,7 @@ class PrivateStep:
         sample = SampleGradients(self.gradients, inputs, targets)
         mask = self.choose_mask(sample, mechanism)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.zeros(self.size + self.norms.counts, dtype=torch.int64), [self.zeros(0)]
+        total, losses = self.add_clipped([]), [self.zeros(0)]
         for flat, loss in sample:
             if parts is not None:
                 flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
@@ -282,6 +286,13 @@ class PrivateStep:
             noise[: self.size] *= mask
         total += noise
         return total, torch.cat(losses)
+
+    def add_clipped(self, gradients: list[Tensor]) -> Tensor:
+        """Return the sum of clipped gradients of rows, (rows, n), in grid units, and the counts behind it."""
+        total = self.zeros(self.size + self.norms.counts, dtype=torch.int64)
+        if gradients:
+            self.grid.add_clipped(gradients, total)
+        return total
 
     def choose_mask(self, sample: SampleGradients, mechanism: IndexMechanism) -> Tensor | None:
         """Return the flat mask of kept coordinates, or None to keep all."""

@@ -168,7 +168,7 @@ def call_embedding(
     sparse: bool = False,
 ) -> Tensor:
     """Return the vectors of a batch of indices, and record the gradients of the vectors."""
-    if scale_grad_by_freq or sparse or max_norm is not None:
+    if scale_grad_by_freq or max_norm is not None:  # `sparse` changes nothing: recorded gradients are dense
         raise UnrecordedUse("an option of embedding")
     found = RecordedEmbedding.apply(inputs, recorder.anchor, (weight,), padding_idx, recorder)
     return found if recorder.dtype is None else found.to(recorder.dtype)

@@ -1,7 +1,7 @@
-"""The test that gradients of a row depend on nothing else in its micro-batch, bit for bit, for smaller dtypes.
+"""The test that gradients of a row depend on nothing else in its micro-batch, bit for bit where they have 16 bits.
 
 The private sum assumes it (see `clipping`). In float32 without TF32, errors of kernels that choose another order of
-their sums are within the margin. In bfloat16 they would not be, so it is tested with the real model, shape and dtype.
+their sums are within the margin. In 16 bits they would not be. So it is tested with the real model, shape and dtype.
 """
 
 from __future__ import annotations
@@ -13,23 +13,31 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import require
+from .clipping import OTHER_ROWS, UNITS
 from .example_batches import Batch, count_rows, map_tensors
 from .recorded_gradients import Gradients
 
-ROUNDING = 1e-3  # of the largest norm of a row: far above the errors of kernels in float32
+LARGE = 1e4  # the factor of some of the rows that replace others
+
+AddClipped = Callable[[list[Tensor]], Tensor]  # the integer sum of the clipped gradients of rows, from (rows, n) parts
 
 
 def require_independent_rows(
-    compute: Callable[[Batch, Batch], Gradients], inputs: Batch, targets: Batch, is_exact: bool = True
+    compute: Callable[[Batch, Batch], Gradients],
+    inputs: Batch,
+    targets: Batch,
+    add_clipped: AddClipped | None = None,
+    *,
+    moves: bool = True,
+    seed: int = 0,
+    remedy: str,
 ) -> None:
-    """Raise PomonaError unless gradients of rows are the same at other places and beside other rows.
+    """Raise PomonaError unless gradients of rows are the same beside other rows and, with `moves`, at other places.
 
     The rows are random ones of the shapes and dtypes of `inputs` and `targets`, so that the outcome does not depend on
-    the data. Unless the test is exact, rounding errors are allowed, and it finds layers that mix the rows of a batch
-    of this size.
+    the data. The test is exact without `add_clipped`; with it, rounding errors within the margin are allowed.
     """
-    found = find_dependent_parameter(compute, inputs, targets, 0.0 if is_exact else ROUNDING)
-    remedy = 'leave precision="bfloat16" out' if is_exact else "remove the layer that mixes them"
+    found = find_dependent_parameter(compute, inputs, targets, add_clipped, moves=moves, seed=seed)
     require(
         found is None,
         f"the gradient of '{found}' of an example depends on its place in the batch or on the other examples, which "
@@ -38,35 +46,78 @@ def require_independent_rows(
 
 
 def find_dependent_parameter(
-    compute: Callable[[Batch, Batch], Gradients], inputs: Batch, targets: Batch, tolerance: float = 0.0
+    compute: Callable[[Batch, Batch], Gradients],
+    inputs: Batch,
+    targets: Batch,
+    add_clipped: AddClipped | None = None,
+    *,
+    moves: bool = True,
+    seed: int = 0,
 ) -> str | None:
     """Return the name of a parameter whose gradients of a row depend on the place or on the other rows, or None.
 
-    `tolerance` is the change that is allowed, over the largest norm of a row.
+    Half of the rows stay the same. The others are replaced by random rows, of which a third are large and a third zero.
+    If the test `moves` rows, those that stay the same move to other places. If not, a second pass replaces them, so
+    that each row is replaced once.
     """
     rows = count_rows(inputs, targets)
-    kept = rows // 2 + 1
-    generator = torch.Generator().manual_seed(0)
+    kept = rows // 2 + 1 if moves else (rows + 1) // 2
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(rows, generator=generator)
     first, other = (map_tensors(lambda part: random_like(part, generator), (inputs, targets)) for _ in range(2))
+    gradients = compute(*first)
+    for places, replaced in [(order[:kept], order[kept:]), (order[kept:], order[:kept])][: 1 if moves else 2]:
+        origin = torch.arange(kept) if moves else places
 
-    def mix(one: Tensor, two: Tensor) -> Tensor:
-        """Return the first rows of `one` at the places that `order` names, and rows of `two` and zeros elsewhere."""
-        mixed = two.clone()
-        mixed[order[kept:][::2]] = 0
-        mixed[order[:kept]] = one[:kept]
-        return mixed
+        def mix(
+            one: Tensor,
+            two: Tensor,
+            places: Tensor = places,
+            replaced: Tensor = replaced,
+            origin: Tensor = origin,
+        ) -> Tensor:
+            """Return rows of `one` at the places that are kept, and rows of `two`, large ones and zeros elsewhere."""
+            mixed = two.clone()
+            if mixed.is_floating_point():
+                mixed[replaced[::3]] *= LARGE
+            mixed[replaced[1::3]] = 0
+            mixed[places] = one[origin]
+            return mixed
 
-    mixed = pytree.tree_map(mix, first, other)
-    before, after = compute(*first), compute(*mixed)
-    for name, gradients in before.items():
-        one, two = gradients[:kept], after[name][order[:kept].to(gradients.device)]
-        if torch.equal(one, two):
-            continue
-        norms, change = (part.double().nan_to_num().flatten(1).norm(dim=1) for part in (one, one - two))
-        if bool((one.isfinite() != two.isfinite()).any()) or float(change.max()) > tolerance * float(norms.max()):
-            return name
+        before, after = take_rows(gradients, origin), take_rows(compute(*pytree.tree_map(mix, first, other)), places)
+        different = [name for name, part in before.items() if not torch.equal(part, after[name])]
+        if different and (add_clipped is None or not is_within_margin(before, after, add_clipped)):
+            return different[0]
     return None
+
+
+def take_rows(gradients: Gradients, places: Tensor) -> Gradients:
+    """Return the gradients of the rows at some places, each of shape (rows, n)."""
+    return {name: part[places.to(part.device)][:, None].flatten(1) for name, part in gradients.items()}
+
+
+def is_within_margin(before: Gradients, after: Gradients, add_clipped: AddClipped) -> bool:
+    """Return whether gradients of the same rows, (rows, n), differ by no more than the privacy of their sum allows.
+
+    The integers of their sum, and each of the counts behind them, may differ by 2⁻¹⁰ of the clipping norm. So that
+    the outcome does not depend on a large norm, the gradients themselves and their sum may differ by as much of the
+    largest norm of a row. The gradients may be overwritten.
+    """
+    squares = moves = torch.zeros(())
+    sums, size = 0.0, 0
+    for name, part in before.items():
+        one, other = part.double(), after[name].double()
+        if not torch.equal(one.isfinite(), other.isfinite()):
+            return False
+        change = (one - other).nan_to_num_(0, 0, 0)
+        squares = squares.to(one) + one.nan_to_num(0, 0, 0).square().sum(1)
+        moves = moves.to(one) + change.square().sum(1)
+        sums, size = sums + float(change.sum(0).square().sum()), size + part.shape[1]
+    limit = OTHER_ROWS**2 * float(squares.max())
+    if sums > limit or float(moves.max()) > limit:
+        return False
+    moved = (add_clipped(list(before.values())) - add_clipped(list(after.values()))).double() / UNITS
+    return float(moved[:size].norm()) <= OTHER_ROWS and bool((moved[size:].abs() <= OTHER_ROWS).all())
 
 
 def random_like(part: Tensor, generator: torch.Generator) -> Tensor:

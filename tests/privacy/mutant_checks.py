@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from private_training import (
     make_step,
     mean_of_clipped,
 )
+from torch import nn
 
 from pomona.errors import PomonaError
 from pomona.privacy import (
@@ -293,6 +295,68 @@ def check_model_randomness() -> None:
     assert not torch.equal(drawn, torch.rand(20, generator=tried))
 
 
+class Writing(nn.Linear):
+    """A layer that writes a row into a parameter or a buffer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(72, 72)
+        self.register_buffer("kept", torch.zeros(72))
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        getattr(self, self.name).data.copy_(x.detach().flatten(1).mean(0))
+        return super().forward(x.flatten(1))
+
+
+class Mixing(nn.Linear):
+    """A layer whose rows see a part of the sum of all rows, in training mode, after some passes."""
+
+    def __init__(self, part: float, start: int = 0) -> None:
+        super().__init__(72, 5)
+        self.part, self.start, self.calls = part, start, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x.flatten(1)
+        is_mixed = self.training and len(x) > 2 and self.calls > self.start
+        return super().forward(x + self.part * x.sum(0) if is_mixed else x)
+
+
+def train(model: nn.Module, sample: int, dtype: torch.dtype = torch.float32) -> None:
+    """Take private steps whose samples are the first rows."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = PrivateStep(model, optimizer, make_budget(), method="dpsgd", source=Source(seed=3))
+    step.source.poisson = lambda rows, rate: torch.arange(sample)
+    x, y = make_data()
+    for rows in step:
+        step(x[rows].to(dtype), y[rows])
+
+
+def check_forward() -> None:
+    """What a forward pass writes into a parameter or a buffer is restored and refused, also for a single row."""
+    for name in ("bias", "kept"):
+        model = Writing(name)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one example at a time
+            with pytest.raises(PomonaError):
+                train(model, 1)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def check_rows() -> None:
+    """Rows that mix a little, in training mode, later than in the first steps or by a bit of 16 are refused."""
+    torch.manual_seed(0)
+    for part, start, dtype in (
+        (1.0, 0, torch.float32),
+        (1e-5, 0, torch.float32),
+        (1.0, 5, torch.float32),
+        (1e-9, 0, torch.bfloat16),
+    ):
+        with pytest.raises(PomonaError):
+            train(Mixing(part, start).to(dtype), 20, dtype)
+
+
 CHECKS = (
     check_sum,
     check_sensitivity,
@@ -308,4 +372,6 @@ CHECKS = (
     check_ramps,
     check_replay,
     check_model_randomness,
+    check_forward,
+    check_rows,
 )

@@ -76,3 +76,12 @@ def test_budgets_are_solved_once():
     target = {"epsilon": 3.0, "delta": 1e-5, "rows": 100, "batch_size": 50, "steps": 2}
     assert Budget.solve(**target) is Budget.solve(**target)
     assert Budget.solve(**target).rate == 0.5
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 2.5}, {"rows": 1000.0}])
+def test_counts_are_whole_numbers(wrong, budget):
+    target = {"epsilon": 2.0, "delta": 1e-5, "rows": 1000, "batch_size": 100, "steps": 30}
+    with pytest.raises(PomonaError, match="a whole one, got (2.5|1000.0): round it"):
+        Budget.solve(**target | wrong)
+    with pytest.raises(PomonaError, match="a whole one"):
+        Budget.from_dict(budget.to_dict() | wrong)

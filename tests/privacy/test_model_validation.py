@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from private_training import ROWS, make_budget
+from private_training import ROWS, NoiselessSource, assert_close_on_grid, make_budget, mean_of_clipped
 from torch import nn
 
 import pomona.models as models
@@ -71,7 +73,7 @@ class BatchCentering(nn.Module):
 
 def test_buffers_and_outputs_that_mix_examples_are_refused():
     x = torch.randn(ROWS, 3)
-    with pytest.raises(PomonaError, match="the buffer 'mean' is updated from the examples"):
+    with pytest.raises(PomonaError, match="the buffer 'mean' was updated from the examples"):
         refuse_mixed_examples(RunningMean(), x)
     with pytest.raises(PomonaError, match="the output for one example depends on the others"):
         refuse_mixed_examples(BatchCentering(), x)
@@ -97,3 +99,98 @@ def test_private_cnn_is_small_and_valid():
 def test_model_without_parameters_is_refused():
     with pytest.raises(PomonaError, match="no parameter to train"):
         validate(nn.ReLU())
+
+
+# ---- models and optimizers that a step cannot train are refused before a draw is charged
+
+
+def make_private(model, optimizer=None, **options):
+    """Return the private step of a model."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1.0)
+    return PrivateStep(
+        model, optimizer, make_budget(), source=NoiselessSource(seed=3), **{"method": "dpsgd", **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Linear(3, 2, dtype=torch.complex64), "'weight' has complex numbers"),
+        (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2))), r"'0' has a hook of WeightNorm.*weight_norm\."),
+        (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), r"'Linear' has a hook of SpectralNorm.*in eval\(\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_models_without_real_weights_of_their_own_are_refused(make, message):
+    with pytest.raises(PomonaError, match=message):
+        make_private(make())
+
+
+def test_optimizers_of_another_kind_are_refused():
+    model = nn.Linear(3, 2)
+    for optimizer, message in (
+        (torch.optim.LBFGS(model.parameters()), "LBFGS computes the gradient several times"),
+        (torch.optim.SparseAdam(model.parameters()), "SparseAdam takes sparse gradients"),
+    ):
+        with pytest.raises(PomonaError, match=message):
+            make_private(model, optimizer)
+    make_private(model, torch.optim.Adam(model.parameters()))
+
+
+class Scaled(nn.Module):
+    """A linear layer times a parameter without dimensions, as that of the logits of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.logit_scale = nn.Linear(3, 2), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale * self.layer(x)
+
+
+class Looked(nn.Module):
+    """Vectors that are looked up, with gradients that autograd keeps sparse."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.vectors, self.head = kind(7, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.vectors(x)
+        return self.head(found.mean(1) if found.dim() > 2 else found)
+
+
+@pytest.mark.parametrize("options", [{"micro": 256}, {"micro": 7}])
+@pytest.mark.parametrize("make", [Scaled, lambda: Looked(nn.Embedding), lambda: Looked(nn.EmbeddingBag)])
+def test_scalar_parameters_and_sparse_gradients_are_trained(make, options):
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(ROWS, 3).double() if isinstance(model, Scaled) else torch.randint(7, (ROWS, 5))
+    y, step = torch.randint(2, (ROWS,)), make_private(model, clip=0.3, **options)
+    before, rows, expected = nn.utils.parameters_to_vector(model.parameters()).detach().clone(), step.draw(), []
+    for k in rows.tolist():
+        nn.functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]).backward()
+        grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+        expected.append(torch.cat([grad.flatten() for grad in grads]))
+        model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one example at a time
+        step(x[rows], y[rows])
+    change = before - nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert_close_on_grid(change, mean_of_clipped(torch.stack(expected), 0.3), 0.3)
+
+
+def test_sparse_gradients_choose_indices():
+    model = Looked(nn.EmbeddingBag)
+    step = PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), 1.0),
+        make_budget(share=0.5, index=1.0),
+        keep=0.5,
+        micro=7,
+        source=Source(seed=1),
+    )
+    x, y, rows = torch.randint(7, (ROWS, 5)), torch.randint(2, (ROWS,)), step.draw()
+    with pytest.warns(UserWarning, match="one example at a time"):
+        step(x[rows], y[rows])
+    assert step.steps_taken == 1

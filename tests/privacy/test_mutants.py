@@ -27,6 +27,7 @@ from mutant_checks import (
     CHECKS,
     check_charges,
     check_counts,
+    check_forward,
     check_guards,
     check_indices,
     check_layers,
@@ -35,6 +36,7 @@ from mutant_checks import (
     check_noise,
     check_ramps,
     check_replay,
+    check_rows,
     check_sampling,
     check_secrets,
     check_sensitivity,
@@ -52,13 +54,16 @@ from pomona.privacy import (
     clipping_norms,
     example_gradients,
     private_step,
+    row_independence,
     seeded_rows,
     step_journal,
 )
 from pomona.privacy import budget as budget_module
 from pomona.privacy.clipping import UNITS, GradientGrid
 from pomona.privacy.clipping_norms import ClippingNorms
+from pomona.privacy.example_gradients import ExampleGradients
 from pomona.privacy.journal import Journal
+from pomona.privacy.model_state import ModelState
 from pomona.privacy.optimizer_guard import OptimizerGuard
 from pomona.privacy.processes import Processes
 from pomona.privacy.step_journal import StepJournal
@@ -278,6 +283,16 @@ def forget_the_ramps(original):
     return lambda epsilon, delta, rate, steps, index, *ramps: original(epsilon, delta, rate, steps, index)
 
 
+def add_in_16_bits(original):
+    def add_clipped(self, gradients, total):
+        added = torch.zeros_like(total)
+        squares = original(self, gradients, added)
+        total += added.bfloat16().long()
+        return squares
+
+    return add_clipped
+
+
 MUTANTS = [
     # object, name, mutant, the check that catches it
     (GradientGrid, "to_gradient", divide_by_the_sample_size, check_sum),
@@ -354,6 +369,14 @@ MUTANTS = [
     (seeded_rows, "seed_row", do_nothing, check_augmentation),
     (seeded_rows, "seed_row", lambda original: lambda key, place: original(key, (0, place[1])), check_augmentation),
     (Source, "row_key", lambda original: lambda self: b"public", check_augmentation),
+    (GradientGrid, "add_clipped", add_in_16_bits, check_sum),
+    (ExampleGradients, "is_exact", of_result(lambda is_exact: False), check_rows),
+    (example_gradients, "copy_model", of_result(lambda trial: trial.eval()), check_rows),
+    (example_gradients, "is_test_due", lambda original: lambda count: count == 1, check_rows),
+    (row_independence, "is_within_margin", of_result(lambda is_within: True), check_rows),
+    (ModelState, "changed", of_result(lambda names: []), check_forward),
+    (ModelState, "changed", of_result(lambda names: [name for name in names if name == "kept"]), check_forward),
+    (ModelState, "restore", lambda original: lambda self: None, check_forward),
 ]
 
 

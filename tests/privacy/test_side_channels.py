@@ -11,7 +11,7 @@ from torch import nn
 
 from pomona.errors import PomonaError
 from pomona.privacy import Ledger, PrivateStep, Source
-from pomona.privacy.model_validation import unchanged_buffers
+from pomona.privacy.model_state import unchanged_state
 
 
 class Counting(nn.Module):
@@ -67,9 +67,9 @@ def test_buffer_that_examples_change_is_refused_in_any_step(start):
 def test_buffers_that_stay_as_they_are_pass():
     model = nn.BatchNorm1d(3).eval()
     model.running_mean.fill_(math.nan)
-    with unchanged_buffers(model):
+    with unchanged_state(model):
         model(torch.zeros(2, 3))
-    with pytest.raises(PomonaError, match="'running_var' was updated"), unchanged_buffers(model):
+    with pytest.raises(PomonaError, match="'running_var' was updated"), unchanged_state(model):
         model.running_var.mul_(2)
     assert bool((model.running_var == 1).all())
 
