@@ -29,17 +29,29 @@ class LayerTracer(torch.fx.Tracer):
         return super().call_module(m, m.forward if is_fully_sharded(m) else forward, args, kwargs)
 
 
-def trace(model: nn.Module, tracer: type[LayerTracer] = LayerTracer) -> torch.fx.Graph | None:
+def trace(
+    model: nn.Module, tracer: type[LayerTracer] = LayerTracer, training: bool | None = None
+) -> torch.fx.Graph | None:
     """Return the model's symbolic forward, or None where it cannot be traced.
 
-    Every argument is symbolic at first. Where that fails, arguments with a default take it.
+    Every argument is symbolic at first. Where that fails, arguments with a default take it. The model is traced in its
+    own mode, or with `training` in that one.
     """
-    graph = try_to_trace(model, {}, tracer)
+    graph = try_to_trace(model, {}, tracer, training)
     if graph is None:
         parameters = inspect.signature(model.forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        graph = try_to_trace(model, defaults, tracer) if defaults else None
+        graph = try_to_trace(model, defaults, tracer, training) if defaults else None
     return graph
+
+
+def trace_both_modes(model: nn.Module) -> list[torch.fx.Graph]:
+    """Return the model's symbolic forward in its own mode and in the other one, where each can be traced.
+
+    A branch on `self.training`, such as an auxiliary head, is in one of the two only.
+    """
+    graphs = [trace(model), trace(model, training=not model.training)]
+    return [graph for graph in graphs if graph is not None]
 
 
 def cached_trace(model: nn.Module) -> torch.fx.Graph | None:
@@ -55,20 +67,28 @@ _traces: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], torch.fx.Graph | 
 
 
 def try_to_trace(
-    model: nn.Module, fixed: dict[str, Any], tracer: type[LayerTracer] = LayerTracer
+    model: nn.Module,
+    fixed: dict[str, Any],
+    tracer: type[LayerTracer] = LayerTracer,
+    training: bool | None = None,
 ) -> torch.fx.Graph | None:
     """Return the model's symbolic forward for fixed values of some arguments, or None where it cannot be traced."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, module.training, dict(vars(module))) for module in model.modules()]
     try:
-        with warnings.catch_warnings():
+        for module in model.modules() if training is not None else ():
+            module.training = bool(training)
+        # A forward may draw random numbers, to leave out layers say.
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             return tracer().trace(model, fixed)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None
     finally:
-        for module, state in before:  # a forward may count its calls, or store its inputs
+        for module, mode, state in before:  # a forward may count its calls, or store its inputs
             vars(module).clear()
             vars(module).update(state)
+            if module.training != mode:  # a compiled module does not keep it among its variables
+                module.training = mode
 
 
 def called_modules(model: nn.Module, graph: torch.fx.Graph) -> list[nn.Module]:
