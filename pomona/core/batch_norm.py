@@ -6,6 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import require
+from ..sharding import whole
 
+NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 STALE_SHARE = 0.05  # statistics are stale if more of them than this is older than the last mask change
 
 
@@ -22,17 +25,30 @@ def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
-def adapting_layers(model: nn.Module) -> list[_BatchNorm]:
+def adapting_layers(model: nn.Module, counts: Mapping[str, int] = NO_COUNTS) -> list[_BatchNorm]:
     """Return the batch-norm layers with running statistics that the user has not frozen.
 
-    A layer in evaluation mode within a model in training mode is frozen.
+    A layer in evaluation mode within a model in training mode is frozen. Where all are in evaluation mode, a layer is
+    frozen if it has still seen as many batches as before training: `counts`, of `count_batches`.
     """
-    return [norm for norm in batchnorm_layers(model) if norm.training or not model.training]
+    layers = batchnorm_layers(model)
+    if model.training:
+        return [norm for norm in layers if norm.training]
+    now = count_batches(model) if counts else {}
+    frozen = {model.get_submodule(name) for name, count in counts.items() if now.get(name) == count}
+    return [norm for norm in layers if norm not in frozen]
 
 
-def has_stale_statistics(model: nn.Module, steps: int) -> bool:
+def count_batches(model: nn.Module) -> dict[str, int]:
+    """Return how many batches each batch norm with running statistics has seen, by name."""
+    names = {module: name for name, module in model.named_modules()}
+    counts = {names[norm]: norm.num_batches_tracked for norm in batchnorm_layers(model)}
+    return {name: int(whole(count)) for name, count in counts.items() if count is not None}
+
+
+def has_stale_statistics(model: nn.Module, steps: int, counts: Mapping[str, int] = NO_COUNTS) -> bool:
     """Return whether statistics from before the last `steps` steps still count in a batch norm of the model."""
-    return any(old_share(norm, steps) > STALE_SHARE for norm in adapting_layers(model))
+    return any(old_share(norm, steps) > STALE_SHARE for norm in adapting_layers(model, counts))
 
 
 def old_share(norm: _BatchNorm, steps: int) -> float:
@@ -83,12 +99,19 @@ def iterate_batches(data: Any) -> Iterator[Any]:
 
 
 def renew_statistics(
-    model: nn.Module, batches: Iterable[Any] | None, max_batches: int | None, steps: int | None
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    max_batches: int | None,
+    steps: int | None,
+    counts: Mapping[str, int] = NO_COUNTS,
 ) -> None:
-    """Re-estimate statistics from batches; without any, warn where a mask change `steps` ago made them stale."""
+    """Re-estimate statistics from batches; without any, warn where a mask change `steps` ago made them stale.
+
+    With `counts` of `count_batches`, from before training, layers that saw no batch since keep theirs.
+    """
     if batches is not None:
-        reestimate_statistics(model, batches, max_batches)
-    elif steps is not None and has_stale_statistics(model, steps):
+        reestimate_statistics(model, batches, max_batches, counts=counts)
+    elif steps is not None and has_stale_statistics(model, steps, counts):
         warnings.warn(
             f"the batch-norm statistics are stale, as the last mask change came {steps} steps before finish(): "
             "finish(data=loader) re-estimates them from training batches, and finish(max_batches=0) leaves them.",
@@ -102,13 +125,14 @@ def reestimate_statistics(
     batches: Iterable[Any],
     max_batches: int | None,
     run: Callable[[nn.Module, Any], None] = run_batch,
+    counts: Mapping[str, int] = NO_COUNTS,
 ) -> None:
     """Replace the running statistics of batch norms by their mean over at most `max_batches` batches, in place.
 
     Everything but the batch norms is in evaluation mode, so dropout is off. Modes, momenta and the random state are
     restored. Where anything raises, the statistics are restored too. Without batch norms no batch is read.
     """
-    norms = adapting_layers(model)
+    norms = adapting_layers(model, counts)
     if not norms:
         return
     modes = {module: module.training for module in model.modules()}

@@ -37,7 +37,7 @@ CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
 LEAST_SCORE = 1e-6  # of a weight that a blocked layer may choose: its square must not round to zero
 LOW_DENSITY = 0.02  # a layer is reported below this density
 LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
-# Of a layer that loses whole outputs little passes long before 2 %, which few layers are wide enough for: there only the
+# Of a layer that loses whole outputs little passes long before 2 %, for which few are wide enough: there only the
 # share counts.
 
 

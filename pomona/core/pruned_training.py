@@ -45,6 +45,7 @@ class PrunedTraining:
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
         self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
+        self.norm_counts: dict[str, int] = {}  # how many batches each batch norm had seen when training began
         self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history = history.UpdateHistory()

@@ -119,6 +119,7 @@ class Pruner(PrunedTraining):
         self.model, self.optimizers = model, optimizers
         self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
+        self.norm_counts = batch_norm.count_batches(unwrap(model))
         self._hook()
         self.attached_engine().group = group
         try:
@@ -167,7 +168,8 @@ class Pruner(PrunedTraining):
         if max_batches != 0:
             # The masks of a score method move a little at every step, as weights do.
             steps = None if self.method.weights == "score" else self.step - self.last_change
-            batch_norm.renew_statistics(unwrap(self.model), batches, max_batches, steps)  # type: ignore[arg-type]
+            counts = self.norm_counts if self.step else {}  # without training no norm has seen a batch
+            batch_norm.renew_statistics(unwrap(self.model), batches, max_batches, steps, counts)  # type: ignore[arg-type]
         warn_about_layers(self.model, self.slots, self.reported, stacklevel=2)
         self._unhook()
         self.finished = True
