@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import warnings
@@ -60,17 +61,21 @@ def old_share(norm: _BatchNorm, steps: int) -> float:
 
 
 def run_batch(model: nn.Module, batch: Any) -> None:
-    """Run a model on the inputs of a batch, on the model's device.
+    """Run a model on the inputs of a batch, on the model's device."""
+    run_inputs(model, select_inputs(batch))
+
+
+def run_inputs(model: nn.Module, inputs: Any) -> Any:
+    """Return the outputs of a model for inputs that are moved to its device.
 
     Inputs in a mapping are passed by name, without those that the model's `forward` does not take.
     """
-    inputs = move_to_device(select_inputs(batch), next(model.parameters()).device)
+    inputs = move_to_device(inputs, next(model.parameters()).device)
     if not isinstance(inputs, Mapping):
-        model(inputs)
-        return
+        return model(inputs)
     accepted = inspect.signature(model.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    model(**{name: value for name, value in inputs.items() if takes_all or name in accepted})
+    return model(**{name: value for name, value in inputs.items() if takes_all or name in accepted})
 
 
 def select_inputs(batch: Any) -> Any:
@@ -87,6 +92,19 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if type(value) in (tuple, list):
         return type(value)(move_to_device(each, device) for each in value)
     return value
+
+
+@contextlib.contextmanager
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the modes of all modules and the random state at the end of a with-block."""
+    modes = {module: module.training for module in model.modules()}
+    gpus = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def iterate_batches(data: Any) -> Iterator[Any]:
@@ -135,17 +153,15 @@ def reestimate_statistics(
     norms = adapting_layers(model, counts)
     if not norms:
         return
-    modes = {module: module.training for module in model.modules()}
     momenta = [norm.momentum for norm in norms]
     statistics = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
-    gpus = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
     try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # torch then takes the cumulative mean
-            norm.train()
-        with torch.random.fork_rng(devices=gpus):
+        with preserve_modes(model):
+            model.eval()
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # torch then takes the cumulative mean
+                norm.train()
             empty = True
             for batch in itertools.islice(batches, max_batches):
                 run(model, batch)
@@ -159,5 +175,3 @@ def reestimate_statistics(
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for module, mode in modes.items():
-            module.training = mode
