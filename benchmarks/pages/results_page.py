@@ -45,6 +45,7 @@ How to read the tables:
 - *DPF settled* keeps the mask fixed during the last tenth of the same epochs.
 - *DPF soft* is DPF settled with soft thresholds.
 - *DPF default* is `pm.DPF(sparsity=…)` as it comes: DPF soft with a bound on the gradient of weak outputs.
+  Rows of filters have options of their own, which the note under their table gives.
 - *cosine* is a cosine learning-rate schedule. The other columns use the steps of the paper.
 - The options of *settled*, *soft* and *cosine* were chosen on held-out images. The tables `dpf-options`, `dpf-rate` and
   `dpf-default` below show the comparison.

@@ -93,11 +93,19 @@ def unwrap_optimizers(optimizer: Optimizer | Sequence[Optimizer], method: Method
 def find_targets(model: nn.Module, method: Method) -> list[Target]:
     """Return the parameters that a method prunes, with a warning for each layer that its pattern does not fit.
 
+    Layers that no traced forward calls share one warning.
     PomonaError is raised where nothing can be pruned, or the sparsity would leave some targets empty.
     """
     found, network = method.prunable(model), type(unwrap(model)).__name__
     if found.misfits and not found.targets:
         raise PomonaError(f"{method.pattern} fits no layer of {network}: {found.misfits[0].reason}")
+    if found.uncalled:
+        names = ", ".join(choice.target.name for choice in found.uncalled)
+        warnings.warn(
+            f"{names}: left dense, as the traced forward calls no such layer, and outputs of it may be the network's; "
+            "name all layers to prune with include=[…] where that is wrong.",
+            stacklevel=5,
+        )
     require(
         bool(found.targets),
         f"{network} has nothing to prune: no convolution, linear, recurrent or attention weight that is "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import require
+from ..sharding import whole
 
+NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 STALE_SHARE = 0.05  # statistics are stale if more of them than this is older than the last mask change
 
 
@@ -22,17 +26,30 @@ def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
-def adapting_layers(model: nn.Module) -> list[_BatchNorm]:
+def adapting_layers(model: nn.Module, counts: Mapping[str, int] = NO_COUNTS) -> list[_BatchNorm]:
     """Return the batch-norm layers with running statistics that the user has not frozen.
 
-    A layer in evaluation mode within a model in training mode is frozen.
+    A layer in evaluation mode within a model in training mode is frozen. Where all are in evaluation mode, a layer is
+    frozen if it has still seen as many batches as before training: `counts`, of `count_batches`.
     """
-    return [norm for norm in batchnorm_layers(model) if norm.training or not model.training]
+    layers = batchnorm_layers(model)
+    if model.training:
+        return [norm for norm in layers if norm.training]
+    now = count_batches(model) if counts else {}
+    frozen = {model.get_submodule(name) for name, count in counts.items() if now.get(name) == count}
+    return [norm for norm in layers if norm not in frozen]
 
 
-def has_stale_statistics(model: nn.Module, steps: int) -> bool:
+def count_batches(model: nn.Module) -> dict[str, int]:
+    """Return how many batches each batch norm with running statistics has seen, by name."""
+    names = {module: name for name, module in model.named_modules()}
+    counts = {names[norm]: norm.num_batches_tracked for norm in batchnorm_layers(model)}
+    return {name: int(whole(count)) for name, count in counts.items() if count is not None}
+
+
+def has_stale_statistics(model: nn.Module, steps: int, counts: Mapping[str, int] = NO_COUNTS) -> bool:
     """Return whether statistics from before the last `steps` steps still count in a batch norm of the model."""
-    return any(old_share(norm, steps) > STALE_SHARE for norm in adapting_layers(model))
+    return any(old_share(norm, steps) > STALE_SHARE for norm in adapting_layers(model, counts))
 
 
 def old_share(norm: _BatchNorm, steps: int) -> float:
@@ -44,17 +61,21 @@ def old_share(norm: _BatchNorm, steps: int) -> float:
 
 
 def run_batch(model: nn.Module, batch: Any) -> None:
-    """Run a model on the inputs of a batch, on the model's device.
+    """Run a model on the inputs of a batch, on the model's device."""
+    run_inputs(model, select_inputs(batch))
+
+
+def run_inputs(model: nn.Module, inputs: Any) -> Any:
+    """Return the outputs of a model for inputs that are moved to its device.
 
     Inputs in a mapping are passed by name, without those that the model's `forward` does not take.
     """
-    inputs = move_to_device(select_inputs(batch), next(model.parameters()).device)
+    inputs = move_to_device(inputs, next(model.parameters()).device)
     if not isinstance(inputs, Mapping):
-        model(inputs)
-        return
+        return model(inputs)
     accepted = inspect.signature(model.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    model(**{name: value for name, value in inputs.items() if takes_all or name in accepted})
+    return model(**{name: value for name, value in inputs.items() if takes_all or name in accepted})
 
 
 def select_inputs(batch: Any) -> Any:
@@ -73,6 +94,19 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the modes of all modules and the random state at the end of a with-block."""
+    modes = {module: module.training for module in model.modules()}
+    gpus = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def iterate_batches(data: Any) -> Iterator[Any]:
     """Return an iterator over the batches of a loader, or raise PomonaError where it is none."""
     require(
@@ -83,12 +117,19 @@ def iterate_batches(data: Any) -> Iterator[Any]:
 
 
 def renew_statistics(
-    model: nn.Module, batches: Iterable[Any] | None, max_batches: int | None, steps: int | None
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    max_batches: int | None,
+    steps: int | None,
+    counts: Mapping[str, int] = NO_COUNTS,
 ) -> None:
-    """Re-estimate statistics from batches; without any, warn where a mask change `steps` ago made them stale."""
+    """Re-estimate statistics from batches; without any, warn where a mask change `steps` ago made them stale.
+
+    With `counts` of `count_batches`, from before training, layers that saw no batch since keep theirs.
+    """
     if batches is not None:
-        reestimate_statistics(model, batches, max_batches)
-    elif steps is not None and has_stale_statistics(model, steps):
+        reestimate_statistics(model, batches, max_batches, counts=counts)
+    elif steps is not None and has_stale_statistics(model, steps, counts):
         warnings.warn(
             f"the batch-norm statistics are stale, as the last mask change came {steps} steps before finish(): "
             "finish(data=loader) re-estimates them from training batches, and finish(max_batches=0) leaves them.",
@@ -102,26 +143,25 @@ def reestimate_statistics(
     batches: Iterable[Any],
     max_batches: int | None,
     run: Callable[[nn.Module, Any], None] = run_batch,
+    counts: Mapping[str, int] = NO_COUNTS,
 ) -> None:
     """Replace the running statistics of batch norms by their mean over at most `max_batches` batches, in place.
 
     Everything but the batch norms is in evaluation mode, so dropout is off. Modes, momenta and the random state are
     restored. Where anything raises, the statistics are restored too. Without batch norms no batch is read.
     """
-    norms = adapting_layers(model)
+    norms = adapting_layers(model, counts)
     if not norms:
         return
-    modes = {module: module.training for module in model.modules()}
     momenta = [norm.momentum for norm in norms]
     statistics = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
-    gpus = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
     try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # torch then takes the cumulative mean
-            norm.train()
-        with torch.random.fork_rng(devices=gpus):
+        with preserve_modes(model):
+            model.eval()
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # torch then takes the cumulative mean
+                norm.train()
             empty = True
             for batch in itertools.islice(batches, max_batches):
                 run(model, batch)
@@ -135,5 +175,3 @@ def reestimate_statistics(
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for module, mode in modes.items():
-            module.training = mode

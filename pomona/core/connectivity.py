@@ -37,6 +37,8 @@ CHANNELWISE_FUNCTIONS |= {"contiguous", "flatten"}
 LEAST_SCORE = 1e-6  # of a weight that a blocked layer may choose: its square must not round to zero
 LOW_DENSITY = 0.02  # a layer is reported below this density
 LOW_SHARE = 0.1  # and below this share of the density that it would have if its allocation alone decided
+# Of a layer that loses whole outputs little passes long before 2 %, for which few are wide enough: there only the
+# share counts.
 
 
 def warn_about_layers(model: nn.Module | None, slots: Sequence[Slot], reported: set[str], stacklevel: int) -> None:
@@ -73,11 +75,12 @@ def describe_low_densities(slots: Sequence[Slot], kept: Sequence[int]) -> dict[s
     shapes = [slot.target.outputs_first for slot in slots]
     layerwise = LAYERWISE_ALLOCATIONS.get(parse_allocation(slots[0].method.allocation)[0])
     expected = [1 - s for s in layerwise(shapes, 1 - overall)] if layerwise else [overall] * len(slots)
+    limit = 1.0 if slots[0].method.pattern.removes_outputs else LOW_DENSITY
     messages = {}
     for slot, count, usual in zip(slots, kept, expected, strict=True):
         size = slot.parameter.numel()
         density = count / size
-        if density < min(LOW_DENSITY, LOW_SHARE * usual):
+        if density < min(limit, LOW_SHARE * usual):
             messages[slot.name] = (
                 f"{slot.name} keeps {count:,} of {size:,} weights ({density:.2%}), where all layers "
                 f"together keep {overall:.2%}."

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from .channels import Channels, LayerOutputs, add_channels, concatenate_channels, multiply_channels
 from .output_layers import count_outputs, is_depthwise, is_head, is_in_place
 from .targets import Target
-from .tracing import called_name, trace
+from .tracing import called_name, trace_both_modes
 
 # Norms with a gain and a shift for each channel. A channel of zeros behind a zero gain and shift is a channel of zeros.
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
@@ -60,8 +60,8 @@ def find_coupled(model: nn.Module, leaders: Sequence[Target]) -> list[Coupling]:
         for module in model.modules()
         if (leader := by_weight.get(id(stored_weight(module)))) is not None
     }
-    graph = trace(model)
-    behind = norms_by_definition(model, layers) if graph is None else follow_graph(model, graph, layers)
+    graphs = trace_both_modes(model)
+    behind = follow_graphs(model, graphs, layers) if graphs else norms_by_definition(model, layers)
     names = {module: name for name, module in model.named_modules()}
     return [Coupling(names[module], module, channels) for module, channels in (layers | behind).items()]
 
@@ -98,33 +98,45 @@ def norms_by_definition(model: nn.Module, layers: Mapping[nn.Module, Channels]) 
     }
 
 
-def follow_graph(model: nn.Module, graph: Graph, layers: Mapping[nn.Module, Channels]) -> dict[nn.Module, Channels]:
-    """Return module → channels for the norms and depthwise convolutions of a traced forward.
+def follow_graphs(
+    model: nn.Module, graphs: Sequence[Graph], layers: Mapping[nn.Module, Channels]
+) -> dict[nn.Module, Channels]:
+    """Return module → channels for the norms and depthwise convolutions of traced forwards.
 
     A module that takes a sum, or is called several times, has a channel removed only if every term or every call has.
     One that takes a concatenation is divided among its parts.
     """
+    found: dict[nn.Module, list[Channels | None]] = defaultdict(list)  # for each call of a module
+    for graph in graphs:
+        for module, channels in follow_calls(model, graph, layers):
+            if channels not in found[module]:
+                found[module].append(channels)
+    merged = {module: add_channels(terms) for module, terms in found.items()}
+    return {module: channels for module, channels in merged.items() if channels is not None and channels.leaders}
+
+
+def follow_calls(
+    model: nn.Module, graph: Graph, layers: Mapping[nn.Module, Channels]
+) -> Iterator[tuple[nn.Module, Channels | None]]:
+    """Yield (module, channels) for each call of a norm or depthwise convolution in a traced forward."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     values: dict[Node, Channels | None] = {}
-    found: dict[nn.Module, list[Channels | None]] = defaultdict(list)  # for each call of a module
     for node in graph.nodes:
         inputs = [values[value] for value in node.all_input_nodes]
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, NORMS):
             taken = inputs[0] if inputs and fits(module, inputs[0]) else None
-            found[module].append(taken)
+            yield module, taken
             values[node] = taken if maps_zero_to_zero(module) and calls[node.target] == 1 else None
         elif module is not None and is_head(module):
             values[node] = layers.get(module, Channels(count_outputs(module)))
             if is_depthwise(module):
                 values[node] = multiply_channels([values[node], inputs[0]])
-                found[module].append(values[node])
+                yield module, values[node]
         else:
             values[node] = follow_channels(node, module, inputs)
         if node.all_input_nodes and is_in_place(node):
             values[node.all_input_nodes[0]] = values[node]
-    merged = {module: add_channels(terms) for module, terms in found.items()}
-    return {module: channels for module, channels in merged.items() if channels is not None and channels.leaders}
 
 
 def maps_zero_to_zero(norm: nn.Module) -> bool:

@@ -161,7 +161,7 @@ class Method:
         found = prunable(model, self.include, self.exclude, dense, self.pattern)
         for target in found.targets if self.pattern.removes_outputs else ():
             require(
-                "classifier" not in target.tags,
+                "classifier" not in target.tags or "uncalled" in target.tags,  # the user knows what it is
                 f"{target.name} computes outputs of the network (classes, say), which {self.pattern} would remove: "
                 f"use exclude=['{target.name}'], or another pattern.",
             )

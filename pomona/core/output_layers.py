@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,16 +25,41 @@ PRODUCTS = frozenset(
 SHAPES = frozenset({"size", "dim", "numel", "len", "shape", "ndim", "device", "dtype", "is_cuda", "get_device"})
 
 
-def find_output_weights(model: nn.Module, graph: Graph | None) -> Weights:
-    """Return the identities of the weights whose layers compute the model's outputs.
+def find_output_weights(model: nn.Module, graphs: Sequence[Graph]) -> Weights:
+    """Return the identities of the weights whose layers compute the model's outputs in any of its traced forwards.
+
+    Where nothing was traced, or no layer is in it, the order of definition decides (`heads_by_definition`).
+    """
+    if not find_called_weights(model, graphs):
+        return weights_of(heads_by_definition(model))
+    return union(find_traced_outputs(model, graph) for graph in graphs)
+
+
+def find_uncalled_weights(model: nn.Module, graphs: Sequence[Graph]) -> Weights:
+    """Return the identities of the weights of layers that no traced forward calls, though it calls others.
+
+    Nothing tells where they stand: they may be heads for another argument, or of another method of the model.
+    """
+    called = find_called_weights(model, graphs)
+    layers = weights_of(module for module in model.modules() if is_head(module))
+    return layers - called if layers & called else NONE
+
+
+def find_called_weights(model: nn.Module, graphs: Sequence[Graph]) -> Weights:
+    """Return the identities of the weights that traced forwards read, through their modules or by themselves."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    called = weights_of(model.get_submodule(str(node.target)) for node in nodes if node.op == "call_module")
+    read = [node for node in nodes if node.op == "get_attr" and not all(map(reads_no_values, node.users))]
+    return called.union(id(weight) for node in read for weight in weight_operand(model, node))
+
+
+def find_traced_outputs(model: nn.Module, graph: Graph) -> Weights:
+    """Return the identities of the weights whose layers compute the outputs of a graph.
 
     The graph is followed from the outputs backwards, through everything that is not a layer. Of the terms of a sum
     those count that lead to outputs only: the skip connection of a residual block also leads to other layers, and an
-    output of the network remains as long as one term of the sum has it. Without a graph the order of definition
-    decides (`heads_by_definition`).
+    output of the network remains as long as one term of the sum has it.
     """
-    if graph is None:
-        return weights_of(heads_by_definition(model))
     leads_to_outputs_only = find_nodes_for_outputs(model, graph)
     behind: dict[Node, Weights] = {}  # the weights of the layers behind each value
     for node in graph.nodes:

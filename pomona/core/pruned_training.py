@@ -13,6 +13,7 @@ from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..sharding import reshard, whole_reads
 from . import carried_state, distributed, guards, history
+from .connectivity import warn_about_layers
 from .engine import Engine
 from .gradients import compute_gradients, require_gradients
 from .method import Masks, Method, TrainingProgress
@@ -44,6 +45,7 @@ class PrunedTraining:
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}  # what the method remembers between updates
         self.zeros_at_attach = 0.0  # the share of zeros that a new run found, until its first step
+        self.norm_counts: dict[str, int] = {}  # how many batches each batch norm had seen when training began
         self.reported: set[str] = set()  # layers that a warning has named already
         self._engine: Engine | None = None
         self._history = history.UpdateHistory()
@@ -65,7 +67,7 @@ class PrunedTraining:
     def update_from_gradient(self) -> None:
         """Update the masks by the gradient of the step that is replaced."""
         gradients = require_gradients({s.name: s.parameter.grad for s in self.slots}, self.method.name)
-        self._update(self.method.scheduled_sparsity(self.progress), gradients)
+        self._update_in_training(self.method.scheduled_sparsity(self.progress), gradients)
 
     @torch.no_grad()
     def update_from_scores(self) -> None:
@@ -107,7 +109,7 @@ class PrunedTraining:
         if isinstance(self.method, ScoreMethod):
             self._follow_scores(self.method)
         elif not self.method.updates_before_step and self.method.is_update_due(self.progress):
-            self._update(self.method.scheduled_sparsity(self.progress), replayed=replayed)
+            self._update_in_training(self.method.scheduled_sparsity(self.progress), replayed=replayed)
 
     # ---- mask updates
 
@@ -139,6 +141,20 @@ class PrunedTraining:
         self._install(masks, sparsity)
         if isinstance(self.method, ScoreMethod):
             self._redraw_weights(self.method)
+
+    def _update_in_training(
+        self, sparsity: float, gradients: dict[str, Tensor] | None = None, replayed: bool = False
+    ) -> None:
+        """Update the masks, and warn about layers once the masks are as sparse as they will be.
+
+        The masks of soft methods must be fixed for that: until then their weights return. A replayed step does not wait
+        for the device, and `finish` warns of its masks.
+        """
+        reached = self.reached
+        self._update(sparsity, gradients, replayed)
+        complete = self.method.weights != "soft" and reached < sparsity == self.method.final_sparsity
+        if (self.at_rest or complete) and not replayed:
+            warn_about_layers(self.model, self.slots, self.reported, stacklevel=2)
 
     @torch.no_grad()
     def _update(self, sparsity: float, gradients: dict[str, Tensor] | None = None, replayed: bool = False) -> None:

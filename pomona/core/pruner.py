@@ -17,7 +17,7 @@ from ..masking import apply_mask
 from ..registry import format_plain_data, spec_to_dict
 from ..sharding import local_part, reshard, whole_reads
 from ..table_view import to_html
-from . import batch_norm, carried_state, distributed, history
+from . import batch_norm, carried_state, distributed, history, input_dependence
 from .attachment import create_slots, find_length, find_pruned_share, unwrap_optimizers, validate_length
 from .connectivity import warn_about_layers
 from .engine import Engine
@@ -119,6 +119,7 @@ class Pruner(PrunedTraining):
         self.model, self.optimizers = model, optimizers
         self.slots, self.coupled = slots, coupled
         self.total, self.steps_per_epoch = total_steps or 1, steps_per_epoch
+        self.norm_counts = batch_norm.count_batches(unwrap(model))
         self._hook()
         self.attached_engine().group = group
         try:
@@ -167,7 +168,13 @@ class Pruner(PrunedTraining):
         if max_batches != 0:
             # The masks of a score method move a little at every step, as weights do.
             steps = None if self.method.weights == "score" else self.step - self.last_change
-            batch_norm.renew_statistics(unwrap(self.model), batches, max_batches, steps)  # type: ignore[arg-type]
+            counts = self.norm_counts if self.step else {}  # without training no norm has seen a batch
+            model, sample = unwrap(self.model), list[Any]()  # type: ignore[arg-type]
+            if batches is not None and not engine.is_sharded:  # all ranks together would have to run sharded weights
+                sample, batches = input_dependence.keep_first_batch(model, batches)
+            batch_norm.renew_statistics(model, batches, max_batches, steps, counts)
+            for batch in sample:
+                input_dependence.warn_about_constant_outputs(model, batch, stacklevel=3)  # of a decorated method
         warn_about_layers(self.model, self.slots, self.reported, stacklevel=2)
         self._unhook()
         self.finished = True

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .pruner import Pruner
 
 VERSION = 1  # of the state dictionary
+ADDED = ("norms",)  # keys that states of earlier releases have not
 COUNTERS = ("step", "total", "steps_per_epoch", "last_change", "reached", "at_rest")  # attributes of the pruner
 
 
@@ -40,6 +41,7 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
         "latents": {slot.name: slot.place(slot.latent) for slot in every_slot if slot.latent is not None},
         "flipped": {slot.name: slot.place(slot.last_flip) for slot in slots if slot.last_flip is not None},
         "memory": copy.deepcopy(pruner.memory),
+        "norms": dict(pruner.norm_counts),
     }
     if isinstance(pruner.method, ScoreMethod):  # random weights are not stored: their draw numbers determine them
         observed = {slot: slot.observed_mask for slot in slots if slot.observed_mask is not None}
@@ -98,6 +100,7 @@ def restore_state(pruner: Pruner, state: dict[str, Any], *, same_weights: bool =
     pruner.zeros_at_attach = 0.0
     pruner.replace_history(history)
     pruner.memory = copy.deepcopy(state["memory"])
+    pruner.norm_counts = dict(state.get("norms", {}))
     engine.enforce_masks()
     pruner.set_next_sparsity()
 
@@ -125,7 +128,7 @@ def validate_state(pruner: Pruner, state: dict[str, Any]) -> tuple[Masks, Update
         f"the pruner's state has version {shorten(version)}, this is version {VERSION}: use the Pomona that wrote it.",
     )
     for key in collect_state(pruner):
-        require(key in state, f"the pruner's state is damaged: it has no '{key}'.")
+        require(key in state or key in ADDED, f"the pruner's state is damaged: it has no '{key}'.")
     own, stored = spec_to_dict(pruner.method), state["method"]
     require(isinstance(stored, Mapping), f"the pruner's state is damaged: its method is {shorten(stored)}.")
     for key in sorted(own.keys() | stored.keys(), key=lambda key: (key != "name", key)):

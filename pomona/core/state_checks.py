@@ -30,6 +30,9 @@ def require_valid(pruner: Pruner, state: Mapping[str, Any], history: UpdateHisto
     numbers = (*numbers, *(slot.name for slot in pruner.slots))
     valid = known and all(is_number(value) or key not in numbers for key, value in memory.items())
     require(valid, f"the pruner's state is damaged: its memory is {shorten(memory)}.")
+    norms = state.get("norms", {})
+    valid = isinstance(norms, Mapping) and all(type(n) is str and type(c) is int for n, c in norms.items())
+    require(valid, f"the pruner's state is damaged: its batch norms have seen {shorten(norms)}.")
     step, every_slot = state["step"], pruner.attached_engine().slots
     for slot in pruner.slots:
         require_bits("mask", slot, find_tensor(state, "masks", slot))

@@ -17,14 +17,15 @@ from ..errors import PomonaError, unknown_name_error
 from ..patterns import PATTERNS, Pattern
 from ..table_view import TableView
 from .layer_kind import layer_kind, stores_outputs_second
-from .output_layers import find_output_weights
-from .tracing import called_modules, trace
+from .output_layers import find_output_weights, find_uncalled_weights
+from .tracing import called_modules, trace_both_modes
 
 # What a parameter can be. A method leaves some of these dense (`Method.left_dense`); the default is that of DPF.
 KINDS = ("convolution", "linear", "recurrent", "attention", "embedding", "norm", "bias", "other")
 DENSE = frozenset({"classifier", "embedding", "norm", "bias", "other", "frozen"})
 
 REASONS = {
+    "uncalled": "not called by the traced forward, so that its outputs may be the network's",
     "classifier": "a layer whose outputs are the network's",
     "first": "the first layer",
     "downsample": "a shortcut",
@@ -106,6 +107,11 @@ class Prunable(TableView):
         """The choices of parameters that are left dense because the pattern does not fit them."""
         return [c for c in self.choices if c.misfit]
 
+    @property
+    def uncalled(self) -> list[Choice]:
+        """The choices of layers that are left dense because no traced forward calls them."""
+        return [c for c in self.choices if not c.taken and c.reason == REASONS["uncalled"]]
+
     def __rich__(self) -> Table:
         table = Table("pruned", "parameter", "shape", "reason")
         for c in self.choices:
@@ -160,6 +166,8 @@ def choose(target: Target, include: Sequence[str], exclude: Sequence[str], dense
         return Choice(target, taken, "included" if taken else "not included")
     if "parametrized" in target.tags:
         return Choice(target, False, "parametrized: a zero in it is no zero in the layer")
+    if "classifier" in dense:
+        dense |= {"uncalled"}
     for tag, why in REASONS.items():
         if tag in target.tags and tag in dense:
             return Choice(target, False, why)
@@ -209,8 +217,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 def find_parameters(model: nn.Module) -> list[Target]:
     """Return every parameter once; a tied parameter is listed under its first name, with all its tags."""
     found: dict[int, Target] = {}
-    graph = trace(model)
-    first, output_weights = find_first_layer(model, graph), find_output_weights(model, graph)
+    graphs = trace_both_modes(model)
+    first = find_first_layer(model, graphs[0] if graphs else None)
+    output_weights, uncalled_weights = find_output_weights(model, graphs), find_uncalled_weights(model, graphs)
     for prefix, module in model.named_modules(remove_duplicate=True):
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -223,6 +232,8 @@ def find_parameters(model: nn.Module) -> list[Target]:
                 tags.add("first")
             if id(parameter) in output_weights:
                 tags.add("classifier")
+            if id(parameter) in uncalled_weights:
+                tags |= {"classifier", "uncalled"}
             if not parameter.requires_grad:
                 tags.add("frozen")
             if {"downsample", "shortcut", "skip"} & set(prefix.split(".")):

@@ -53,17 +53,29 @@ class LayerTracer(torch.fx.Tracer):
         return super().call_module(m, m.forward if is_fully_sharded(m) else forward, args, kwargs)
 
 
-def trace(model: nn.Module, tracer: type[LayerTracer] = LayerTracer) -> torch.fx.Graph | None:
+def trace(
+    model: nn.Module, tracer: type[LayerTracer] = LayerTracer, training: bool | None = None
+) -> torch.fx.Graph | None:
     """Return the model's symbolic forward, or None where it cannot be traced.
 
-    Every argument is symbolic at first. Where that fails, arguments with a default take it.
+    Every argument is symbolic at first. Where that fails, arguments with a default take it. The model is traced in its
+    own mode, or with `training` in that one.
     """
-    graph = try_to_trace(model, {}, tracer)
+    graph = try_to_trace(model, {}, tracer, training)
     if graph is None:
         parameters = inspect.signature(model.forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        graph = try_to_trace(model, defaults, tracer) if defaults else None
+        graph = try_to_trace(model, defaults, tracer, training) if defaults else None
     return graph
+
+
+def trace_both_modes(model: nn.Module) -> list[torch.fx.Graph]:
+    """Return the model's symbolic forward in its own mode and in the other one, where each can be traced.
+
+    A branch on `self.training`, such as an auxiliary head, is in one of the two only.
+    """
+    graphs = [trace(model), trace(model, training=not model.training)]
+    return [graph for graph in graphs if graph is not None]
 
 
 def cached_trace(model: nn.Module) -> torch.fx.Graph | None:
@@ -79,15 +91,39 @@ _traces: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], torch.fx.Graph | 
 
 
 def try_to_trace(
-    model: nn.Module, fixed: dict[str, Any], tracer: type[LayerTracer] = LayerTracer
+    model: nn.Module,
+    fixed: dict[str, Any],
+    tracer: type[LayerTracer] = LayerTracer,
+    training: bool | None = None,
 ) -> torch.fx.Graph | None:
     """Return the model's symbolic forward for fixed values of some arguments, or None where it cannot be traced."""
     try:
-        with TRACING, restored_attributes(model), warnings.catch_warnings():
+        # A forward may draw random numbers, to leave out layers say.
+        with (
+            TRACING,
+            restored_attributes(model),
+            in_mode(model, training),
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+        ):
             warnings.simplefilter("ignore")
             return tracer().trace(model, fixed)
     except Exception:  # tracing runs the user's forward on proxies, which may fail in any way
         return None
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Put all modules into training or evaluation mode, and back at the end; None leaves them in their own."""
+    modes = [(module, module.training) for module in model.modules()] if training is not None else []
+    try:
+        for module, _ in modes:
+            module.training = bool(training)
+        yield
+    finally:
+        for module, mode in modes:
+            if module.training != mode:  # what else it holds may be restored already
+                module.training = mode
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import TOTAL, make_hard, make_soft, soft_and_hard
-from engine_helpers import Net, attach_to_network, is_identical, make_batch, make_sgd, obeys_masks, train
+from engine_helpers import Net, attach_to_network, is_identical, make_batch, make_sgd, obeys_masks, save_and_load, train
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,6 +123,52 @@ def test_frozen_statistics_stay() -> None:
     reestimate_statistics(model, BATCHES, None)
     assert is_identical(statistics(model), before)
     assert not has_stale_statistics(model, 0)
+
+
+class TwoNorms(nn.Module):
+    """A network with two batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+@pytest.mark.parametrize("resumed", ["no", "with counts", "older state"])
+def test_statistics_that_training_froze_stay_in_a_model_in_evaluation_mode(resumed: str) -> None:
+    torch.manual_seed(0)
+    model = TwoNorms()
+    frozen, adapting = model.layers[1], model.layers[4]
+    frozen.num_batches_tracked.fill_(7)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pruner = make_hard().attach(model, optimizer, total_steps=8)
+    frozen.eval()
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    if resumed != "no":
+        state = save_and_load(pruner.state_dict())
+        state = {key: value for key, value in state.items() if key != "norms" or resumed == "with counts"}
+        pruner.attached_engine().detach()
+        pruner = make_hard().attach(model, optimizer, total_steps=8)
+        pruner.load_state_dict(state)
+    before = statistics(model)
+    model.eval()
+    pruner.finish(data=[torch.randn(6, 4)])
+    kept = all(torch.equal(before[f"layers.1.{name}"], value) for name, value in frozen.named_buffers())
+    assert kept == (resumed != "older state"), "without counts the mode alone decides"
+    assert adapting.num_batches_tracked == 1
+
+
+def test_without_a_step_no_statistics_are_frozen() -> None:
+    model = TwoNorms().eval()
+    pruner = pm.OneShot(sparsity=0.5).attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    pruner.finish(data=[torch.randn(6, 4), torch.randn(6, 4)])
+    assert model.layers[1].num_batches_tracked == 2
 
 
 def test_a_model_without_batch_norm_reads_no_data() -> None:

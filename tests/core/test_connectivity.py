@@ -188,3 +188,47 @@ def test_hard_methods_leave_a_path(method: str, pattern: str, seed: int) -> None
     masks = {slot.parameter: slot.mask for slot in pruner.slots}
     assert find_blocked_layers(model, masks) == []
     assert method not in ("oneshot", "random") or pruner.sparsity() == before
+
+
+# ---- when the warnings come
+
+
+def narrow_network() -> nn.Sequential:
+    """Return a network whose first convolution has much smaller filters than the second, but for one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten())
+    model.append(nn.LazyLinear(4))
+    model(torch.randn(1, 1, 6, 6))
+    with torch.no_grad():
+        model[0].weight[1:].mul_(1e-3)
+    return model
+
+
+@pytest.mark.parametrize("method", ["dpf", "incremental", "sfp"])
+def test_a_layer_that_keeps_one_filter_is_named_at_the_last_update(method: str) -> None:
+    model = narrow_network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options = {"pattern": "filter(of='filters')", "allocation": "global"}
+    pruner = make_pruner({"name": method, "sparsity": 0.5, **options, **({} if method == "sfp" else {"every": 2})})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pruner.attach(model, optimizer, total_steps=20, steps_per_epoch=4)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(8, 1, 6, 6)).square().mean().backward()
+            optimizer.step()
+    assert pruner.masks()["0.weight"].flatten(1).any(1).sum() == 1
+    (message,) = {str(warning.message) for warning in caught}
+    assert message.startswith("0.weight keeps 9 of 288 weights (3.12%), where all layers together keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pruner.finish()  # a layer is named once
+
+
+def test_filters_of_a_high_sparsity_are_not_named() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(4))
+    model(torch.randn(1, 1, 6, 6))
+    pruner = pm.OneShot(sparsity=0.95, pattern=pm.Filter())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pruner.attach(model, torch.optim.SGD(model.parameters(), 0.1)).finish()

@@ -54,6 +54,7 @@ DAMAGED: dict[str, tuple[Edit, str]] = {
     "NaN sparsity": (set_key("reached", float("nan")), "reached nan"),
     "at rest": (set_key("at_rest", "no"), "at rest no"),
     "another length": (set_key("total", TOTAL + 1), f"total_steps={TOTAL + 1}, and the pruner was attached with"),
+    "batch norms": (set_key("norms", {"norm": "many"}), "its batch norms have seen"),
     "no length": (set_key("total", 0), "total_steps=0"),
     "masks without a weight": (empty_masks, "its masks keep no weight"),
     "mask too short": (edit_tensors("masks", lambda t: t[:-1]), "the mask of hidden.weight is torch.uint8 of shape"),
