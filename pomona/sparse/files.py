@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import models
 from ..errors import PomonaError, require, shorten
 from ..untrusted import describe, parse_json, read_tensors
+from .filling import require_matching_dtypes, unchanged_on_failure
 from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .network import is_planned, plan_network
@@ -88,7 +89,7 @@ def choose_version(packed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int
 def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     """Return the model of a file in eval mode, ready to run: built by its name, or the `model` given, filled in.
 
-    Raise PomonaError for a file that is missing, damaged, forged or does not fit the model.
+    Raise PomonaError for a file that is missing, damaged, forged or does not fit the model, which is then as it was.
     """
     try:
         metadata, tensors = read_tensors(path)
@@ -108,10 +109,12 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         network = build_network(path, header["model"], tensors) if model is None else model
         shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
         tensors = decode_tensors(tensors, header.get("encoded", {}), shapes)
-        filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
-        if header.get("planned") is True:
-            plan_network(filled.eval())
-        return filled.eval()
+        require_matching_dtypes(path, network, tensors)
+        with unchanged_on_failure(network):
+            filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older: no "fused"
+            if header.get("planned") is True:
+                plan_network(filled.eval())
+            return filled.eval()
     except PomonaError:
         raise
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that
