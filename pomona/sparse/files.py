@@ -19,6 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .. import models
+from ..durable import replace_file
 from ..errors import PomonaError, require, shorten
 from ..untrusted import describe, parse_json, read_tensors
 from .filling import require_matching_dtypes, unchanged_on_failure
@@ -67,15 +68,8 @@ def save(
         tensors, header["encoded"] = encode_tensors(tensors, encoding)
         header["version"] = ENCODED_VERSION
     text = json.dumps(header | {"digest": checksum(header, tensors)})
-    path = Path(path)
-    partial_file = path.with_name(path.name + ".part")
-    try:
-        partial_file.write_bytes(to_bytes(tensors, {METADATA_KEY: text}))
-        partial_file.replace(path)
-    except OSError as error:
-        partial_file.unlink(missing_ok=True)
-        raise PomonaError(f"'{path}' cannot be written: {error.strerror or error}.") from error
-    return path
+    replace_file(path, to_bytes(tensors, {METADATA_KEY: text}))
+    return Path(path)
 
 
 def choose_version(packed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int:

@@ -41,6 +41,7 @@ from ..core.fused.random_stream import RandomStream
 from ..core.pruner import Pruner
 from ..core.score_method import ScoreMethod
 from ..core.targets import unwrap
+from ..durable import replace_file
 from ..errors import PomonaError, require
 from ..untrusted import read_bytes, reading
 from ..version import __version__
@@ -91,9 +92,7 @@ def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = Non
     drawn = {slot.name: DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots}
     state = unwrap(pruner.model).state_dict()  # type: ignore[arg-type]
     data = dumps(state, drawn, method.stream, model)
-    partial = Path(f"{path}.part")
-    partial.write_bytes(data)
-    partial.replace(path)
+    replace_file(path, data)
     return len(data)
 
 
