@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import PomonaError
 
 # Containers of a module that layers change in place: modules, parameters, buffers, hooks, and the weights of an LSTM.
-Containers = dict | list | set
+CONTAINERS: tuple[type[Any], ...] = (dict, list, set)
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 def read_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of a module by name, each with a shallow copy of its content where it is a container."""
     return {
-        name: (value, type(value).copy(value) if isinstance(value, Containers) else None)
+        name: (value, next((kind(value) for kind in CONTAINERS if isinstance(value, kind)), None))
         for name, value in vars(module).items()
     }
 
@@ -44,7 +44,7 @@ def write_attributes(module: nn.Module, attributes: Mapping[str, tuple[Any, Any]
     for value, content in attributes.values():
         if isinstance(value, list):
             value[:] = content
-        elif isinstance(value, Containers):
+        elif isinstance(value, dict | set):
             value.clear()
             value.update(content)
     vars(module).clear()
