@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "cpu_features": set(),
     "native": set(),
-    "sharding": set(),
+    "sharding": {"errors"},
     "durable": {"errors"},
     "untrusted": {"errors"},
     "registry": {"errors", "untrusted"},

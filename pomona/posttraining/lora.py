@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from ..core.targets import DENSE, Target, prunable, unwrap
 from ..errors import PomonaError, require
+from ..sharding import refuse_sharded
 
 
 class LowRankUpdate(nn.Module):
@@ -69,6 +70,7 @@ def add_lora(
     """
     require(isinstance(rank, int) and rank >= 1, f"rank must be a whole number of 1 or more, got {rank}.")
     inner = unwrap(model)
+    refuse_sharded(inner, "add_lora")
     require(not any(find_updates(inner)), "the model has low-rank updates already: call merge_lora(model) first.")
     found = prunable(inner, include, exclude, DENSE - {"frozen"}).targets
     targets = [t for t in found if "linear" in t.tags and t.leaf == "weight" and len(t.shape) == 2]

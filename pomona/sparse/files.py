@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import models
 from ..durable import replace_file
 from ..errors import PomonaError, require, shorten
+from ..sharding import refuse_sharded
 from ..untrusted import describe, parse_json, read_tensors
 from .filling import require_matching_dtypes, unchanged_on_failure
 from .formats import find_format
@@ -51,6 +52,7 @@ def save(
     without it, `load` needs the network. `encoding`, "csr" or "2:4", stores the dense weights that become smaller by it
     without their zeros. Raise PomonaError for an unknown network or a path that cannot be written.
     """
+    refuse_sharded(model, "pm.save")
     network = {"name": architecture} if isinstance(architecture, str) else architecture
     if network is not None:
         models.info(network["name"])  # raises for a name that `load` could not build
