@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 
+from .errors import PomonaError
+
 
 def dtensor_module() -> Any:
     """Return the module torch.distributed.tensor, or None where nothing has imported it."""
@@ -103,6 +105,17 @@ def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether `fully_shard` was called on a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def refuse_sharded(model: nn.Module, what: str) -> None:
+    """Raise PomonaError for a model whose weights are divided among ranks, where `what` needs whole ones."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(map(is_sharded, tensors)) or any(map(is_fully_sharded, model.modules())):
+        raise PomonaError(
+            f"{what} needs whole weights, and those of {type(model).__name__} are divided among ranks: gather them "
+            "with torch's get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load them into "
+            "a plain model, and give that one."
+        )
 
 
 def reshard(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from safetensors import safe_open
@@ -75,14 +75,26 @@ def describe(error: Exception) -> str:
 
 
 def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes; a pipe or a device is not opened for reading."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        require_regular(path, status.st_mode)
-        small = limit is None or status.st_size <= limit
-        require(small, f"'{path}' has {status.st_size:,} bytes, and at most {limit or 0:,} are read.")
-        return file.read() if limit is None else file.read(status.st_size)  # a buffer of `limit` bytes takes longer
+    """Return the bytes of a regular file of at most `limit` bytes; a pipe or a device is refused."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        require(limit is None or size <= limit, f"'{path}' has {size:,} bytes, and at most {limit or 0:,} are read.")
+        return file.read() if limit is None else file.read(size)  # a buffer of `limit` bytes takes longer
+
+
+def open_regular(path: Path | str, mode: str = "rb") -> BinaryIO:
+    """Open a regular file in a binary mode; raise PomonaError, without waiting, for a pipe or a device."""
+
+    def open_checked(name: str, flags: int) -> int:
+        handle = os.open(name, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+        try:
+            require_regular(path, os.fstat(handle).st_mode)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    return open(path, mode, opener=open_checked)  # type: ignore[return-value]
 
 
 def require_regular(path: Path | str, mode: int | None = None) -> None:

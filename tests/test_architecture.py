@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pomona"
 
 # What each room may import, besides itself. The longest name that fits a module is its room.
-BASE = {"errors", "untrusted", "registry", "masking", "native", "sharding"}
+BASE = {"errors", "durable", "untrusted", "registry", "masking", "native", "sharding"}
 CHOICES = {"patterns", "scores", "schedules", "allocation", "compressors"}
 MIDDLE = BASE | CHOICES | {"core", "models", "data", "table_view"}
 LIBRARY = MIDDLE | {"methods", "posttraining", "sparse", "privacy", "theory", "integrations", "export"}
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "cpu_features": set(),
     "native": set(),
-    "sharding": set(),
+    "sharding": {"errors"},
+    "durable": {"errors"},
     "untrusted": {"errors"},
     "registry": {"errors", "untrusted"},
     "masking": {"errors", "native", "sharding"},

@@ -28,6 +28,7 @@ from pomona.lab.recipes.learning_rates import LEARNING_RATES
 from pomona.lab.recipes.optimizers import OPTIMIZERS
 from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import retrain
+from pomona.lab.runs.folder import METRICS_FILE, MetricsWriter, ends_at_step
 from pomona.lab.runs.model_file import load_model
 from pomona.lab.sweeps.axes import expand_runs
 from pomona.lab.sweeps.run_store import RunStore, read_record
@@ -208,7 +209,10 @@ def make_run_parsers(run: Path) -> list[Parser]:
         found = read_run(folder)
         if found is not None:
             make_sections_of(found)
-        retrain.training_cost(folder)
+        try:
+            retrain.training_cost(folder)
+        finally:
+            resume_metrics(folder)  # which cuts them off
 
     def parse_rounds(data: bytes, folder: Path) -> None:
         (folder / "rounds.json").write_bytes(data)
@@ -226,6 +230,15 @@ def make_run_parsers(run: Path) -> list[Parser]:
         Parser("run folder", 6, [contents], draw_folder, parse_folder),
         Parser("lottery rounds", 2, [rounds], lambda draw: mutate_bytes(draw, rounds), parse_rounds),
     ]
+
+
+def resume_metrics(folder: Path) -> None:
+    """Read the metrics of a run as a resumed one does, up to half of their lines and beyond their end."""
+    ends_at_step(folder / METRICS_FILE, None)
+    for size in (2**63 - 1, (folder / METRICS_FILE).stat().st_size // 2):
+        writer = MetricsWriter(folder, size)
+        list(writer.read_rows())
+        writer.close()
 
 
 def make_sections_of(found: RunData) -> None:

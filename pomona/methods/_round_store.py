@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from ..durable import replace_file
 from ..errors import PomonaError, require
 from ..untrusted import read_object, read_tensors, reading
 
 
 class RoundStore:
-    """Finished rounds of one lottery; every file is written whole before it replaces the last one."""
+    """Finished rounds of one lottery; every file is whole on the disk before it replaces the last one."""
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
@@ -27,9 +28,7 @@ class RoundStore:
         tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         self.memory[name] = tensors
         if self.folder is not None:
-            partial = self.folder / f"{name}.partial"
-            save_file(tensors, partial)
-            partial.replace(self.folder / f"{name}.safetensors")
+            replace_file(self.folder / f"{name}.safetensors", to_bytes(tensors))
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors stored under a name."""
@@ -43,9 +42,7 @@ class RoundStore:
         """Store the results of all finished rounds."""
         if self.folder is not None:
             text = json.dumps({**self.settings, "rounds": results}, indent=1, default=to_json)
-            partial = self.folder / "rounds.partial"
-            partial.write_text(text)
-            partial.replace(self.folder / "rounds.json")
+            replace_file(self.folder / "rounds.json", text.encode())
 
     def read_results(self) -> list[dict[str, Any]]:
         """Return the results of rounds that were finished before; raise PomonaError for another lottery's folder."""

@@ -18,6 +18,7 @@ from ..core.targets import Target, unwrap
 from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import Constant, Schedule
+from ..sharding import refuse_sharded
 from ._mask_holder import MaskHolder
 from ._round_store import RoundStore
 from .finetune import Finetune
@@ -77,6 +78,7 @@ class LotteryRounds(Pruner):
         end and finish it. Each entry of the returned list holds what it returned and the sparsity of the round.
         With a `folder` finished rounds are stored there, and a second call continues after them.
         """
+        refuse_sharded(model, "pm.Lottery")
         targets = find_targets(model, self.method)
         sparsities = self.method.round_sparsities(sum(target.shape.numel() for target in targets))
         hold = Finetune(include=tuple(target.name for target in targets), pattern=self.method.pattern)

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from ..core.targets import DENSE, Target, prunable, unwrap
 from ..errors import PomonaError, require
+from ..sharding import refuse_sharded
 
 
 class LowRankUpdate(nn.Module):
@@ -72,6 +73,7 @@ def add_lora(
     finite = alpha is None or (isinstance(alpha, float | int) and math.isfinite(alpha))
     require(finite, f"alpha must be a finite number or None, got {alpha!r}.")
     inner = unwrap(model)
+    refuse_sharded(inner, "add_lora")
     require(not any(find_updates(inner)), "the model has low-rank updates already: call merge_lora(model) first.")
     found = prunable(inner, include, exclude, DENSE - {"frozen"}).targets
     targets = [t for t in found if "linear" in t.tags and t.leaf == "weight" and len(t.shape) == 2]

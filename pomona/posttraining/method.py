@@ -23,6 +23,7 @@ from ..methods._prune import PruningReport
 from ..methods.oneshot import OneShot
 from ..models.example_inputs import without_cache
 from ..patterns import PATTERNS, Pattern
+from ..sharding import refuse_sharded
 from .blocks import BlockChain, BlockInputs, Calibration, find_block_lists, observed_inputs
 from .input_statistics import InputStatistics
 from .layers import CalibratedLayer, is_calibrated
@@ -115,6 +116,7 @@ class PostTraining(ABC):
             device: where the blocks of the model are pruned, one at a time. By default they stay where they are.
         """
         inner, method, place = unwrap(model), self.selection, find_device(device)
+        refuse_sharded(inner, f"pm.{type(self).__name__}")
         layers = find_calibrated_layers(inner, method)
         calibration = Calibration(inner, data, max_batches)
         wanted = self.sparsities_of(layers, method)

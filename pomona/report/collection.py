@@ -11,7 +11,7 @@ from ..errors import PomonaError, require
 from ..lab.sweeps.run_store import RUNS, RunStore, find_run_folders, read_record
 from ..lab.tables.catalog import find_table
 from ..lab.tables.paper_table import PaperTable, TableCell, parse_paper_number
-from .run_data import RunData, describe_run, read_run
+from .run_data import RunData, describe_run, explain_refusal, read_run
 from .series import differing_settings
 
 
@@ -55,8 +55,10 @@ def collect_runs(sources: Sequence[str | Path], folders: Sequence[Path] = (RUNS,
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            found = list(filter(None, map(read_run, find_run_folders(path))))
-            require(bool(found), f"'{path}' holds no run: give the folder of a run or of a sweep.")
+            folders_of_runs = list(find_run_folders(path))
+            found = list(filter(None, map(read_run, folders_of_runs)))
+            if not found:
+                raise PomonaError(f"'{path}' holds no run{explain_refusals(folders_of_runs)}.")
             titles.append(path.resolve().name)
         elif path.suffix == ".json":
             found = [read_record_file(path)]
@@ -74,6 +76,14 @@ def collect_runs(sources: Sequence[str | Path], folders: Sequence[Path] = (RUNS,
         for run in found:
             runs.setdefault((run.name, str(run.folder), run.network, run.series or "", str(run.settings)), run)
     return ReportData(" · ".join(titles[:3]) + " …" * (len(titles) > 3), tuple(runs.values()), tuple(papers))
+
+
+def explain_refusals(folders: Sequence[Path]) -> str:
+    """Return why no run in these folders could be read, and what to do where there is no folder."""
+    if not folders:
+        return ": give the folder of a run or of a sweep"
+    others = f", and {len(folders) - 1:,} more cannot be read either" if len(folders) > 1 else ""
+    return f" that can be read: {explain_refusal(folders[0]).rstrip('.')}{others}"
 
 
 def read_record_file(path: Path) -> RunData:

@@ -16,7 +16,7 @@ from ..lab.recipes.private_recipe import PrivateRecipe
 from ..lab.recipes.recipe import Recipe
 from ..lab.runs.folder import METRICS_FILE, RECIPE_FILE, read_summary
 from ..lab.sweeps.run_store import StoredRun, is_finite_number, read_folder
-from ..untrusted import parse_json, read_bytes, read_object, reading
+from ..untrusted import MAX_TOML_BYTES, parse_json, parse_toml, read_bytes, read_object, reading
 
 LATENCY_FILE = "latency.json"  # of `pomona report --latency`
 CERTIFICATE_FILE = "certificate.json"  # of `pomona bound certify RUN --json`
@@ -135,6 +135,18 @@ def _read_run(folder: Path) -> RunData | None:
     settings = {f"private.{key}": value for key, value in private.private.settings().items()}
     found = StoredRun(private.recipe, folder, read_summary(folder))
     return describe_run(found, method=private.private.method, settings=private.recipe.settings() | settings)
+
+
+def explain_refusal(folder: Path) -> str:
+    """Return why `read_run` returns None for a folder: what its recipe is refused for."""
+    file = folder / RECIPE_FILE
+    try:
+        with reading(f"'{file}'"):
+            is_private = "private" in parse_toml(read_bytes(file, MAX_TOML_BYTES).decode())
+        _ = PrivateRecipe.load(file) if is_private else Recipe.load_stored(file)
+    except PomonaError as error:
+        return str(error)
+    return f"'{folder}' cannot be read"
 
 
 def describe_run(stored: StoredRun, **known: Any) -> RunData:

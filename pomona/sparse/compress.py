@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.targets import unwrap
 from ..errors import require, unknown_name_error
 from ..models.example_inputs import Example, ModelInputs
+from ..sharding import refuse_sharded
 from .any_mask import pack_any_mask
 from .balanced_blocks import MIN_SPARSITY, find_block, is_balanced, pack_balanced
 from .compression_report import DENSE_FUSED, PLANNED, TIMING_TOLERANCE, WITH_RELU, Compression, LayerReport
@@ -103,6 +104,7 @@ def compress(
         raise unknown_name_error("policy", policy, POLICIES)
     formats = choose_formats(formats, block, bits)
     require(dtype is None or dtype in DTYPES, f"values are stored as float32, float16 or bfloat16, got {dtype}.")
+    refuse_sharded(model, "pm.compress")
     dense = copy_without_plan(unwrap(model))
     validate_model(dense)
     inputs = None if example is None else ModelInputs.from_example(dense, example)

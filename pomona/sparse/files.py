@@ -19,8 +19,11 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .. import models
+from ..durable import replace_file
 from ..errors import PomonaError, require, shorten
+from ..sharding import refuse_sharded
 from ..untrusted import describe, parse_json, read_tensors
+from .filling import require_matching_dtypes, unchanged_on_failure
 from .formats import find_format
 from .layers import Conv2dReLU, PackedLayer, build_packed_layer, read_weights
 from .network import is_planned, plan_network
@@ -49,6 +52,7 @@ def save(
     without it, `load` needs the network. `encoding`, "csr" or "2:4", stores the dense weights that become smaller by it
     without their zeros. Raise PomonaError for an unknown network or a path that cannot be written.
     """
+    refuse_sharded(model, "pm.save")
     network = {"name": architecture} if isinstance(architecture, str) else architecture
     if network is not None:
         models.info(network["name"])  # raises for a name that `load` could not build
@@ -66,15 +70,8 @@ def save(
         tensors, header["encoded"] = encode_tensors(tensors, encoding)
         header["version"] = ENCODED_VERSION
     text = json.dumps(header | {"digest": checksum(header, tensors)})
-    path = Path(path)
-    partial_file = path.with_name(path.name + ".part")
-    try:
-        partial_file.write_bytes(to_bytes(tensors, {METADATA_KEY: text}))
-        partial_file.replace(path)
-    except OSError as error:
-        partial_file.unlink(missing_ok=True)
-        raise PomonaError(f"'{path}' cannot be written: {error.strerror or error}.") from error
-    return path
+    replace_file(path, to_bytes(tensors, {METADATA_KEY: text}))
+    return Path(path)
 
 
 def choose_version(packed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int:
@@ -88,7 +85,7 @@ def choose_version(packed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int
 def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     """Return the model of a file in eval mode, ready to run: built by its name, or the `model` given, filled in.
 
-    Raise PomonaError for a file that is missing, damaged, forged or does not fit the model.
+    Raise PomonaError for a file that is missing, damaged, forged or does not fit the model, which is then as it was.
     """
     try:
         metadata, tensors = read_tensors(path)
@@ -108,10 +105,12 @@ def load(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         network = build_network(path, header["model"], tensors) if model is None else model
         shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
         tensors = decode_tensors(tensors, header.get("encoded", {}), shapes)
-        filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older files lack "fused"
-        if header.get("planned") is True:
-            plan_network(filled.eval())
-        return filled.eval()
+        require_matching_dtypes(path, network, tensors)
+        with unchanged_on_failure(network):
+            filled = fill_network(network, header["packed"], header.get("fused", []), tensors)  # older: no "fused"
+            if header.get("planned") is True:
+                plan_network(filled.eval())
+            return filled.eval()
     except PomonaError:
         raise
     except Exception as error:  # a hostile file can make anything fail, and must do no more than that

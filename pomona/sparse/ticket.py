@@ -41,7 +41,9 @@ from ..core.fused.random_stream import RandomStream
 from ..core.pruner import Pruner
 from ..core.score_method import ScoreMethod
 from ..core.targets import unwrap
+from ..durable import replace_file
 from ..errors import PomonaError, require
+from ..sharding import refuse_sharded
 from ..untrusted import read_bytes, reading
 from ..version import __version__
 from . import rans
@@ -88,12 +90,11 @@ def save(path: str | Path, pruner: Pruner, model: Mapping[str, Any] | None = Non
     if not isinstance(method, ScoreMethod):
         raise PomonaError(f"{method.name} trains weights: a ticket holds random ones (edge_popup, iterand).")
     require(pruner.model is not None, "the pruner is not attached, and has no network to save.")
+    refuse_sharded(pruner.model, "a ticket")  # type: ignore[arg-type]
     drawn = {slot.name: DrawnTensor(slot.target.fan_in, slot.mask, slot.draw_number) for slot in pruner.slots}
     state = unwrap(pruner.model).state_dict()  # type: ignore[arg-type]
     data = dumps(state, drawn, method.stream, model)
-    partial = Path(f"{path}.part")
-    partial.write_bytes(data)
-    partial.replace(path)
+    replace_file(path, data)
     return len(data)
 
 

@@ -83,6 +83,26 @@ def test_a_source_without_runs_is_refused(source, message, tmp_path, monkeypatch
         collect_runs([source])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ('data = "digits"\nmodel = "mlp"\nmethod = "no_such"\n', "unknown method 'no_such'"),
+        ("data = [", "recipe.toml' is damaged"),
+        ('data = "digits"\nmodel = "mlp"\n[private]\nno_such = 1\n', "no_such"),
+    ],
+)
+def test_a_run_whose_recipe_is_refused_is_named_with_the_reason(recipe, reason, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text(recipe)
+    with pytest.raises(PomonaError, match=f"run' holds no run that can be read: .*{reason}") as caught:
+        collect_runs([tmp_path / "run"])
+    assert "\n" not in str(caught.value)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "recipe.toml").write_text(recipe)
+    with pytest.raises(PomonaError, match=f"{reason}.*, and 1 more cannot be read either"):
+        collect_runs([tmp_path])
+
+
 def test_a_report_without_sources_is_refused():
     with pytest.raises(PomonaError, match="a report needs runs"):
         collect_runs([])

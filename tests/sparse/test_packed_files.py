@@ -190,6 +190,82 @@ def test_forged_networks_are_refused(compressed_model: nn.Module, tmp_path: Path
         load(write_forged_file(compressed_model, tmp_path / "write_forged_file", {"model": known}, {}))
 
 
+class Recurrent(nn.Module):
+    """A network with an LSTM, which keeps its weights in a list too."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(32, 32), nn.Linear(32, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_refused_file_changes_nothing(tmp_path: Path, packed: bool) -> None:
+    torch.manual_seed(1)
+    model, given = Recurrent(4), Recurrent(5).train()
+    if packed:
+        model = compress(prune_balanced(model, 32, 2), policy="all", patience=0)
+    file = save(model, tmp_path / "model.safetensors")
+    lstm, x = given.lstm, torch.randn(3, 2, 32)
+    before, expected = dict(given.state_dict()), given(x)
+    with pytest.raises(pm.PomonaError, match=r"the model as \(5, 32\)|does not fit the model"):
+        load(file, given)
+    assert given.lstm is lstm
+    assert given.training
+    assert all(tensor.data_ptr() == before[name].data_ptr() for name, tensor in given.state_dict().items())
+    assert torch.equal(given(x), expected)
+    given.last = nn.Linear(32, 4)
+    assert torch.equal(load(file, given)(x), model.eval()(x))
+
+
+def test_a_refused_plan_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compressed_model = compress(prune_balanced(build_network(), 32, 2), policy="all", patience=0)
+    file = write_forged_file(compressed_model, tmp_path / "planned", {"planned": True}, {})
+
+    def fail(model: nn.Module) -> None:
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr("pomona.sparse.files.plan_network", fail)
+    given = build_network().train()
+    with pytest.raises(pm.PomonaError, match="no plan"):
+        load(file, given)
+    assert [type(module) for module in given] == [nn.Linear, nn.ReLU, nn.BatchNorm1d, nn.Linear]
+    assert all(module.training for module in given.modules())
+
+
+def test_tensors_that_cannot_run_together_are_refused(tmp_path: Path) -> None:
+    model = build_network()
+    bias, count = model[0].bias.detach(), model[2].num_batches_tracked
+    forged = [
+        ({"0.bias": bias.half()}, r"has 0.bias as torch.float16 and 0.weight as torch.float32, where the model has"),
+        ({"2.running_mean": torch.zeros(32).half()}, r"has 2.running_mean as torch.float16 and 0.weight as"),
+        ({"0.bias": bias.to(torch.int8)}, r"has 0.bias as torch.int8 where the model has torch.float32"),
+        ({"2.num_batches_tracked": count.float()}, "has 2.num_batches_tracked as torch.float32 where"),
+    ]
+    for number, (tensors, message) in enumerate(forged):
+        with pytest.raises(pm.PomonaError, match=message):
+            load(write_forged_file(model, tmp_path / str(number), {"packed": {}}, tensors), build_network())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_networks_of_other_dtypes_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A network that was converted as a whole, one whose batch norms stayed float32, and one of two dtypes itself."""
+    whole, mixed, own = build_network().to(dtype), build_network().to(dtype), build_network()
+    mixed[2].float()
+    own[3].to(dtype)
+    for number, (model, given) in enumerate(
+        ((whole, build_network()), (mixed, build_network()), (own, build_network()))
+    ):
+        if model is own:
+            given[3].to(dtype)
+        again = load(save(model, tmp_path / str(number)), given)
+        assert [t.dtype for t in again.state_dict().values()] == [t.dtype for t in model.state_dict().values()]
+    with pytest.raises(pm.PomonaError, match="give a model whose tensors have the dtypes of the file"):
+        load(tmp_path / "2", build_network())
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(pm.PomonaError, match="there is no file"):
         load(tmp_path / "nothing")

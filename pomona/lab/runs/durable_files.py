@@ -1,4 +1,4 @@
-"""Files that survive a kill, a power cut and a full disk, and errors that say what went wrong."""
+"""Files of a run, which survive a kill, a power cut and a full disk, and errors that say how to go on with the run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pomona.durable import sync_folder, write_file
 from pomona.errors import PomonaError
 
 try:
@@ -15,14 +16,7 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-
-def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Write a file and flush it to the disk; only its owner can read a secret one."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+__all__ = ["describe_write_error", "replace_file", "replace_shared_file", "sync_folder", "write_errors", "write_file"]
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -47,17 +41,6 @@ def replace_shared_file(path: Path, data: bytes) -> None:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
         replace_file(path, data)
-    finally:
-        os.close(handle)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to the disk, so that a rename survives a power cut."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)
 

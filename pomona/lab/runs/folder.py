@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pomona.errors import PomonaError, require
-from pomona.untrusted import read_object, read_tensor_metadata
+from pomona.untrusted import open_regular, parse_json, read_bytes, read_object, read_tensor_metadata
 from pomona.version import __version__
 
 from ..recipes.recipe import Recipe
@@ -101,14 +101,14 @@ def find_cut_file(folder: Path, summary: Mapping[str, Any]) -> str | None:
 def ends_at_step(metrics: Path, step: int | None) -> bool:
     """Return whether the last line of the metrics, if there are any, is whole and of a step; None is any step."""
     try:
-        with metrics.open("rb") as file:
+        with open_regular(metrics) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_LINE))
-            tail = file.read()
-        row = json.loads(tail.removesuffix(b"\n").rpartition(b"\n")[2])
+            tail = file.read(LONGEST_LINE)
+        row = parse_json(tail.removesuffix(b"\n").rpartition(b"\n")[2])
         return tail.endswith(b"\n") and step in (None, row["step"])
     except FileNotFoundError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (PomonaError, OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -210,7 +210,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, size: int = 0) -> None:
         self.path = folder / METRICS_FILE
         with write_errors(self.path):
-            self.file = self.path.open("a+b")
+            self.file = open_regular(self.path, "a+b")
             whole = count_whole_lines(self.file, size)
             if self.path.stat().st_size > whole:
                 self.file.truncate(whole)
@@ -231,10 +231,10 @@ class MetricsWriter:
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield all lines; those that a disk has damaged are left out."""
         with write_errors(self.path):
-            lines = self.path.read_bytes().splitlines()
+            lines = read_bytes(self.path).splitlines()
         for line in lines:
             with suppress(ValueError):
-                if isinstance(row := json.loads(line), dict):
+                if isinstance(row := parse_json(line), dict):
                     yield row
 
     def close(self) -> None:
@@ -244,9 +244,16 @@ class MetricsWriter:
 
 
 def count_whole_lines(file: BinaryIO, size: int) -> int:
-    """Return the bytes of the whole lines within the first `size` bytes of a file."""
-    file.seek(0)
-    return file.read(size).rfind(b"\n") + 1
+    """Return the bytes of the whole lines within the first `size` bytes of a file, which may have fewer."""
+    end = min(size, os.fstat(file.fileno()).st_size)
+    while end > 0:  # from the end: a line is short, and a file may be long
+        start = max(0, end - LONGEST_LINE)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def encode_json(value: Any) -> bytes:

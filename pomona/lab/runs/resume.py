@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # The options of a torch optimizer that say how a step is computed, not which step it is.
 EXECUTION_OPTIONS = ("foreach", "fused", "capturable")
+LARGEST_FILE = 2**63 - 1  # bytes that a file can have
 
 
 def collect_state(run: Run) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def validate_state(run: Run, state: dict[str, Any]) -> None:
         "loss": type(state["loss"]) in (int, float) or isinstance(state["loss"], torch.Tensor),
         "updates": type(state["updates"]) is int and state["updates"] >= 0,
         "seconds": type(state["seconds"]) in (int, float) and 0 <= state["seconds"] < math.inf,
-        "metrics": type(state["metrics"]) is int and state["metrics"] >= 0,
+        "metrics": type(state["metrics"]) is int and 0 <= state["metrics"] <= LARGEST_FILE,
         "results": isinstance(state["results"], list) and all(isinstance(one, dict) for one in state["results"]),
         "rewind": is_state(state["rewind"]),
         "model": is_state(state["model"]),

@@ -17,6 +17,7 @@ from ...errors import PomonaError, require
 from ...models.example_inputs import Example, ModelInputs, is_shape, without_cache
 from ...models.mac_counter import is_packed
 from ...models.summary import summary
+from ...sharding import refuse_sharded
 from . import latency as latencies
 from .channel_group import ChannelGroup
 from .constant_inputs import measure_constant_inputs
@@ -59,6 +60,7 @@ def shrink(model: nn.Module, example: Example, *, latency: bool = False) -> Shru
         latency: whether to measure the latency of both models on the example.
     """
     model = unwrap(model)
+    refuse_sharded(model, "pm.shrink")
     refuse_packed(model)
     given = ModelInputs.from_example(model, example)
     inputs = randomize(given) if is_shape(example) else given

@@ -22,6 +22,7 @@ from ...methods import OneShot
 from ...methods._mask_holder import MaskHolder
 from ...patterns import PATTERNS, Pattern, Unstructured
 from ...scores import exclude_pruned
+from ...sharding import refuse_sharded
 from ...table_view import TableView
 from ..certificate.margin_bounds import NetworkPair
 from ..certificate.prediction_attack import worst_inputs
@@ -119,6 +120,7 @@ class Certified:
         `data` is a tensor of examples, one in each row, or an iterable of batches, of which the first 1000 examples are
         read. Labels are not used: what must not change is the prediction of the dense model.
         """
+        refuse_sharded(model, "pm.Certified")
         x = read_examples(data).to(next(model.parameters()).device)
         search = Search(self, model, x)
         masks, found = search.verified(search.masks_of_layers() if self.pattern.sparsity else search.masks_of_weights())

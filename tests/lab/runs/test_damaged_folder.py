@@ -16,11 +16,19 @@ from pomona.errors import PomonaError
 from pomona.lab import Interrupted, train
 from pomona.lab.recipes.private_recipe import PrivateRecipe
 from pomona.lab.runs import checkpoint, durable_files
-from pomona.lab.runs.folder import find_cut_file, is_in_use, locked_folder, read_summary
+from pomona.lab.runs.folder import (
+    MetricsWriter,
+    count_whole_lines,
+    find_cut_file,
+    is_in_use,
+    locked_folder,
+    read_summary,
+)
 from pomona.lab.runs.private import PrivateStrategy
 from pomona.lab.sweeps.job import Job
 from pomona.lab.sweeps.run_store import read_folder
 from pomona.privacy import Budget
+from pomona.report.run_data import read_run
 
 
 def cut(file: Path, share: float = 0.6) -> None:
@@ -41,6 +49,13 @@ def finished_run(tmp_path, complete_run):
     """Return a copy of the folder of a complete run."""
     shutil.copytree(complete_run[0], tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def finished_run_elsewhere(tmp_path, complete_run):
+    """Return a copy of the folder of a complete run, beside that of a stopped one."""
+    shutil.copytree(complete_run[0], tmp_path / "finished")
+    return tmp_path / "finished"
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.6])
@@ -86,6 +101,57 @@ def test_a_line_of_zeros_in_the_metrics_does_not_stop_the_run(stopped_run, compl
     metrics.write_bytes(b"".join(lines))
     train(complete_run[1], stopped_run, resume=True)
     assert have_same_weights(stopped_run, complete_run[0])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_metrics_that_are_no_regular_file_are_refused_without_waiting(
+    stopped_run, finished_run_elsewhere, complete_run, kind
+):
+    for folder in (stopped_run, finished_run_elsewhere):
+        metrics = folder / "metrics.jsonl"
+        metrics.unlink()
+        os.mkfifo(metrics) if kind == "pipe" else metrics.symlink_to("/dev/zero")
+        with pytest.raises(PomonaError, match=f"is no regular file, but a {kind}: replace it with a copy"):
+            train(complete_run[1], folder, resume=True)
+    assert find_cut_file(finished_run_elsewhere, complete_run[2]) == "metrics.jsonl"
+    assert read_run(finished_run_elsewhere).summary is None
+
+
+def test_metrics_nested_deeply_are_dropped(stopped_run, finished_run_elsewhere, complete_run):
+    deep = b"[" * 50_000 + b"\n"
+    with (finished_run_elsewhere / "metrics.jsonl").open("ab") as file:
+        file.write(deep)
+    assert find_cut_file(finished_run_elsewhere, complete_run[2]) == "metrics.jsonl"
+    metrics = stopped_run / "metrics.jsonl"
+    metrics.write_bytes(deep + metrics.read_bytes())
+    writer = MetricsWriter(stopped_run, metrics.stat().st_size)
+    assert len(list(writer.read_rows())) == metrics.read_bytes().count(b"\n") - 1
+    writer.close()
+    notes: list[str] = []
+    train(complete_run[1], stopped_run, resume=True, note=notes.append)
+    assert "has lost" in notes[0]  # its first bytes are of a line that no run writes
+    assert have_same_weights(stopped_run, complete_run[0])
+
+
+@pytest.mark.parametrize("size", [2**40, 2**63 - 1, 2**70])
+def test_a_checkpoint_that_counts_more_metrics_than_there_are_takes_no_memory(stopped_run, complete_run, size):
+    checkpoint.save(stopped_run, checkpoint.load(stopped_run) | {"metrics": size})
+    if size > 2**63:
+        with pytest.raises(PomonaError, match="is damaged: it has metrics = 1180591620717411303424"):
+            train(complete_run[1], stopped_run, resume=True)
+        return
+    notes: list[str] = []
+    train(complete_run[1], stopped_run, resume=True, note=notes.append)
+    assert "has lost" in notes[0]
+    assert untimed_metrics(stopped_run)
+
+
+def test_whole_lines_are_counted_from_the_end(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"a\n" + b"b" * 200_000 + b"\nc")
+    with file.open("rb") as opened:
+        counts = [count_whole_lines(opened, size) for size in (0, 1, 2, 3, 200_002, 200_003, 200_004, 2**70)]
+    assert counts == [0, 0, 2, 2, 2, 200_003, 200_003, 200_003]
 
 
 def test_a_summary_of_another_cell_is_not_believed(finished_run, complete_run):
