@@ -36,7 +36,7 @@ WRONG = {
     "pm.DPF(sparsty=0.9)": 'Unexpected keyword argument "sparsty"',
     "pm.DPF(0.9, 16)": 'Argument 2 has incompatible type "int"',
     'pm.DPF(sparsity="high")': 'has incompatible type "str"',
-    "pm.DPF(every=0.5)": 'has incompatible type "float"; expected "int"',
+    "pm.DPF(every=0.5)": 'has incompatible type "float"; expected "int | None"',
     "pm.RigL(settle=0.1)": 'Unexpected keyword argument "settle"',
     "pm.SNIP(schedule=pm.Cubic())": 'Unexpected keyword argument "schedule"',
     "pm.DPF(pattern=pm.Cubic())": 'has incompatible type "Cubic"; expected "Pattern"',

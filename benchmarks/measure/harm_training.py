@@ -3,6 +3,7 @@
 A user's loop: a constant learning rate, no clipping, `attach`, the steps, `finish`. Methods have their defaults, with
 these exceptions.
 
+- DPF updates its masks every 16 steps, as in training of 1,600 steps and more.
 - SNIP gets the loss of one batch at `attach`, as its documentation asks.
 - Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, scores have
   a learning rate of their own, and kernels are ranked over all layers with a floor (within layers, one of the first
@@ -48,6 +49,7 @@ PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
 SCORE_RATES = {"sgd": 0.5, "adam": 0.01}  # learning rates of scores
 KERNEL_ALLOCATION = "global(floor=0.01)"  # of scores of kernels
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {
+    "dpf": {"every": 16},  # the default of longer trainings
     "iterand": {"every": 20},  # K_per of recipes/iterand-digits.toml
     "lottery": {"retrainings": 2},
 }

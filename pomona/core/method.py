@@ -13,7 +13,7 @@ from ..compressors import PLAIN_MASK, FusedProjection
 from ..errors import PomonaError, require
 from ..masking import apply_mask
 from ..patterns import PATTERNS, Pattern, Unstructured
-from ..registry import Registry
+from ..registry import Registry, spec_to_dict
 from ..schedules import SCHEDULES, Cubic, Schedule
 from ..sharding import whole
 from .targets import DENSE, Prunable, Target, globs, prunable
@@ -185,6 +185,15 @@ class Method:
     def is_last_update(self, progress: TrainingProgress) -> bool:
         """Return whether an update at this step is the last one, after which the masks are fixed."""
         return False
+
+    def interval(self, progress: TrainingProgress) -> int:
+        """Return the steps between two mask updates; 0 for a method that has no such number."""
+        every: int | None = getattr(self, "every", 0)
+        return (progress.steps_per_epoch or 0) if every is None else every  # None is once an epoch
+
+    def resolved_options(self, total_steps: int) -> dict[str, Any]:
+        """Return all options as plain values, with the numbers that follow from the length of training."""
+        return spec_to_dict(self)
 
     def initial_masks(self, targets: Targets, sparsity: float) -> Masks | None:
         """Return the masks at `attach`; None keeps everything."""

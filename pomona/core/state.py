@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import PomonaError, require, shorten
-from ..registry import spec_to_dict
 from ..sharding import whole
 from ..untrusted import reading
 from .history import UpdateHistory
@@ -33,7 +32,7 @@ def collect_state(pruner: Pruner) -> dict[str, Any]:
     slots, every_slot = pruner.slots, (*pruner.slots, *pruner.coupled)
     state = {
         "version": VERSION,
-        "method": spec_to_dict(pruner.method),
+        "method": pruner.method.resolved_options(pruner.total),
         **{key: getattr(pruner, key) for key in COUNTERS},
         "history": pruner.history_columns(),
         "shapes": {slot.name: list(slot.parameter.shape) for slot in slots},
@@ -129,7 +128,7 @@ def validate_state(pruner: Pruner, state: dict[str, Any]) -> tuple[Masks, Update
     )
     for key in collect_state(pruner):
         require(key in state or key in ADDED, f"the pruner's state is damaged: it has no '{key}'.")
-    own, stored = spec_to_dict(pruner.method), state["method"]
+    own, stored = pruner.method.resolved_options(pruner.total), state["method"]
     require(isinstance(stored, Mapping), f"the pruner's state is damaged: its method is {shorten(stored)}.")
     for key in sorted(own.keys() | stored.keys(), key=lambda key: (key != "name", key)):
         given, expected = stored.get(key), own.get(key)

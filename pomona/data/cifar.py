@@ -20,6 +20,7 @@ PIXELS = 3 * 32 * 32
 class Cifar(Source):
     """Base of data sets with 50 000 training and 10 000 test images of 32×32 pixels in color."""
 
+    training_rows: ClassVar[int | None] = 50_000
     contents: ClassVar[str] = "50 000 + 10 000 color images of 32×32"
     licence: ClassVar[str] = "no licence stated; cite the report"
     citation: ClassVar[str] = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"

@@ -20,6 +20,7 @@ class Digits(Source):
     """1797 gray digits of 8×8 pixels: 1347 for training and 450 for testing, in a fixed split."""
 
     classes: ClassVar[int] = 10
+    training_rows: ClassVar[int | None] = 1347
     contents: ClassVar[str] = "1347 + 450 gray images of 8×8"
     licence: ClassVar[str] = "CC BY 4.0"
     citation: ClassVar[str] = "Alpaydin and Kaynak, UCI Optical Recognition of Handwritten Digits, 1998"

@@ -35,6 +35,7 @@ class Idx(Source):
     """Base of data sets with ten classes of gray images in four IDX files."""
 
     classes: ClassVar[int] = 10
+    training_rows: ClassVar[int | None] = 60_000
     contents: ClassVar[str] = "60 000 + 10 000 gray images of 28×28"
     mean: ClassVar[float]
     std: ClassVar[float]

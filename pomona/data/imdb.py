@@ -34,6 +34,7 @@ class Imdb(Source):
     keep: str = "last"  # which tokens of a longer review: the "first" or the "last"
     pad: str = "left"  # where a shorter review is filled: "left" or "right"
     classes: ClassVar[int] = 2
+    training_rows: ClassVar[int | None] = 25_000
     contents: ClassVar[str] = "25 000 + 25 000 reviews"
     licence: ClassVar[str] = "no licence stated; cite the paper"
     citation: ClassVar[str] = "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"

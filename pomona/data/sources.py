@@ -51,6 +51,7 @@ class Source:
 
     name: ClassVar[str]
     classes: ClassVar[int | None] = None  # None: the number depends on the files
+    training_rows: ClassVar[int | None] = None  # of the published files; None: it depends on the files or the options
     contents: ClassVar[str] = ""  # a description for `pomona data`
     licence: ClassVar[str] = ""
     citation: ClassVar[str] = ""

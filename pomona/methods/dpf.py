@@ -10,7 +10,7 @@ from ..compressors import Compressor
 from ..core.method import Masks, Targets, method
 from ..errors import require
 from ._latent import BoundedFeedback, Compressed
-from ._periodic import Periodic
+from ._periodic import LONGEST_INTERVAL, Periodic
 
 PRINTED: dict[str, Any] = {"settle": 0, "compressor": None, "feedback": None}  # the options of Algorithm 1
 
@@ -21,17 +21,20 @@ class DPF(Compressed, BoundedFeedback, Periodic):
     """Dynamic pruning with feedback, Algorithm 1.
 
     The model runs on the pruned weights; the gradient taken there moves the dense w, so that a weight pruned too early
-    comes back. The mask follows w. Three things are not in the paper, and `printed=True` leaves them out: soft
-    thresholds, a mask that is fixed for the last tenth of training, and a bound on the gradient of weak outputs.
+    comes back. The mask follows w. Four things are not in the paper, and `printed=True` leaves them out: soft
+    thresholds, a mask that is fixed for the last tenth of training, a bound on the gradient of weak outputs, and mask
+    updates at shorter intervals where training has fewer than 1,600 steps.
     """
 
     ranks_by_magnitude: ClassVar[bool] = True
 
-    every: int = 16  # p: steps between mask updates
+    # p: steps between mask updates. None is the paper's 16, and in trainings below 1,600 steps a hundredth of them.
+    every: int | None = None
     settle: float = 0.1  # share of training, at its end, with the mask fixed; 0 in the paper
     # "auto" is soft thresholds for single weights, a plain mask for other patterns; None or "none" is a plain mask.
     compressor: Compressor | None = "auto"  # type: ignore[assignment]
-    printed: InitVar[bool] = False  # the algorithm as printed: settle=0, compressor=None and feedback=None
+    # The algorithm as printed: settle=0, compressor=None, feedback=None, and every=16 where no other number is given.
+    printed: InitVar[bool] = False
 
     def __post_init__(self, printed: bool) -> None:
         given = {key: getattr(self, key) for key in PRINTED}
@@ -52,7 +55,7 @@ class DPF(Compressed, BoundedFeedback, Periodic):
                 given[key] == getattr(type(self), key) or getattr(self, key) == value,
                 f"printed=True is the algorithm with {key}={value}, got {key}={given[key]!r}: leave out one of them.",
             )
-        self._set(**PRINTED)
+        self._set(every=LONGEST_INTERVAL if self.every is None else self.every, **PRINTED)
 
     @property
     def fixed_from(self) -> float:

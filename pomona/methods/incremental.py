@@ -17,7 +17,7 @@ class Incremental(Periodic):
 
     def is_update_due(self, progress: TrainingProgress) -> bool:
         """Return whether an update is due; the last one is the one that reaches the final sparsity."""
-        before = replace(progress, step=max(progress.step - self.every, 0))
+        before = replace(progress, step=max(progress.step - self.interval(progress), 0))
         reached = progress.step > 0 and self.scheduled_sparsity(before) >= self.final_sparsity
         return super().is_update_due(progress) and not reached
 

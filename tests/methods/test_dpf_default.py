@@ -29,7 +29,7 @@ def test_patterns_of_groups_have_a_plain_mask(pattern: str):
 
 def test_the_printed_algorithm_is_one_option_away():
     printed = METHODS.resolve("dpf(printed=true)")
-    assert printed == METHODS.resolve("dpf(settle=0, compressor='none', feedback=inf)")
+    assert printed == METHODS.resolve("dpf(every=16, settle=0, compressor='none', feedback=inf)")
     assert printed == pm.DPF(printed=True, settle=0, compressor=None, feedback=None).method
     assert pm.DPF(printed=False).method == pm.DPF().method
     assert pm.DPF(printed=True, schedule="cubic(until=1.0)").method.fixed_from == 1  # the mask never rests

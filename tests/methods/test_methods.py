@@ -220,7 +220,7 @@ def test_a_schedule_that_rises_after_the_mask_is_fixed_is_refused() -> None:
         ({"sparsity": "0.9"}, "sparsity takes float or nothing, got '0.9'"),
         ({"sparsity": True}, "sparsity takes float"),
         ({"every": 0}, "must be ≥ 1, got 0"),
-        ({"every": 2.5}, "every takes int, got 2.5"),
+        ({"every": 2.5}, "every takes int or nothing, got 2.5"),
         ({"settle": 1.0}, r"in \[0, 1\), got 1\.0"),
         ({"pattern": "filtr"}, "unknown pattern 'filtr': did you mean 'filter'"),
         ({"pattern": 3}, "3 is not a valid pattern"),
@@ -300,7 +300,7 @@ def test_a_method_takes_its_pattern_as_text(text: str, pattern: Any) -> None:
 
 def test_the_signature_shows_the_defaults() -> None:
     defaults = {name: p.default for name, p in inspect.signature(pm.DPF).parameters.items()}
-    assert (defaults["every"], defaults["settle"], defaults["schedule"]) == (16, 0.1, pm.Cubic())
+    assert (defaults["every"], defaults["settle"], defaults["schedule"]) == (None, 0.1, pm.Cubic())
     assert "schedule" not in inspect.signature(pm.OneShot).parameters
     assert "DPF" in repr(pm.DPF())
     assert "not attached" in repr(pm.DPF())

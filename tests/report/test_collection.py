@@ -40,10 +40,10 @@ def test_groups_join_seeds_and_series_join_sparsities(tmp_path):
 
 
 def test_a_setting_in_which_runs_differ_is_part_of_their_name(tmp_path):
-    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    folders = [write_run(tmp_path / "a", "rigl"), write_run(tmp_path / "b", "rigl")]
     text = (folders[1] / "recipe.toml").read_text()
-    (folders[1] / "recipe.toml").write_text(text.replace("every = 16", "every = 8"))
-    assert [group.series for group in group_runs(collect_runs(folders).runs)] == ["dpf (every=16)", "dpf (every=8)"]
+    (folders[1] / "recipe.toml").write_text(text.replace("every = 100", "every = 8"))
+    assert [group.series for group in group_runs(collect_runs(folders).runs)] == ["rigl (every=100)", "rigl (every=8)"]
 
 
 def test_a_record_file_is_a_run():

@@ -35,6 +35,14 @@ class DataOptions:
         """Return the registered name of the data set."""
         return self.source.name
 
+    @property
+    def training_rows(self) -> int | None:
+        """Return how many rows there are to train on, or None where that is not known without the data."""
+        rows = self.source.training_rows
+        if rows is None:
+            return None
+        return rows - (round(self.validation * rows) if isinstance(self.validation, float) else self.validation)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the options of the data set together with those that all data sets have."""
         return spec_to_dict(self.source) | {"validation": self.validation, "augment": self.augment}
@@ -88,6 +96,11 @@ class TrainOptions:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
             raise unknown_name_error("device", self.device, ("auto", "cpu", "cuda")) from error
+
+    def count_steps(self, rows: int) -> int:
+        """Return the optimizer steps of a training on so many rows."""
+        full, rest = divmod(rows, self.batch_size)
+        return self.epochs * (full + (rest > 0 and not self.drop_last))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import hashlib
 import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from typing import Any
 
 from pomona.errors import require
 from pomona.methods import METHODS
+from pomona.methods._periodic import LONGEST_INTERVAL, Periodic, default_interval
 from pomona.registry import flatten_settings, resolve_type_hints, spec_options, spec_to_dict
 from pomona.untrusted import reading
 
@@ -189,9 +190,23 @@ class Recipe:
         used = {section: options for section, options in self.to_dict().items() if is_used.get(section, True)}
         return {
             key: _normalize_number(value)
-            for key, value in flatten_settings(used)
+            for key, value in (*flatten_settings(used), *self._resolve_interval())
             if key not in SETTINGS_WITHOUT_EFFECT and not (key in NEUTRAL_DEFAULTS and value == NEUTRAL_DEFAULTS[key])
         }
+
+    def _resolve_interval(self) -> Iterator[tuple[str, Any]]:
+        """Yield the setting method.every where the method takes it from the length of training.
+
+        Runs of one length have one fingerprint then, whether the number was given or not. Where the length is not known
+        without the data, it is taken to be a long one.
+        """
+        if (
+            "every" in self.method
+            and self.method["every"] is None
+            and issubclass(METHODS[self.method["name"]], Periodic)
+        ):
+            rows = self.data.training_rows
+            yield "method.every", LONGEST_INTERVAL if rows is None else default_interval(self.train.count_steps(rows))
 
 
 def hash_settings(settings: Any) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pomona.core.batch_norm import batchnorm_layers
+from pomona.core.method import TrainingProgress
 from pomona.data import ImageStream
 
 from .evaluate import measure, reestimate_batchnorm
@@ -64,9 +65,9 @@ def changed_recently(run: Run) -> bool:
     """Return whether the last mask change of this stage is at most one interval between updates ago."""
     if run.pruner is None:
         return False
-    every = getattr(run.pruner.method, "every", 0)  # None is once an epoch
     since_change = run.step - run.stage_start - run.pruner.last_change
-    return since_change <= (run.steps_per_epoch if every is None else every)
+    progress = TrainingProgress(since_change, run.stage_steps, run.steps_per_epoch)
+    return since_change <= run.pruner.method.interval(progress)
 
 
 def with_new_statistics(run: Run) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +60,7 @@ OLD_DPF = {"name": "dpf", "sparsity": 0.9, "every": 16, "settle": 0.1}  # as the
 def test_a_stored_recipe_is_read_by_the_options_of_its_time(extra: dict[str, None]):
     stored = Recipe.load_stored({**BASE, "method": OLD_DPF | extra})
     assert (stored.method["compressor"], stored.method["feedback"]) == (None, None)
-    assert stored == Recipe.load({**BASE, "method": "dpf(compressor='none', feedback=inf)"})
+    assert stored == Recipe.load({**BASE, "method": "dpf(every=16, compressor='none', feedback=inf)"})
     assert stored.fingerprint() == "334637708af4"  # of the first version
     assert stored.fingerprint() != Recipe.load({**BASE, "method": OLD_DPF}).fingerprint()
 
@@ -67,8 +68,27 @@ def test_a_stored_recipe_is_read_by_the_options_of_its_time(extra: dict[str, Non
 def test_the_printed_algorithm_is_part_of_the_fingerprint_by_its_options_only():
     printed = Recipe.load({**BASE, "method": "dpf(printed=true)"})
     assert "printed" not in printed.to_dict()["method"]
-    spelled = Recipe.load({**BASE, "method": "dpf(settle=0, compressor='none', feedback=inf)"})
+    spelled = Recipe.load({**BASE, "method": "dpf(every=16, settle=0, compressor='none', feedback=inf)"})
     assert printed.fingerprint() == spelled.fingerprint()
+
+
+def with_length(method: str, **settings: Any) -> str:
+    """Return the fingerprint of a recipe that trains a perceptron by a method."""
+    return Recipe.load({**BASE, "model": "mlp", "method": method, **settings}).fingerprint()
+
+
+def test_the_default_interval_has_the_fingerprint_of_its_number():
+    """1,347 digits in batches of 64 are 22 steps, or 21 with full batches alone; without 447 of them they are 15."""
+    short = {"data": "digits", "train": {"epochs": 16, "batch_size": 64}}
+    assert with_length("dpf", **short) == with_length("dpf(every=3)", **short)
+    held_out = {**short, "data": "digits(validation=447)"}
+    assert with_length("dpf", **held_out) == with_length("dpf(every=2)", **held_out)
+    dropped = {"data": "digits", "train": {"epochs": 19, "batch_size": 64, "drop_last": True}}
+    assert with_length("dpf", **dropped) == with_length("dpf(every=3)", **dropped)
+    long = {"data": "digits", "train": {"epochs": 80, "batch_size": 64}}
+    assert with_length("dpf", **long) == with_length("dpf(every=16)", **long)
+    of_unknown_length = {"data": "imagefolder", "train": {"epochs": 1}}
+    assert with_length("dpf", **of_unknown_length) == with_length("dpf(every=16)", **of_unknown_length)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "dense"])

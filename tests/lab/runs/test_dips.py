@@ -49,6 +49,7 @@ def test_without_batch_norm_the_note_says_only_that_the_masks_changed():
         ({"accuracy": 88.0, "accuracy_reestimated": 98.0}, make_run(12, 10)),  # a small dip
         ({"accuracy": 20.0, "accuracy_reestimated": 21.0}, make_run(12, 10)),  # another cause
         ({"accuracy": 20.0}, make_run(12, 7)),  # the change is longer ago than one interval
+        ({"accuracy": 20.0}, make_run(12, 10, "dpf")),  # so it is here, as 60 steps have an update at each step
         ({"accuracy": 20.0, "sparsity": 0.0}, make_run(12, 10)),  # nothing is pruned yet
         ({"perplexity": 900.0}, make_run(12, 10)),
     ],
