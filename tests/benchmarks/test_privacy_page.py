@@ -21,7 +21,7 @@ def test_code_on_the_page_runs(tmp_path, monkeypatch):
     pytest.importorskip("dp_accounting")
     monkeypatch.chdir(tmp_path)
     pomona.privacy = privacy
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", (ROOT / "docs/privacy.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(first, names)
     step = names["step"]
@@ -30,6 +30,8 @@ def test_code_on_the_page_runs(tmp_path, monkeypatch):
     assert step.lost(19) == pytest.approx(0.5, abs=0.05)
     exec(second, names)
     assert [account.steps for account in names["ledger"].accounts.values()] == [20]
+    exec(third, names)
+    assert names["step"].steps_taken == 2
 
 
 def make_run(arm: str, epsilon: float, seed: int, accuracy: float, lost: float = 0.9) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -199,6 +200,17 @@ def test_a_full_disk_while_writing_metrics_is_reported(tmp_path, complete_run):
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(complete_run[0] / "recipe.toml", folder)
-    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    metrics = folder / "metrics.jsonl"
+
+    def fill_disk() -> bool:
+        """Let writes to the open file find no space from now on."""
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}") == str(metrics):
+                    full = os.open("/dev/full", os.O_WRONLY)
+                    os.dup2(full, int(number))
+                    os.close(full)
+        return False
+
     with pytest.raises(PomonaError, match="the disk is full: .*metrics.jsonl"):
-        train(complete_run[1], folder, resume=True)
+        train(complete_run[1], folder, resume=True, stop=fill_disk)
