@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "oneshot": {"at": 0.5},
     "incremental": {"every": 4},
     "random": {},
-    "dpf": {"every": 4},
+    "dpf": {},
 }
 
 
