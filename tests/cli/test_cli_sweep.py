@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import fake_slurm
 import pytest
 from cli_helpers import SMALL_TABLE, read_files
+
+with contextlib.suppress(ImportError):  # here, as its import closes the log handlers of others with their streams
+    import submitit  # noqa: F401
 
 
 def test_sweep_trains_every_run_and_only_missing_skips_complete_ones(run_command):
