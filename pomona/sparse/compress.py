@@ -119,7 +119,7 @@ def compress(
     copy_modes(dense, result)
     arguments = () if inputs is None or inputs.kwargs else inputs.args
     is_packed = any(isinstance(module, PackedLayer) for module in packed.modules())
-    planned = plan_copy(result, arguments) if is_packed else None
+    planned, is_planned = plan_copy(result, arguments) if is_packed else None, False
     if inputs is not None and (planned is not None or any(layer.seconds or layer.saved for layer in layers)):
         every = [layer.name for layer in layers]
         others = {DENSE_FUSED: fuse_relus(copy_with_dense_layers(packed, every, dense), fused)} if fused else {}
@@ -133,13 +133,14 @@ def compress(
             result = copy.deepcopy(models[best])
             for times in filter(None, (seconds, called)):
                 times["compressed"] = times[best]
-        if seconds.get(PLANNED, math.inf) < seconds["compressed"]:
+        is_planned = seconds.get(PLANNED, math.inf) < seconds["compressed"]
+        if is_planned:
             layers = [layer.plan() for layer in layers]
             seconds["compressed"] = seconds[PLANNED]
     caches, count = "warm" if options.flush is None else "cold", 1 if inputs is None else inputs.batch
     reports = (*layers, *report_other_weights(dense))
     result.compression = Compression(reports, count, seconds, called, caches)  # type: ignore
-    if planned is not None and seconds["compressed"] == seconds[PLANNED]:
+    if is_planned:
         plan_network(result, find_shape(arguments))
     return result
 
