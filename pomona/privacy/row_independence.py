@@ -7,6 +7,7 @@ their sums are within the margin. In 16 bits they would not be. So it is tested 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,27 +69,22 @@ def find_dependent_parameter(
     gradients = compute(*first)
     for places, replaced in [(order[:kept], order[kept:]), (order[kept:], order[:kept])][: 1 if moves else 2]:
         origin = torch.arange(kept) if moves else places
-
-        def mix(
-            one: Tensor,
-            two: Tensor,
-            places: Tensor = places,
-            replaced: Tensor = replaced,
-            origin: Tensor = origin,
-        ) -> Tensor:
-            """Return rows of `one` at the places that are kept, and rows of `two`, large ones and zeros elsewhere."""
-            mixed = two.clone()
-            if mixed.is_floating_point():
-                mixed[replaced[::3]] *= LARGE
-            mixed[replaced[1::3]] = 0
-            mixed[places] = one[origin]
-            return mixed
-
+        mix = partial(mix_rows, origin=origin, places=places, replaced=replaced)
         before, after = take_rows(gradients, origin), take_rows(compute(*pytree.tree_map(mix, first, other)), places)
         different = [name for name, part in before.items() if not torch.equal(part, after[name])]
         if different and (add_clipped is None or not is_within_margin(before, after, add_clipped)):
             return different[0]
     return None
+
+
+def mix_rows(one: Tensor, two: Tensor, origin: Tensor, places: Tensor, replaced: Tensor) -> Tensor:
+    """Return the rows of `one` from `origin` at `places`, and at the others rows of `two`, some large and some zero."""
+    mixed = two.clone()
+    if mixed.is_floating_point():
+        mixed[replaced[::3]] *= LARGE
+    mixed[replaced[1::3]] = 0
+    mixed[places] = one[origin]
+    return mixed
 
 
 def take_rows(gradients: Gradients, places: Tensor) -> Gradients:
