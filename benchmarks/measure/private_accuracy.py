@@ -22,6 +22,7 @@ from record_file import RESULTS, write_record
 from pomona.lab import describe_run, train
 from pomona.lab.recipes.overrides import read_recipe
 from pomona.lab.recipes.private_recipe import PrivateRecipe
+from pomona.lab.runs.environment import current_commit
 from pomona.lab.runs.interruption import Interrupted
 from pomona.lab.runs.private import PrivateStrategy
 
@@ -95,10 +96,15 @@ def train_runs(options: argparse.Namespace) -> None:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curve = [[line["step"], line["epsilon"], line["accuracy"]] for line in lines if "accuracy" in line]
         run = {key: done[key] for key in RUN_KEYS} | {"recipe": recipe.to_dict(), "curve": curve}
-        old = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-        others = [entry for entry in old if entry["name"] != run["name"]]
-        write_record(options.out, runs=sorted([*others, run], key=lambda entry: entry["name"]))
+        add_run(options.out, run | {"commit": current_commit()})
         print(f"ε = {epsilon:g}: {run['accuracy']:.2f} % in {run['seconds']:.0f} s", flush=True)
+
+
+def add_run(path: Path, run: dict[str, Any]) -> None:
+    """Add a run to a record, or put it in the place of the run with its name; each run keeps the commit that made it."""
+    record = json.loads(path.read_text()) if path.exists() else {"commit": None, "runs": []}
+    others = [{"commit": record["commit"], **entry} for entry in record["runs"] if entry["name"] != run["name"]]
+    write_record(path, runs=sorted([*others, run], key=lambda entry: entry["name"]))
 
 
 def main() -> None:
