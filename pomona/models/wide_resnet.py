@@ -70,6 +70,6 @@ class WideResNet(nn.Module):
         return self.head(self.final(self.blocks(self.stem(x))))
 
 
-for _depth, _width in ((16, 1), (16, 2), (16, 4), (28, 2), (28, 4), (28, 8), (28, 10)):
+for _depth, _width in ((16, 1), (16, 2), (16, 4), (28, 2), (28, 4), (28, 8), (28, 10), (40, 4)):
     _name = f"wrn{_depth}_{_width}"
     register(_name, "Zagoruyko & Komodakis, BMVC 2016", (3, 32, 32), WideResNet, _depth, _width)

@@ -19,7 +19,7 @@ SMALL: dict[str, dict] = {
     **{name: {"rho": 0.125, "num_classes": 10} for name in ("resnet50", "resnet101", "wrn50_2")},
     **{name: {"vocabulary": 50, "hidden": 12} for name in ("lstm", "bilstm", "lstm_lm")},
 }
-HEAVY = {"wrn28_4", "wrn28_8", "wrn28_10", "wrn16_4"}
+HEAVY = {"wrn28_4", "wrn28_8", "wrn28_10", "wrn40_4", "wrn16_4"}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,7 @@ def count_conv_weights(model: nn.Module) -> int:
         ("wrn16_4", {}, 2.75),
         ("wrn28_2", {}, 1.47),
         ("wrn28_10", {}, 36.48),
+        ("wrn40_4", {}, 8.95),
         ("resnet18", {}, 11.17),
         ("resnet18", {"stem": "imagenet", "num_classes": 1000}, 11.69),
         ("resnet34", {"stem": "imagenet", "num_classes": 1000}, 21.80),
