@@ -22,6 +22,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "propose_noise": [POINTER, INTEGER, *[POINTER] * 3, *[INTEGER] * 3, *[POINTER] * 2, INTEGER],
     "add_squared_norms": [POINTER] * 2 + [INTEGER] * 3,
     "add_rounded_rows": [POINTER] * 3 + [INTEGER] * 3,
+    "sum_blocks": [POINTER] * 3 + [INTEGER] * 2,
 }
 SINGLE_THREAD_VALUES = 1 << 14  # values up to which waking other threads takes longer than they save
 
@@ -81,6 +82,15 @@ def add_rounded_rows(values: Tensor, scales: Tensor, totals: Tensor, instruction
     if kernel is None:
         return False
     kernel(*(tensor.data_ptr() for tensor in (values, scales, totals)), *values.shape, thread_count(values.numel()))
+    return True
+
+
+def sum_blocks(words: Tensor, multipliers: Tensor, sums: Tensor, instruction_set: str | None = None) -> bool:
+    """Write the sums of int32 words (blocks, 1024) times multipliers (4, 1024) into the int64 `sums` (blocks, 4)."""
+    kernel = usable_kernel("sum_blocks", instruction_set, words, multipliers, sums)
+    if kernel is None:
+        return False
+    kernel(words.data_ptr(), multipliers.data_ptr(), sums.data_ptr(), len(words), thread_count(words.numel()))
     return True
 
 

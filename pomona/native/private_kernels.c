@@ -1,4 +1,5 @@
-/* The work of a private step on a CPU: ChaCha20, discrete Gaussian noise, and clipped gradients on an integer grid.
+/* The work of a private step on a CPU: ChaCha20, discrete Gaussian noise, clipped gradients on an integer grid, and
+ * digests.
  *
  * This file is compiled once for each instruction set, NAME. The results have the same bits for all of them, for any
  * number of threads, and as PyTorch computes them in `pomona.privacy`: only integers are summed and compared. The norms
@@ -146,5 +147,29 @@ void PUBLIC(add_rounded_rows)(const float *values, const float *scales, int64_t 
       }
     }
     for (int64_t i = 0; i < count; i++) totals[first + i] += sums[i];
+  }
+}
+
+/* ---- digests, as `pomona.privacy.tensor_digest` describes them */
+
+/* Write the sums of each block's words, times four sequences of random multipliers, modulo 2⁶⁴. */
+#define BLOCK_WORDS 1024
+void PUBLIC(sum_blocks)(const uint32_t *words, const uint32_t *multipliers, uint64_t *sums, int64_t blocks,
+                        int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t block = 0; block < blocks; block++) {
+    const uint32_t *at = words + block * BLOCK_WORDS, *by = multipliers;
+    uint64_t a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+    for (int64_t i = 0; i < BLOCK_WORDS; i++) {
+      a += (uint64_t)at[i] * by[i];
+      b += (uint64_t)at[i] * by[i + BLOCK_WORDS];
+      c += (uint64_t)at[i] * by[i + 2 * BLOCK_WORDS];
+      d += (uint64_t)at[i] * by[i + 3 * BLOCK_WORDS];
+    }
+    sums[4 * block] = a;
+    sums[4 * block + 1] = b;
+    sums[4 * block + 2] = c;
+    sums[4 * block + 3] = d;
   }
 }

@@ -32,8 +32,8 @@ from .budget import Budget
 from .composition import total_epsilon
 from .journal import START, Entry, Journal
 from .released_steps import require_same_release
+from .tensor_digest import DIGEST_LENGTH
 
-DIGEST_LENGTH = 32  # hexadecimal digits: 128 bits
 FOLDER_VARIABLE = "POMONA_LEDGER"
 
 
@@ -313,14 +313,6 @@ def summarize(ledger: Ledger, delta: float) -> dict[str, Any]:
 def digest_key(key: bytes) -> str:
     """Return the public name of the run of a key; it does not reveal a key of the operating system."""
     return hashlib.sha256(b"pomona run " + key).hexdigest()[:DIGEST_LENGTH]
-
-
-def digest_tensors(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of tensors."""
-    state = hashlib.sha256()
-    for tensor in tensors:
-        state.update(tensor_bytes(tensor))
-    return state.hexdigest()[:DIGEST_LENGTH]
 
 
 def digest_rows(parts: Sequence[Tensor]) -> str:

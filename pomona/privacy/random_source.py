@@ -124,6 +124,10 @@ class Source:
         """Return the key of the random numbers of rows, which worker processes may know: it gives away no others."""
         return hashlib.sha256(b"pomona rows " + self.key).digest()
 
+    def digest_key(self) -> bytes:
+        """Return the key of the digests of this run's weights and sums."""
+        return hashlib.sha256(b"pomona digests " + self.key).digest()
+
     def poisson(self, rows: int, rate: float) -> Tensor:
         """Begin a new step and return the indices of its Poisson sample.
 

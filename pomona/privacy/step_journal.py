@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .budget import Budget
-from .ledger import Ledger, digest_key, digest_tensors
+from .ledger import Ledger, digest_key
 from .processes import Processes
 from .random_source import Source
 from .released_steps import KnownRun, known_run, remember_release, require_same_release
+from .tensor_digest import digest_tensors
 
 
 class StepJournal:
@@ -38,14 +39,16 @@ class StepJournal:
 
     def digest_weights(self, weights: Iterable[Tensor]) -> str:
         """Return a digest of the weights where one is needed; raise PomonaError if processes have different ones."""
-        digest = digest_tensors(weights) if self.ledger is not None or self.processes.count > 1 else ""
+        is_needed = self.ledger is not None or self.processes.count > 1
+        digest = digest_tensors(weights, self.source.digest_key()) if is_needed else ""
         self.processes.require_agreement("weights", digest)
         return digest
 
     def enter_release(self, step: int, weights: str, total: Tensor) -> None:
         """Enter a step before its release; raise PomonaError if it differs from the same step of an earlier time."""
         is_secure = self.source.secure
-        released = digest_tensors([total]) if is_secure or self.processes.count > 1 else ""
+        is_needed = is_secure or self.processes.count > 1
+        released = digest_tensors([total], self.source.digest_key()) if is_needed else ""
         self.processes.require_agreement("sums", released)
         if not is_secure:  # a run with a seed is not private, and is repeated on purpose
             return
