@@ -101,7 +101,7 @@ def train_runs(options: argparse.Namespace) -> None:
 
 
 def add_run(path: Path, run: dict[str, Any]) -> None:
-    """Add a run to a record, or put it in the place of the run with its name; each run keeps the commit that made it."""
+    """Add a run to a record, in the place of one with its name. Each run keeps the commit that made it."""
     record = json.loads(path.read_text()) if path.exists() else {"commit": None, "runs": []}
     others = [{"commit": record["commit"], **entry} for entry in record["runs"] if entry["name"] != run["name"]]
     write_record(path, runs=sorted([*others, run], key=lambda entry: entry["name"]))
