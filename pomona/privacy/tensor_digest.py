@@ -1,6 +1,6 @@
 """Digests of tensors by which a step is recognised when it is repeated, at the speed of the memory and on any device.
 
-SHA-256 would need all bits on the host, which delays the next step of a GPU. So a keyed hash shortens them first: of each
+SHA-256 would need all bits on the host, which delays the next step of a GPU. So a keyed hash shortens them: of each
 block of 1024 words of 32 bits, wᵢ, the four sums Σ rᵢ wᵢ modulo 2⁶⁴, where the rᵢ are random numbers of 32 bits from
 the secret key of the run. Two different blocks have the same sum for at most one of the 2³² values of the rᵢ of a
 word in which they differ, whatever the others are, so all four agree with a probability of at most 2⁻¹²⁸. SHA-256 of
