@@ -1,0 +1,132 @@
+/* The comparison of a model with its state at an earlier time: pomona/sparse/network/native_snapshot.py.
+ *
+ * This file is compiled once for each instruction set, NAME, and each compilation has the same function. It reads Python
+ * objects by functions of Python's stable interface and tensors by functions of PyTorch, and gets their addresses from
+ * the caller: one library serves all versions of both. The caller holds Python's lock, and keeps all objects alive.
+ *
+ * With cold caches, nearly all of the time is for loads from thousands of places. They are therefore announced first.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#define NAMED_(level, name) pomona_##level##_##name
+#define NAMED(level, name) NAMED_(level, name)
+#define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
+
+#define LINE 64     /* bytes of a cache line */
+#define ENTRY 16    /* bytes of a dictionary's entry, about */
+#define HEADER 96   /* bytes before its entries, about */
+#define MOST_LINES 12 /* that are announced for one dictionary */
+#define FIRST_WORD 4 /* of a dictionary's words, one of the first that may point to its entries */
+#define LAST_WORD 5
+#define TENSOR_LINES 3 /* of a tensor behind its handle */
+
+/* The functions that are called. */
+typedef struct {
+  int (*next_entry)(void *dict, intptr_t *position, void **key, void **value); /* PyDict_Next */
+  intptr_t (*dict_size)(void *dict);                                         /* PyDict_Size */
+  intptr_t (*list_size)(void *list);                                         /* PyList_Size */
+  void *(*list_item)(void *list, intptr_t i);                                /* PyList_GetItem */
+  int32_t (*data_address)(void *const *tensor, void **data);                 /* aoti_torch_get_data_ptr */
+  int64_t (*version)(void *const *tensor);                                   /* at::TensorBase::_version */
+} Functions;
+
+/* A dictionary or list, and how many members it has. */
+typedef struct {
+  void *object;
+  int64_t count;
+} Container;
+
+/* A tensor: where Python's object holds it, what it held, the address of its values and its version, or -1. */
+typedef struct {
+  void *const *handle;
+  void *held;
+  void *data;
+  int64_t version;
+} TensorState;
+
+/* Memory whose contents are compared. */
+typedef struct {
+  const char *address;
+  int64_t bytes;
+} Memory;
+
+typedef struct {
+  const Functions *call;
+  int64_t empty_count, dict_count, list_count, tensor_count, vector_count;
+  void *const *empty; /* dictionaries without entries */
+  const Container *dicts, *lists;
+  const TensorState *tensors;
+  const Memory *vectors;
+  void *const *members; /* of the dictionaries and then of the lists, one after another */
+  const char *contents; /* of the vectors, one after another */
+} Snapshot;
+
+/* Announce that the objects and, as far as that is known, what they point to will be read. */
+static void announce(const Snapshot *s) {
+  for (int64_t i = 0; i < s->dict_count; i++) __builtin_prefetch(s->dicts[i].object);
+  for (int64_t i = 0; i < s->tensor_count; i++) {
+    __builtin_prefetch(s->tensors[i].handle);
+    for (int64_t line = 0; line < TENSOR_LINES; line++)
+      __builtin_prefetch((const char *)s->tensors[i].held + line * LINE);
+  }
+  for (int64_t i = 0; i < s->dict_count; i++) {
+    const int64_t lines = (s->dicts[i].count * ENTRY + HEADER) / LINE + 1;
+    for (int64_t word = FIRST_WORD; word <= LAST_WORD; word++) {
+      const char *target = ((char *const *)s->dicts[i].object)[word]; /* a hint: whatever it is, it is not read */
+      for (int64_t line = 0; target && line < lines && line < MOST_LINES; line++)
+        __builtin_prefetch(target + line * LINE);
+    }
+  }
+}
+
+static int are_empty(const Snapshot *s) {
+  for (int64_t i = 0; i < s->empty_count; i++)
+    if (s->call->dict_size(s->empty[i]) != 0) return 0;
+  return 1;
+}
+
+/* Return whether all containers have the same members, in the same order. */
+static int have_same_members(const Snapshot *s) {
+  void *const *members = s->members;
+  for (int64_t i = 0; i < s->dict_count; i++) {
+    void *key, *value;
+    intptr_t position = 0;
+    int64_t count = 0;
+    for (; s->call->next_entry(s->dicts[i].object, &position, &key, &value); count++)
+      if (count == s->dicts[i].count || value != *members++) return 0;
+    if (count != s->dicts[i].count) return 0;
+  }
+  for (int64_t i = 0; i < s->list_count; i++) {
+    if (s->call->list_size(s->lists[i].object) != s->lists[i].count) return 0;
+    for (int64_t k = 0; k < s->lists[i].count; k++)
+      if (s->call->list_item(s->lists[i].object, k) != *members++) return 0;
+  }
+  return 1;
+}
+
+static int are_same_tensors(const Snapshot *s) {
+  for (const TensorState *t = s->tensors; t < s->tensors + s->tensor_count; t++) {
+    void *data;
+    if (*t->handle != t->held) return 0; /* swapped with another */
+    if (s->call->data_address(t->handle, &data) != 0 || data != t->data) return 0;
+    if (t->version >= 0 && s->call->version(t->handle) != t->version) return 0;
+  }
+  return 1;
+}
+
+static int has_same_contents(const Snapshot *s) {
+  const char *contents = s->contents;
+  for (const Memory *m = s->vectors; m < s->vectors + s->vector_count; contents += m->bytes, m++)
+    if (memcmp(m->address, contents, m->bytes) != 0) return 0;
+  return 1;
+}
+
+/* ---- public functions */
+
+/* Return whether a model is as it was: 1 or 0. */
+int PUBLIC(snapshot_matches)(const Snapshot *s) {
+  announce(s);
+  return are_empty(s) && have_same_members(s) && are_same_tensors(s) && has_same_contents(s);
+}

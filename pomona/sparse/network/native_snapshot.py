@@ -1,0 +1,149 @@
+"""The comparison of a model with its earlier state in one native call: `cpu/snapshot.c`.
+
+It reads Python's objects by functions of Python's stable interface, and tensors by functions of PyTorch's library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...native import library
+from ...native.library import supported_instruction_sets
+from ...native.toolchain import SNAPSHOT_SOURCE
+
+NUMBER, ADDRESS = ctypes.c_int64, ctypes.c_void_p
+PYTHON_FUNCTIONS = ("PyDict_Next", "PyDict_Size", "PyList_Size", "PyList_GetItem")
+TORCH_FUNCTIONS = ("aoti_torch_get_data_ptr", "_ZNK2at10TensorBase8_versionEv")  # the last is TensorBase::_version
+TENSOR_CLASSES = (Tensor, nn.Parameter)
+UNVERSIONED = -1  # the version of an inference tensor
+KINDS = ("empty", "dicts", "lists", "tensors", "vectors")  # of what is compared
+
+
+class Container(ctypes.Structure):
+    """A dictionary or list, as `snapshot.c` declares it."""
+
+    _fields_ = [("object", ADDRESS), ("count", NUMBER)]
+
+
+class TensorState(ctypes.Structure):
+    """A tensor: where Python's object holds it, what it holds, the address of its values, and its version."""
+
+    _fields_ = [("handle", ADDRESS), ("held", ADDRESS), ("data", ADDRESS), ("version", NUMBER)]
+
+
+class Memory(ctypes.Structure):
+    """Memory whose contents are compared."""
+
+    _fields_ = [("address", ADDRESS), ("bytes", NUMBER)]
+
+
+class Record(ctypes.Structure):
+    """All that is compared."""
+
+    _fields_ = [
+        ("functions", ADDRESS),
+        *((f"{kind}_count", NUMBER) for kind in KINDS),
+        *((name, ADDRESS) for name in (*KINDS, "members", "contents")),
+    ]
+
+
+class NativeSnapshot:
+    """Containers, tensors and values of vectors at one time. Who has a snapshot keeps all of them alive."""
+
+    def __init__(
+        self, empty: Sequence[Any], containers: Sequence[Any], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> None:
+        dicts = [one for one in containers if type(one) is dict]
+        lists = [one for one in containers if type(one) is list]
+        contents = b"".join(ctypes.string_at(vector.data_ptr(), vector.nbytes) for vector in vectors)
+        kinds = (
+            make_array(ADDRESS, [id(one) for one in empty]),
+            make_array(Container, [(id(one), len(one)) for one in dicts]),
+            make_array(Container, [(id(one), len(one)) for one in lists]),
+            make_array(TensorState, [describe_tensor(tensor) for tensor in tensors]),
+            make_array(Memory, [(vector.data_ptr(), vector.nbytes) for vector in vectors]),
+        )
+        members = [id(member) for values in (*map(dict.values, dicts), *lists) for member in values]
+        parts = (find_functions(), *kinds, make_array(ADDRESS, members), ctypes.create_string_buffer(contents))
+        functions, *addresses = map(ctypes.addressof, parts)
+        self.parts = parts  # to which the record points
+        self.record = Record(functions, *map(len, kinds), *addresses)
+        self.compare, self.address = load_function(), ctypes.addressof(self.record)
+
+    def matches(self) -> bool:
+        """Return whether the dictionaries that were empty are, and all else has the same objects and values."""
+        return self.compare(self.address) == 1  # type: ignore[misc]
+
+
+def make_native_snapshot(
+    empty: Sequence[Any], containers: Sequence[Any], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> NativeSnapshot | None:
+    """Return a native snapshot, or None without a library, or where it does not know the type of one of the objects."""
+    is_known = (
+        load_function() is not None
+        and find_functions() is not None
+        and all(type(one) in (dict, list) for one in containers)
+        and all(type(one) in TENSOR_CLASSES and has_handle(one) for one in tensors)
+        and all(vector.is_contiguous() for vector in vectors)
+    )
+    return NativeSnapshot(empty, containers, tensors, vectors) if is_known else None
+
+
+@cache
+def load_function() -> Callable[[int], int] | None:
+    """Return the native function, which keeps Python's lock; None without a library or where Python has no lock."""
+    functions = library.load_library(SNAPSHOT_SOURCE)
+    if functions is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    function = getattr(ctypes.PyDLL(functions._name), f"pomona_{supported_instruction_sets()[0]}_snapshot_matches")
+    function.restype, function.argtypes = ctypes.c_int, [ADDRESS]
+    return function
+
+
+@cache
+def find_functions() -> ctypes.Array[ctypes.c_void_p] | None:
+    """Return the addresses of the functions of Python and PyTorch that are called, or None where any is missing."""
+    try:
+        torch_library = ctypes.CDLL(torch._C.__file__)
+        found = [getattr(ctypes.pythonapi, name) for name in PYTHON_FUNCTIONS]
+        found += [getattr(torch_library, name) for name in TORCH_FUNCTIONS]
+    except (AttributeError, OSError):
+        return None
+    return make_array(ADDRESS, [ctypes.cast(function, ADDRESS).value for function in found])
+
+
+@cache
+def find_handle_offset() -> int | None:
+    """Return where a Python object of a tensor holds the C++ tensor, a single pointer; None where it does not."""
+    tensor = torch.empty(0)
+    words = [has_word(tensor, offset) for offset in range(0, Tensor.__basicsize__, ctypes.sizeof(ADDRESS))]
+    return words.index(True) * ctypes.sizeof(ADDRESS) if any(words) else None
+
+
+def has_word(tensor: Tensor, offset: int) -> bool:
+    """Return whether a tensor's Python object has, at an offset, the pointer that is its C++ tensor."""
+    return ctypes.c_void_p.from_address(id(tensor) + offset).value == tensor._cdata
+
+
+def has_handle(tensor: Tensor) -> bool:
+    """Return whether the Python object of a tensor holds the C++ tensor where those of others do."""
+    offset = find_handle_offset()
+    return offset is not None and has_word(tensor, offset)
+
+
+def describe_tensor(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Return the fields of a tensor's state."""
+    version = UNVERSIONED if tensor.is_inference() else tensor._version
+    return id(tensor) + (find_handle_offset() or 0), tensor._cdata, tensor.data_ptr(), version
+
+
+def make_array(kind: Any, items: Sequence[Any]) -> Any:
+    """Return items as an array of a C type."""
+    return (kind * len(items))(*items)
