@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ TORCH_FUNCTIONS = ("aoti_torch_get_data_ptr", "_ZNK2at10TensorBase8_versionEv") 
 TENSOR_CLASSES = (Tensor, nn.Parameter)
 UNVERSIONED = -1  # the version of an inference tensor
 KINDS = ("empty", "dicts", "lists", "tensors", "vectors")  # of what is compared
+
+Values = Collection[Any] | dict[Any, Any]  # of a dictionary, its values count
 
 
 class Container(ctypes.Structure):
@@ -58,10 +61,11 @@ class NativeSnapshot:
     """Containers, tensors and values of vectors at one time. Who has a snapshot keeps all of them alive."""
 
     def __init__(
-        self, empty: Sequence[Any], containers: Sequence[Any], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
+        self, empty: Sequence[Any], containers: Sequence[Values], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
     ) -> None:
         dicts = [one for one in containers if type(one) is dict]
         lists = [one for one in containers if type(one) is list]
+        members = [id(member) for one in (*dicts, *lists) for member in list_values(one)]
         contents = b"".join(ctypes.string_at(vector.data_ptr(), vector.nbytes) for vector in vectors)
         kinds = (
             make_array(ADDRESS, [id(one) for one in empty]),
@@ -70,30 +74,43 @@ class NativeSnapshot:
             make_array(TensorState, [describe_tensor(tensor) for tensor in tensors]),
             make_array(Memory, [(vector.data_ptr(), vector.nbytes) for vector in vectors]),
         )
-        members = [id(member) for values in (*map(dict.values, dicts), *lists) for member in values]
         parts = (find_functions(), *kinds, make_array(ADDRESS, members), ctypes.create_string_buffer(contents))
         functions, *addresses = map(ctypes.addressof, parts)
         self.parts = parts  # to which the record points
         self.record = Record(functions, *map(len, kinds), *addresses)
         self.compare, self.address = load_function(), ctypes.addressof(self.record)
+        self.others = [list_values(one) for one in containers if type(one) not in (dict, list)]
+        self.ids = list(map(id, chain.from_iterable(self.others)))
 
     def matches(self) -> bool:
         """Return whether the dictionaries that were empty are, and all else has the same objects and values."""
-        return self.compare(self.address) == 1  # type: ignore[misc]
+        same = self.compare(self.address) == 1  # type: ignore[misc]
+        return same and (not self.others or self.has_same_others())
+
+    def has_same_others(self) -> bool:
+        """Return whether containers of other types than `dict` and `list` have the same members."""
+        try:
+            return list(map(id, chain.from_iterable(self.others))) == self.ids
+        except Exception:  # a class of the user's
+            return False
 
 
 def make_native_snapshot(
-    empty: Sequence[Any], containers: Sequence[Any], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
+    empty: Sequence[Any], containers: Sequence[Values], tensors: Sequence[Tensor], vectors: Sequence[Tensor]
 ) -> NativeSnapshot | None:
-    """Return a native snapshot, or None without a library, or where it does not know the type of one of the objects."""
+    """Return a native snapshot, or None without a library, or for tensors that it cannot read."""
     is_known = (
         load_function() is not None
         and find_functions() is not None
-        and all(type(one) in (dict, list) for one in containers)
         and all(type(one) in TENSOR_CLASSES and has_handle(one) for one in tensors)
         and all(vector.is_contiguous() for vector in vectors)
     )
     return NativeSnapshot(empty, containers, tensors, vectors) if is_known else None
+
+
+def list_values(container: Values) -> Collection[Any]:
+    """Return what is compared of a container: the values of a dictionary, else the items."""
+    return container.values() if isinstance(container, dict) else container
 
 
 @cache

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from ..layers.base import PackedLayer
-from .native_snapshot import make_native_snapshot
+from .native_snapshot import Values, list_values, make_native_snapshot
 
 SMALL_NUMBERS = 1 << 13  # of the largest vector whose values are compared
 INTERNALS = frozenset(vars(nn.Module()))  # the attributes that every module has
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 read_version = attrgetter("_version")
-
-Container = list[Any] | dict[Any, Any] | set[Any]
 
 
 class ModelSnapshot:
@@ -88,12 +85,7 @@ def is_observed_inside(model: nn.Module) -> bool:
     return seen or any(module.training and not isinstance(module, PackedLayer) for module in modules)
 
 
-def list_values(container: Container | tuple[Any, ...]) -> Collection[Any]:
-    """Return what is compared of a container: the values of a dictionary, else the items."""
-    return container.values() if isinstance(container, dict) else container
-
-
-def find_parts(module: nn.Module) -> Iterator[Container]:
+def find_parts(module: nn.Module) -> Iterator[Values]:
     """Yield the dictionaries of the children, parameters and buffers of a module, of each kind that it has.
 
     Something of a new kind is either read by nothing or in the place of an attribute, except in a container.
@@ -109,7 +101,7 @@ def is_small_vector(tensor: Tensor) -> bool:
     return is_vector and tensor.numel() <= SMALL_NUMBERS
 
 
-def find_attributes(module: nn.Module) -> Iterator[Container]:
+def find_attributes(module: nn.Module) -> Iterator[Values]:
     """Yield the dictionary of a module's attributes, and the lists, dictionaries and sets among them.
 
     Those of packed layers are not what outputs depend on.
