@@ -58,6 +58,7 @@ class Block(nn.Module):
         self.scale, self.name, self.pair, self.object = random.random(), "block", (1, [2.0, 3]), Equal(1)
         self.numbers, self.nested = [1000, 2000.5], {"x": [1, {"y": 2}], "z": None}
         self.tensors, self.holder = [torch.ones(2), torch.zeros(2, 2)], Holder()
+        self.last_attribute = 7
 
 
 def build(random: Random) -> nn.Module:
@@ -142,6 +143,9 @@ SEEN: dict[str, Callable[[nn.Module, Random], Any]] = {
     "written in inference mode": write_in_inference_mode,
     "data assigned": change_data(lambda data: data + 1),
     "equal data assigned": change_data(torch.clone),
+    "data transposed": on_block(lambda b: setattr(b.conv.weight, "data", b.conv.weight.data.transpose(2, 3))),
+    "data shortened": on_block(lambda b: setattr(b.steps, "data", b.steps.data[:2])),
+    "data of other dimensions": on_block(lambda b: setattr(b.steps, "data", b.steps.data[None])),
     "vector written through data": lambda m, random: pick_vector(m, random).data.add_(1),
     "vector written through numpy": lambda m, random: pick_vector(m, random).detach().numpy().__setitem__(0, 1e9),
     "a NaN in a vector": lambda m, random: pick_vector(m, random).data.fill_(float("nan")),
@@ -165,6 +169,8 @@ SEEN: dict[str, Callable[[nn.Module, Random], Any]] = {
     "tensor of a list": on_block(lambda b: b.tensors.__setitem__(1, b.tensors[1].clone())),
     "tensor of a list in place": on_block(lambda b: b.tensors[1].add_(1)),
     "nested dictionary": on_block(lambda b: b.nested["x"][1].update(y=3)),
+    "key of a dictionary": on_block(lambda b: b.nested.update(w=b.nested.pop("z"))),
+    "name of an attribute": on_block(lambda b: setattr(b, "last_attribute_renamed", vars(b).popitem()[1])),
     "dictionary cleared": on_block(lambda b: b.nested.clear()),
     "mode": on_block(lambda b: b.train()),
     "hook": on_block(lambda b: b.conv.register_forward_hook(lambda *_: None)),

@@ -29,6 +29,9 @@ typedef struct {
   intptr_t (*list_size)(void *list);                                         /* PyList_Size */
   void *(*list_item)(void *list, intptr_t i);                                /* PyList_GetItem */
   int32_t (*data_address)(void *const *tensor, void **data);                 /* aoti_torch_get_data_ptr */
+  int32_t (*dimensions)(void *const *tensor, int64_t *count);                /* aoti_torch_get_dim */
+  int32_t (*sizes)(void *const *tensor, int64_t **sizes);                    /* aoti_torch_get_sizes */
+  int32_t (*strides)(void *const *tensor, int64_t **strides);                /* aoti_torch_get_strides */
   int64_t (*version)(void *const *tensor);                                   /* at::TensorBase::_version */
 } Functions;
 
@@ -38,12 +41,13 @@ typedef struct {
   int64_t count;
 } Container;
 
-/* A tensor: where Python's object holds it, what it held, the address of its values and its version, or -1. */
+/* A tensor: where Python's object holds it, what it held, the address of its values, its version or -1, and the number of
+ * its dimensions. */
 typedef struct {
   void *const *handle;
   void *held;
   void *data;
-  int64_t version;
+  int64_t version, dimensions;
 } TensorState;
 
 /* Memory whose contents are compared. */
@@ -59,8 +63,9 @@ typedef struct {
   const Container *dicts, *lists;
   const TensorState *tensors;
   const Memory *vectors;
-  void *const *members; /* of the dictionaries and then of the lists, one after another */
-  const char *contents; /* of the vectors, one after another */
+  void *const *members;   /* keys and values of the dictionaries, and then the items of the lists, one after another */
+  const int64_t *layouts; /* of the tensors, one after another: the sizes and then the strides */
+  const char *contents;   /* of the vectors, one after another */
 } Snapshot;
 
 /* Announce that the objects and, as far as that is known, what they point to will be read. */
@@ -94,8 +99,8 @@ static int have_same_members(const Snapshot *s) {
     void *key, *value;
     intptr_t position = 0;
     int64_t count = 0;
-    for (; s->call->next_entry(s->dicts[i].object, &position, &key, &value); count++)
-      if (count == s->dicts[i].count || value != *members++) return 0;
+    for (; s->call->next_entry(s->dicts[i].object, &position, &key, &value); count++, members += 2)
+      if (count == s->dicts[i].count || key != members[0] || value != members[1]) return 0;
     if (count != s->dicts[i].count) return 0;
   }
   for (int64_t i = 0; i < s->list_count; i++) {
@@ -106,11 +111,22 @@ static int have_same_members(const Snapshot *s) {
   return 1;
 }
 
+static int has_same_layout(const Functions *call, const TensorState *t, const int64_t *layout) {
+  int64_t count, *sizes, *strides;
+  if (call->dimensions(t->handle, &count) != 0 || count != t->dimensions) return 0;
+  if (call->sizes(t->handle, &sizes) != 0 || call->strides(t->handle, &strides) != 0) return 0;
+  for (int64_t i = 0; i < count; i++)
+    if (sizes[i] != layout[i] || strides[i] != layout[count + i]) return 0;
+  return 1;
+}
+
 static int are_same_tensors(const Snapshot *s) {
-  for (const TensorState *t = s->tensors; t < s->tensors + s->tensor_count; t++) {
+  const int64_t *layout = s->layouts;
+  for (const TensorState *t = s->tensors; t < s->tensors + s->tensor_count; layout += 2 * t->dimensions, t++) {
     void *data;
     if (*t->handle != t->held) return 0; /* swapped with another */
     if (s->call->data_address(t->handle, &data) != 0 || data != t->data) return 0;
+    if (!has_same_layout(s->call, t, layout)) return 0;
     if (t->version >= 0 && s->call->version(t->handle) != t->version) return 0;
   }
   return 1;

@@ -21,7 +21,10 @@ from ...native.toolchain import SNAPSHOT_SOURCE
 
 NUMBER, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 PYTHON_FUNCTIONS = ("PyDict_Next", "PyDict_Size", "PyList_Size", "PyList_GetItem")
-TORCH_FUNCTIONS = ("aoti_torch_get_data_ptr", "_ZNK2at10TensorBase8_versionEv")  # the last is TensorBase::_version
+TORCH_FUNCTIONS = (
+    *(f"aoti_torch_get_{name}" for name in ("data_ptr", "dim", "sizes", "strides")),  # of its stable C interface
+    "_ZNK2at10TensorBase8_versionEv",  # TensorBase::_version
+)
 TENSOR_CLASSES = (Tensor, nn.Parameter)
 UNVERSIONED = -1  # the version of an inference tensor
 KINDS = ("empty", "dicts", "lists", "tensors", "vectors")  # of what is compared
@@ -38,7 +41,10 @@ class Container(ctypes.Structure):
 class TensorState(ctypes.Structure):
     """A tensor: where Python's object holds it, what it holds, the address of its values, and its version."""
 
-    _fields_ = [("handle", ADDRESS), ("held", ADDRESS), ("data", ADDRESS), ("version", NUMBER)]
+    _fields_ = [
+        *((name, ADDRESS) for name in ("handle", "held", "data")),
+        *((name, NUMBER) for name in ("version", "dimensions")),
+    ]
 
 
 class Memory(ctypes.Structure):
@@ -53,7 +59,7 @@ class Record(ctypes.Structure):
     _fields_ = [
         ("functions", ADDRESS),
         *((f"{kind}_count", NUMBER) for kind in KINDS),
-        *((name, ADDRESS) for name in (*KINDS, "members", "contents")),
+        *((name, ADDRESS) for name in (*KINDS, "members", "layouts", "contents")),
     ]
 
 
@@ -65,16 +71,18 @@ class NativeSnapshot:
     ) -> None:
         dicts = [one for one in containers if type(one) is dict]
         lists = [one for one in containers if type(one) is list]
-        members = [id(member) for one in (*dicts, *lists) for member in list_values(one)]
+        members = [id(member) for group in chain(*map(dict.items, dicts), lists) for member in group]
+        layouts = [number for tensor in tensors for number in (*tensor.shape, *tensor.stride())]
         contents = b"".join(ctypes.string_at(vector.data_ptr(), vector.nbytes) for vector in vectors)
         kinds = (
             make_array(ADDRESS, [id(one) for one in empty]),
             make_array(Container, [(id(one), len(one)) for one in dicts]),
             make_array(Container, [(id(one), len(one)) for one in lists]),
-            make_array(TensorState, [describe_tensor(tensor) for tensor in tensors]),
+            make_array(TensorState, list(map(describe_tensor, tensors))),
             make_array(Memory, [(vector.data_ptr(), vector.nbytes) for vector in vectors]),
         )
-        parts = (find_functions(), *kinds, make_array(ADDRESS, members), ctypes.create_string_buffer(contents))
+        others = make_array(ADDRESS, members), make_array(NUMBER, layouts), ctypes.create_string_buffer(contents)
+        parts = (find_functions(), *kinds, *others)
         functions, *addresses = map(ctypes.addressof, parts)
         self.parts = parts  # to which the record points
         self.record = Record(functions, *map(len, kinds), *addresses)
@@ -155,10 +163,11 @@ def has_handle(tensor: Tensor) -> bool:
     return offset is not None and has_word(tensor, offset)
 
 
-def describe_tensor(tensor: Tensor) -> tuple[int, int, int, int]:
+def describe_tensor(tensor: Tensor) -> tuple[int, ...]:
     """Return the fields of a tensor's state."""
     version = UNVERSIONED if tensor.is_inference() else tensor._version
-    return id(tensor) + (find_handle_offset() or 0), tensor._cdata, tensor.data_ptr(), version
+    handle = id(tensor) + (find_handle_offset() or 0)
+    return handle, tensor._cdata, tensor.data_ptr(), version, tensor.ndim
 
 
 def make_array(kind: Any, items: Sequence[Any]) -> Any:

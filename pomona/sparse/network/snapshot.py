@@ -16,16 +16,16 @@ from .native_snapshot import Values, list_values, make_native_snapshot
 SMALL_NUMBERS = 1 << 13  # of the largest vector whose values are compared
 INTERNALS = frozenset(vars(nn.Module()))  # the attributes that every module has
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-read_version = attrgetter("_version")
+read_version, read_shape = attrgetter("_version"), attrgetter("shape")
 
 
 class ModelSnapshot:
     """The modules, attributes and tensors of a model at one time.
 
-    `is_current` compares them with the model as it is, at every call: the objects themselves, the versions and
-    addresses of tensors, and the values of vectors, such as those of norms and biases. It does not see values that are
-    written to larger tensors through `.data`, or to inference tensors, and nothing that is no attribute of a module:
-    other objects, globals, closures.
+    `is_current` compares them with the model as it is, at every call: the objects and their names, the versions,
+    addresses and strides of tensors, and the values of vectors, such as those of norms and biases. It does not see
+    values that are written to larger tensors through `.data`, or to inference tensors, and nothing that is no attribute
+    of a module: other objects, globals, closures.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,9 +41,12 @@ class ModelSnapshot:
         self.exact, self.others = list(map(list_values, exact)), list(map(list_values, others))
         self.objects, self.values = list(chain.from_iterable(self.exact)), list(chain.from_iterable(self.others))
         self.ids = list(map(id, self.objects))
+        self.dicts = [one for one in (*exact, *others) if isinstance(one, dict)]
+        self.keys = list(chain.from_iterable(self.dicts))
         tensors = {id(t): t for t in self.objects if isinstance(t, Tensor) and t.layout == torch.strided}
         self.tensors = list(tensors.values())
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
+        self.shapes, self.strides = list(map(read_shape, self.tensors)), list(map(Tensor.stride, self.tensors))
         self.versioned = [t for t in self.tensors if not t.is_inference()]
         self.versions = sum(map(read_version, self.versioned))
         self.vectors = [t.detach() for t in self.tensors if is_small_vector(t)]
@@ -61,6 +64,8 @@ class ModelSnapshot:
             and self.has_same_structure()
             and sum(map(read_version, self.versioned)) == self.versions
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+            and list(map(read_shape, self.tensors)) == self.shapes
+            and list(map(Tensor.stride, self.tensors)) == self.strides
             and self.read_numbers() == self.numbers
         )
 
@@ -68,6 +73,7 @@ class ModelSnapshot:
         """Return whether modules have the same children and tensors, and the same attributes or equal ones."""
         try:
             same = list(map(id, chain.from_iterable(self.exact))) == self.ids
+            same = same and list(chain.from_iterable(self.dicts)) == self.keys
             return same and list(chain.from_iterable(self.others)) == self.values
         except Exception:  # objects that cannot be compared, such as arrays
             return False
