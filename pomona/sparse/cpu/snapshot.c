@@ -4,7 +4,8 @@
  * objects by functions of Python's stable interface and tensors by functions of PyTorch, and gets their addresses from
  * the caller: one library serves all versions of both. The caller holds Python's lock, and keeps all objects alive.
  *
- * With cold caches, nearly all of the time is for loads from thousands of places. They are therefore announced first.
+ * With cold caches, nearly all of the time is for loads from thousands of places. They are therefore announced first:
+ * prefetches need no address to be right, so that where objects have their pointers is a hint and nothing depends on it.
  */
 
 #include <stdint.h>
@@ -14,13 +15,14 @@
 #define NAMED(level, name) NAMED_(level, name)
 #define PUBLIC(name) __attribute__((visibility("default"))) NAMED(NAME, name)
 
-#define LINE 64     /* bytes of a cache line */
-#define ENTRY 16    /* bytes of a dictionary's entry, about */
-#define HEADER 96   /* bytes before its entries, about */
-#define MOST_LINES 12 /* that are announced for one dictionary */
-#define FIRST_WORD 4 /* of a dictionary's words, one of the first that may point to its entries */
-#define LAST_WORD 5
-#define TENSOR_LINES 3 /* of a tensor behind its handle */
+#define INLINE static inline __attribute__((always_inline)) /* a call of a function that only prefetches is removed */
+
+#define LINE 64             /* bytes of a cache line */
+#define HEADER 96           /* bytes of a dictionary's table before its entries, about */
+#define ENTRY 16            /* bytes of an entry */
+#define TENSOR_LINES 2      /* of a C++ tensor */
+#define DICT_WORDS {4, 5}   /* that point to the table and, in some dictionaries, to the values */
+#define TENSOR_WORDS {2, 5} /* that point to the storage and to the version */
 
 /* The functions that are called. */
 typedef struct {
@@ -68,21 +70,27 @@ typedef struct {
   const char *contents;   /* of the vectors, one after another */
 } Snapshot;
 
-/* Announce that the objects and, as far as that is known, what they point to will be read. */
-static void announce(const Snapshot *s) {
+/* Announce a load of some lines from an address. */
+INLINE void announce_lines(const char *address, int64_t count) {
+  for (int64_t line = 0; line < count; line++) __builtin_prefetch(address + line * LINE);
+}
+
+/* Announce loads from all objects, and then from those to which they point. */
+INLINE void announce(const Snapshot *s) {
+  const int dict_words[] = DICT_WORDS, tensor_words[] = TENSOR_WORDS;
   for (int64_t i = 0; i < s->dict_count; i++) __builtin_prefetch(s->dicts[i].object);
   for (int64_t i = 0; i < s->tensor_count; i++) {
     __builtin_prefetch(s->tensors[i].handle);
-    for (int64_t line = 0; line < TENSOR_LINES; line++)
-      __builtin_prefetch((const char *)s->tensors[i].held + line * LINE);
+    announce_lines(s->tensors[i].held, TENSOR_LINES);
   }
-  for (int64_t i = 0; i < s->dict_count; i++) {
-    const int64_t lines = (s->dicts[i].count * ENTRY + HEADER) / LINE + 1;
-    for (int64_t word = FIRST_WORD; word <= LAST_WORD; word++) {
-      const char *target = ((char *const *)s->dicts[i].object)[word]; /* a hint: whatever it is, it is not read */
-      for (int64_t line = 0; target && line < lines && line < MOST_LINES; line++)
-        __builtin_prefetch(target + line * LINE);
+  for (int64_t i = 0; i < s->dict_count; i++)
+    for (int k = 0; k < 2; k++) {
+      const char *table = ((char *const *)s->dicts[i].object)[dict_words[k]];
+      if (table) announce_lines(table, (HEADER + s->dicts[i].count * ENTRY) / LINE + 1);
     }
+  for (int64_t i = 0; i < s->tensor_count; i++) {
+    char *const *tensor = *s->tensors[i].handle; /* not what it held, which may be gone */
+    for (int k = 0; tensor && k < 2; k++) __builtin_prefetch(tensor[tensor_words[k]]);
   }
 }
 
