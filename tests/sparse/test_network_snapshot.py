@@ -146,6 +146,7 @@ SEEN: dict[str, Callable[[nn.Module, Random], Any]] = {
     "data transposed": on_block(lambda b: setattr(b.conv.weight, "data", b.conv.weight.data.transpose(2, 3))),
     "data shortened": on_block(lambda b: setattr(b.steps, "data", b.steps.data[:2])),
     "data of other dimensions": on_block(lambda b: setattr(b.steps, "data", b.steps.data[None])),
+    "data of no dimensions": on_block(lambda b: setattr(b.steps, "data", b.steps.data[0])),
     "vector written through data": lambda m, random: pick_vector(m, random).data.add_(1),
     "vector written through numpy": lambda m, random: pick_vector(m, random).detach().numpy().__setitem__(0, 1e9),
     "a NaN in a vector": lambda m, random: pick_vector(m, random).data.fill_(float("nan")),
@@ -309,6 +310,26 @@ def test_without_what_it_needs_the_comparison_is_by_value(missing: str, monkeypa
 def test_functions_that_are_missing_are_found_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_snapshot, "TORCH_FUNCTIONS", ("pomona_no_such_function",))
     assert native_snapshot.find_functions.__wrapped__() is None
+
+
+def test_an_attribute_removed_from_the_end_of_what_is_compared() -> None:
+    model = nn.Sequential(nn.ReLU())
+    snapshot = ModelSnapshot(model)
+    assert snapshot.native is not None
+    assert snapshot.native.matches()
+    del model[0].inplace
+    assert not snapshot.native.matches()
+
+
+def test_a_tensor_swapped_for_one_in_the_same_memory() -> None:
+    """Its version may be read only of the tensor that had one: the address may be that of an inference tensor now."""
+    model = build(Random(0))
+    weight = model[0].norm.weight
+    snapshot = ModelSnapshot(model)
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach()))
+    assert snapshot.native is not None
+    assert not snapshot.native.matches()
+    assert snapshot.is_current()
 
 
 def test_tensors_can_be_swapped_while_there_is_a_snapshot() -> None:
