@@ -86,14 +86,19 @@ class NativeSnapshot:
         functions, *addresses = map(ctypes.addressof, parts)
         self.parts = parts  # to which the record points
         self.record = Record(functions, *map(len, kinds), *addresses)
-        self.compare, self.address = load_function(), ctypes.addressof(self.record)
+        self.compare, self.compare_tensors = require_functions()
+        self.address = ctypes.addressof(self.record)
         self.others = [list_values(one) for one in containers if type(one) not in (dict, list)]
         self.ids = list(map(id, chain.from_iterable(self.others)))
 
     def matches(self) -> bool:
-        """Return whether the dictionaries that were empty are, and all else has the same objects and values."""
-        same = self.compare(self.address) == 1  # type: ignore[misc]
+        """Return whether containers have the same members, and tensors and hooks are as they were."""
+        same = self.compare(self.address) == 1
         return same and (not self.others or self.has_same_others())
+
+    def has_same_tensors(self) -> bool:
+        """Return whether the dictionaries that were empty are, and the tensors and vectors are as they were."""
+        return self.compare_tensors(self.address) == 1
 
     def has_same_others(self) -> bool:
         """Return whether containers of other types than `dict` and `list` have the same members."""
@@ -108,7 +113,7 @@ def make_native_snapshot(
 ) -> NativeSnapshot | None:
     """Return a native snapshot, or None without a library, or for tensors that it cannot read."""
     is_known = (
-        load_function() is not None
+        load_functions() is not None
         and find_functions() is not None
         and all(type(one) in TENSOR_CLASSES and has_handle(one) for one in tensors)
         and all(vector.is_contiguous() for vector in vectors)
@@ -122,14 +127,24 @@ def list_values(container: Values) -> Collection[Any]:
 
 
 @cache
-def load_function() -> Callable[[int], int] | None:
-    """Return the native function, which keeps Python's lock; None without a library or where Python has no lock."""
+def load_functions() -> tuple[Callable[[int], int], ...] | None:
+    """Return the native functions, which keep Python's lock; None without a library or where Python has no lock."""
     functions = library.load_library(SNAPSHOT_SOURCE)
     if functions is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
-    function = getattr(ctypes.PyDLL(functions._name), f"pomona_{supported_instruction_sets()[0]}_snapshot_matches")
-    function.restype, function.argtypes = ctypes.c_int, [ADDRESS]
-    return function
+    prefix, found = f"pomona_{supported_instruction_sets()[0]}_snapshot", ctypes.PyDLL(functions._name)
+    both = getattr(found, f"{prefix}_matches"), getattr(found, f"{prefix}_has_same_tensors")
+    for function in both:
+        function.restype, function.argtypes = ctypes.c_int, [ADDRESS]
+    return both
+
+
+def require_functions() -> tuple[Callable[[int], int], ...]:
+    """Return the native functions; raise RuntimeError without a library."""
+    functions = load_functions()
+    if functions is None:
+        raise RuntimeError("there is no native library: see `pomona.native`.")
+    return functions
 
 
 @cache

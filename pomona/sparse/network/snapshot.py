@@ -54,11 +54,13 @@ class ModelSnapshot:
         self.native = make_native_snapshot(self.hooks, [*exact, *others], self.tensors, self.vectors)
 
     def is_current(self) -> bool:
-        """Return whether the model is as it was: in nearly no time where all objects are the same, else by values."""
-        return (self.native is not None and self.native.matches()) or self.is_equal()
+        """Return whether the model is as it was: in nearly no time where all objects are the same ones."""
+        if self.native is None:
+            return self.is_equal()
+        return self.native.matches() or (self.has_same_structure() and self.native.has_same_tensors())
 
     def is_equal(self) -> bool:
-        """Return whether the model is as it was, where attributes may be other objects of equal value."""
+        """Return whether the model is as it was, without the native call."""
         return (
             not any(self.hooks)
             and self.has_same_structure()
