@@ -19,6 +19,7 @@ import torch
 from .toolchain import (
     INSTRUCTION_SETS,
     PRIVATE_SOURCE,
+    SNAPSHOT_SOURCE,
     STEP_SOURCE,
     X86,
     build_library,
@@ -63,7 +64,7 @@ def load_cached_library(source: Path) -> ctypes.CDLL:
     path = cached_library_path(source)
     make_private_folder(path.parent)
     if not is_trusted(path):
-        is_short = source in (STEP_SOURCE, PRIVATE_SOURCE)
+        is_short = source in (STEP_SOURCE, PRIVATE_SOURCE, SNAPSHOT_SOURCE)
         level, duration = (logging.INFO, "a moment") if is_short else (logging.WARNING, "about half a minute")
         logger.log(level, "compiling the CPU kernels into '%s'; this takes %s, once.", path, duration)
         build_library(path, source)

@@ -20,10 +20,11 @@ UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same 
 QUANTIZED_SOURCE = PACKAGE / "sparse" / "cpu" / "quantized.c"  # the same for packed values of few bits
 CONVOLUTION_SOURCE = PACKAGE / "sparse" / "cpu" / "convolution.c"  # convolutions with matrices without blocks
 NETWORK_SOURCE = PACKAGE / "sparse" / "cpu" / "network_kernels.c"  # networks of such convolutions
+SNAPSHOT_SOURCE = PACKAGE / "sparse" / "cpu" / "snapshot.c"  # comparisons of a model with its earlier state
 # Each becomes a library.
 SOURCES = (
     *(STEP_SOURCE, PRIVATE_SOURCE),
-    *(PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE, CONVOLUTION_SOURCE, NETWORK_SOURCE),
+    *(PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE, CONVOLUTION_SOURCE, NETWORK_SOURCE, SNAPSHOT_SOURCE),
 )
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library

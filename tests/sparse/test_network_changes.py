@@ -96,6 +96,7 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
     "data in place": lambda model: model.norm.weight.data.mul_(3),
     "bias data in place": lambda model: model.conv.bias.data.add_(1),
     "data assigned": swap_tensor,
+    "data transposed": lambda model: setattr(model.conv.weight, "data", model.conv.weight.data.transpose(2, 3)),
     "loaded by assignment": load_by_assignment,
     "vector": lambda model: nn.utils.vector_to_parameters(
         torch.full((sum(p.numel() for p in model.parameters()),), 0.1), model.parameters()

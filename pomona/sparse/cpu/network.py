@@ -18,6 +18,7 @@ LOAD, STORE, CONVOLVE, MAX_POOL, MEAN = range(5)  # the kinds of steps
 TILE_NUMBERS = 128  # of the largest tile of any instruction set
 MAX_KERNEL = 64  # lines and columns of a kernel
 NO_RESIDUAL = -1
+DONE = 0  # the return code of a run whose numbers are all finite
 NUMBER, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 SIZES = ("channels", "height", "width")
 PAIRS = ("kernel", "stride", "padding", "dilation")
@@ -53,12 +54,17 @@ def load_function(name: str, instruction_set: str | None = None) -> Callable[...
     return function
 
 
-def call(name: str, instruction_set: str | None, *arguments: Any) -> Any:
-    """Call a native function; raise RuntimeError without a library."""
+def require_function(name: str, instruction_set: str | None = None) -> Callable[..., Any]:
+    """Return a native function; raise RuntimeError without a library."""
     function = load_function(name, instruction_set)
     if function is None:
         raise RuntimeError("there is no native library: see `pomona.native`.")
-    return function(*arguments)
+    return function
+
+
+def call(name: str, instruction_set: str | None, *arguments: Any) -> Any:
+    """Call a native function; raise RuntimeError without a library."""
+    return require_function(name, instruction_set)(*arguments)
 
 
 def scratch_numbers(record: StepRecord, instruction_set: str | None = None) -> int:
@@ -77,21 +83,3 @@ def locate_columns(record: StepRecord, columns: Tensor, instruction_set: str | N
     addresses = columns.data_ptr(), offsets.data_ptr()
     call("network_offsets", instruction_set, ctypes.byref(record), len(columns), *addresses)
     return offsets
-
-
-def run_network(
-    records: ctypes.Array[StepRecord],
-    x: Tensor,
-    y: Tensor,
-    workspace: Tensor,
-    scratch: int,
-    sums: int,
-    threads: int,
-    instruction_set: str | None = None,
-) -> bool:
-    """Run the steps for the images x; return whether all numbers are finite, else y is undefined.
-
-    `scratch` and `sums` are places in the workspace, behind those of the activations.
-    """
-    addresses = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
-    return not call("network_run", instruction_set, records, len(records), len(x), *addresses, scratch, sums, threads)

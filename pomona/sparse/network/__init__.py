@@ -2,7 +2,8 @@
 
 `convert.py` turns the begin of a model's graph into steps, and `plan.py` puts them and their memory into the form that
 `cpu/network_kernels.c` runs. `model_plans.py` keeps the plans of a model for several image shapes, `snapshot.py` tells
-when it has changed, `gradients.py` has its gradients, and `forward.py` gives it the forward that uses all of this.
+when it has changed, by one native call where it has not (`native_snapshot.py`), `gradients.py` has its gradients, and
+`forward.py` gives it the forward that uses all of this.
 """
 
 from __future__ import annotations

@@ -61,14 +61,15 @@ class PlannedForward:
 
     def can_plan(self, x: Any) -> bool:
         """Return whether a plan computes for x what the modules compute."""
-        if type(x) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu" or x.ndim != 4 or not len(x):
+        if type(x) is not Tensor or x.dtype != torch.float32 or not x.is_cpu or x.ndim != 4 or not x.shape[0]:
             return False
         is_differentiated = is_observed(x) or forward_ad._current_level >= 0
         return not (self.model.training or is_differentiated or torch.is_autocast_enabled("cpu"))
 
     def find_plan(self, x: Tensor) -> ModelPlan | None:
         """Return the plan for images of this shape, or None without one."""
-        shape = x.shape[1], x.shape[2], x.shape[3]
+        _, *sizes = x.shape
+        shape = sizes[0], sizes[1], sizes[2]
         self.time += 1
         self.allowance.count_call()
         current = self.current

@@ -20,10 +20,12 @@ class NetworkPlan:
     """The steps of a network for images of one shape, ready to run in any number of threads at the same time."""
 
     def __init__(self, network: Network, instruction_set: str | None = None) -> None:
-        self.output, self.is_flat, self.instruction_set = network.output, network.is_flat, instruction_set
+        self.instruction_set, self.run_native = instruction_set, native.require_function("network_run", instruction_set)
+        size = () if network.is_flat else (network.output.height, network.output.width)
+        self.output_shape = (network.output.channels, *size)
         self.weights: list[Tensor] = []  # to which the records point
-        self.places, size = place_activations(network)
-        self.scratch_place = size + native.TILE_NUMBERS  # a tile may end behind the last activation
+        self.places, numbers = place_activations(network)
+        self.scratch_place = numbers + native.TILE_NUMBERS  # a tile may end behind the last activation
         steps = [self.make_record(step) for step in network.steps]
         load, store = StepRecord(kind=native.LOAD), StepRecord(kind=native.STORE)
         set_shape(load, network.input)
@@ -79,15 +81,14 @@ class NetworkPlan:
 
     def run(self, x: Tensor) -> Tensor | None:
         """Return the output for contiguous float32 images, or None where a number is not finite."""
-        output, threads = self.output, torch.get_num_threads()
-        shape = (len(x), output.channels) if self.is_flat else (len(x), output.channels, output.height, output.width)
-        y = torch.empty(shape, dtype=torch.float32, device="cpu")
-        sums_place = self.scratch_place + self.scratch * threads
+        n, threads = x.shape[0], torch.get_num_threads()
+        y = x.new_empty((n, *self.output_shape))
+        sums_place = self.scratch_place + self.scratch * threads  # behind the activations, as the scratch memory
         workspace = self.take_workspace(sums_place + self.sums * threads)
-        places = self.scratch_place, sums_place
-        is_finite = native.run_network(self.records, x, y, workspace, *places, threads, self.instruction_set)
+        addresses = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
+        code = self.run_native(self.records, len(self.records), n, *addresses, self.scratch_place, sums_place, threads)
         self.idle.append(workspace)
-        return y if is_finite else None
+        return y if code == native.DONE else None
 
     def take_workspace(self, size: int) -> Tensor:
         """Return memory for so many numbers that no other thread uses."""
@@ -95,7 +96,7 @@ class NetworkPlan:
             workspace = self.idle.pop()
         except IndexError:
             workspace = torch.empty(0)
-        return workspace if len(workspace) >= size else torch.zeros(size, dtype=torch.float32, device="cpu")
+        return workspace if workspace.numel() >= size else torch.zeros(size, dtype=torch.float32, device="cpu")
 
 
 def set_shape(record: StepRecord, activation: Activation) -> None:

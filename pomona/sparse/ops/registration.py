@@ -7,7 +7,14 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+
+# Each as a name of its own: the attributes of torch's modules are looked up in large dictionaries, which takes as long
+# as these functions, and with cold caches much longer.
+from torch import Tensor, is_grad_enabled
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import _profiler_enabled
+from torch.compiler import is_compiling
 
 LIBRARY = torch.library.Library("pomona", "DEF")
 
@@ -15,19 +22,19 @@ LIBRARY = torch.library.Library("pomona", "DEF")
 def is_traced(x: Tensor, *arguments: Any) -> bool:
     """Return whether operators are more than computed: by a compiler, tracer, mode or transform, or for autograd."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or type(x) is not Tensor
         or x.is_meta
-        or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *arguments)))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        or (is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, *arguments)))
+        or _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
     )
 
 
 def is_observed(x: Tensor, *arguments: Any) -> bool:
     """Return whether anything sees which operators are called: what traces them, or a profiler."""
-    return is_traced(x, *arguments) or torch.autograd._profiler_enabled()
+    return is_traced(x, *arguments) or _profiler_enabled()
 
 
 def register_operator(
