@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
+from ._bounded_growth import BoundedGrowth
 from ._drop_grow import Regrowing
 
 
 @method("acdc", paper="Peste et al., NeurIPS 2021", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class ACDC(Regrowing):
+class ACDC(Regrowing, BoundedGrowth):
     """Prune by magnitude, release all weights, and so on in turn; released weights start at zero, without momentum."""
 
     start: float = 0.05  # share of training, dense, before the first compressed phase
