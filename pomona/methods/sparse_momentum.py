@@ -25,7 +25,8 @@ class SparseMomentum(DropGrow, BoundedGrowth):
     """Each epoch every layer drops its smallest weights, and layers with more momentum grow more of them back.
 
     Momentum covers the pruned weights too, and ranks where to grow. The authors' counts may miss the target
-    and are adjusted later; here the total is exact at every update.
+    and are adjusted later; here the total is exact at every update. The bound on the gradients of outputs that have
+    almost no weights is not in the paper either; `feedback=None` leaves it out.
     """
 
     left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}
