@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,25 @@ def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def rename_files(targets: Mapping[Path, Path]) -> None:
+    """Give files their names, in order; they are flushed to the disk before, and their folders after."""
+    for part in targets:
+        sync_file(part)
+    for part, path in targets.items():
+        part.replace(path)
+    for folder in dict.fromkeys(path.parent for path in targets.values()):
+        sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that was written and closed to the disk."""
+    handle = os.open(path, os.O_RDWR)  # Windows flushes only what may be written
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

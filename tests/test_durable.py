@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import pomona as pm
-from pomona.durable import replace_file, write_file
+from pomona.durable import rename_files, replace_file, write_file
 from pomona.errors import PomonaError
+from pomona.export.files import partial_file
 from pomona.methods._round_store import RoundStore
 from pomona.sparse import ticket
 
@@ -25,11 +26,18 @@ def save_ticket(folder: Path) -> None:
     ticket.save(folder / "file", pruner)
 
 
+def export_bytes(folder: Path) -> None:
+    """Write a file as the writers of exported formats do."""
+    with partial_file(folder / "file") as part:
+        part.write_bytes(b"x")
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "file": lambda folder: replace_file(folder / "file", b"x"),
     "pm.save": lambda folder: pm.save(nn.Linear(2, 2), folder / "file"),
     "ticket": save_ticket,
     "tensors of a round": lambda folder: RoundStore(folder, {}).write_tensors("file", {"a": torch.ones(2)}),
+    "exported file": export_bytes,
     "results of rounds": lambda folder: RoundStore(folder, {}).write_results([{"round": 0}]),
 }
 
@@ -71,6 +79,24 @@ def test_a_disk_that_fails_is_one_sentence_and_leaves_the_old_file(
         WRITERS[writer](tmp_path)
     assert list(tmp_path.iterdir()) == [file]
     assert file.read_bytes() == b"old"
+
+
+def test_files_that_belong_together_are_all_on_the_disk_before_the_first_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {tmp_path / name: tmp_path / "out" / name for name in ("weights", "network")}
+    (tmp_path / "out").mkdir()
+    for part in parts:
+        part.write_text(part.name)
+    events, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append("sync"), sync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda self, target: (events.append(self.name), rename(self, target)))
+    rename_files(parts)
+    assert events == ["sync", "sync", "weights", "network", "sync"]  # the last is the folder
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {
+        "weights": "weights",
+        "network": "network",
+    }
 
 
 def test_several_writers_of_one_file_leave_it_whole(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ these exceptions.
 - DPF updates its masks every 16 steps, as in training of 1,600 steps and more.
 - SNIP gets the loss of one batch at `attach`, as its documentation asks.
 - Edge-popup and IteRand train scores for random weights: their networks have norms without gain and shift, scores have
-  a learning rate of their own, and kernels are ranked over all layers with a floor (within layers, one of the first
-  layer's 16 kernels would be left).
+  a learning rate of their own, and kernels are ranked over all layers with a floor of half the overall density (within
+  layers, one of the first layer's 16 kernels would be left; with a low floor, the classifier loses its weights).
+- Methods whose masks change until the last step (SFP, ST-3 and Feather) get training images at `finish`, by which the
+  statistics of batch norms are estimated again, as the warning about stale ones recommends.
 - A lottery trains three times, each time as long as other methods, and prunes in two steps.
 - Fine-tuning holds the zeros that are there: the first half of training is dense, then pm.OneShot prunes the network,
   and the second half is fine-tuning. The matrix takes this cell as the reference of its pattern and sparsity.
@@ -47,12 +49,13 @@ PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "filter": {},
 }
 SCORE_RATES = {"sgd": 0.5, "adam": 0.01}  # learning rates of scores
-KERNEL_ALLOCATION = "global(floor=0.01)"  # of scores of kernels
+KERNEL_FLOOR = 0.5  # of scores of kernels: the share of the overall density that each layer keeps at least
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {
     "dpf": {"every": 16},  # the default of longer trainings
     "iterand": {"every": 20},  # K_per of recipes/iterand-digits.toml
     "lottery": {"retrainings": 2},
 }
+CHANGED_LAST = ("feather", "sfp", "st3")  # methods whose masks change at the last step
 MAX_WARNINGS, MAX_MESSAGE = 5, 400  # of a cell, in the record
 
 
@@ -79,7 +82,7 @@ class Cell:
         if pattern.sparsity is not None:
             options["allocation"] = "uniform"  # every layer has the sparsity of the pattern; SET's default is refused
         elif METHODS[name].weights == "score" and self.pattern == "kernel":
-            options["allocation"] = KERNEL_ALLOCATION
+            options["allocation"] = f"global(floor={KERNEL_FLOOR * (1 - self.sparsity):g})"
         allowed = {field.name for field in fields(METHODS[name]) if field.init}
         options = {key: value for key, value in options.items() if key in allowed}
         spec = METHODS.resolve({"name": name, **options})
@@ -146,7 +149,7 @@ class Training:
         pruner.attach(self.model, optimizer, total_steps=steps, **options)
         self.take_steps(optimizer, steps)
         largest = max(float(slot.moved.detach().abs().max()) for slot in pruner.slots)
-        pruner.finish()
+        pruner.finish(load_digits()[0].split(BATCH) if method.name in CHANGED_LAST else None)
         self.figures |= {**describe_masks(pruner), "largest_latent": float(f"{largest:.4g}")}
 
     def train_lottery(self) -> None:

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from pomona.errors import PomonaError, unknown_name_error
 from pomona.version import __version__
 
+from .bad_values import describe_parser_error
 from .output import print_note, print_status
 
 
@@ -58,8 +59,8 @@ def describe_error(error: Exception) -> tuple[int, str]:
     """Return the exit code and the sentence for an exception."""
     if isinstance(error, PomonaError):
         return 2, str(error)
-    if hasattr(error, "format_message"):  # an error of the argument parser, which typer imports or bundles
-        return 2, error.format_message()
+    if hasattr(error, "format_message"):  # an error of the argument parser
+        return 2, describe_parser_error(error)
     if isinstance(error, typer.Abort):
         return 130, "interrupted."
     reason = str(error).strip().split("\n")[0]

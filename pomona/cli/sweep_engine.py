@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pomona.errors import require
+from pomona.errors import require, unknown_name_error
 
 if TYPE_CHECKING:
     from pomona.lab.sweeps.engine import Engine
@@ -23,8 +23,13 @@ class EngineName(StrEnum):
 
 
 EngineChoice = Annotated[
-    EngineName,
-    typer.Option("--engine", help="Train on this machine, on a Ray cluster, or as jobs of Slurm.", show_default=True),
+    str,
+    typer.Option(
+        "--engine",
+        metavar="|".join(EngineName),
+        help="Train on this machine, on a Ray cluster, or as jobs of Slurm.",
+        show_default=True,
+    ),
 ]
 Address = Annotated[
     str | None,
@@ -49,7 +54,7 @@ Wait = Annotated[
 
 
 def make_engine(
-    name: EngineName,
+    name: str,
     jobs: int | None,
     concurrent: int | None,
     address: str | None,
@@ -57,6 +62,8 @@ def make_engine(
     wait: bool | None,
 ) -> Engine | None:
     """Return the engine that the options describe, or None for this machine; refuse options of another engine."""
+    if name not in list(EngineName):
+        raise unknown_name_error("engine", name, EngineName)
     from pomona.lab.sweeps.ray_engine import RayEngine
     from pomona.lab.sweeps.slurm_engine import SlurmEngine
 
@@ -65,10 +72,10 @@ def make_engine(
         (EngineName.slurm, "--slurm", slurm or None),
         (EngineName.slurm, "--wait and --no-wait", wait),
     ):
-        require(given is None or name is owner, f"{option} is for --engine {owner}, not for {name}: leave it out.")
-    if name is EngineName.ray:
+        require(given is None or name == owner, f"{option} is for --engine {owner}, not for {name}: leave it out.")
+    if name == EngineName.ray:
         return RayEngine(address, concurrent, jobs)
-    if name is EngineName.slurm:
+    if name == EngineName.slurm:
         require(concurrent is None, "Slurm gives each run its own GPU: leave out --concurrent, or use --engine ray.")
         return SlurmEngine(dict(map(parse_option, slurm or [])), jobs, wait is not False)
     return None

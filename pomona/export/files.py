@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..durable import rename_files
 from ..errors import PomonaError
 from ..sparse import Compression
 from .example import Example
@@ -33,18 +34,18 @@ class Loaded:
 def partial_file(file: Path, *companions: str) -> Iterator[Path]:
     """Yield a temporary path beside `file`, with the same suffix, and rename it to `file` if the block succeeds.
 
-    `companions` are the suffixes of further files that are written beside it. The temporary files are removed if the
-    block fails. Raise PomonaError where the folder refuses.
+    It is flushed to the disk before it has its name. `companions` are the suffixes of further files that are written
+    beside it. The temporary files are removed if the block fails. Raise PomonaError where the folder refuses.
     """
     partial = file.with_name(f"{file.stem}.partial{file.suffix}")
     targets = {partial.with_suffix(suffix): file.with_suffix(suffix) for suffix in companions}
     targets[partial] = file  # last, so that it is never there without its companions
     try:
         yield partial
-        for source, target in targets.items():
-            source.replace(target)
+        rename_files(targets)
     except OSError as error:
-        raise PomonaError(f"'{file}' cannot be written: {error.strerror or error}.") from error
+        advice = "give a path in a folder that is there, can be written and has space"
+        raise PomonaError(f"'{file}' cannot be written: {error.strerror or error}; {advice}.") from error
     finally:
         for source in targets:
             source.unlink(missing_ok=True)

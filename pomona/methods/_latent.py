@@ -63,7 +63,7 @@ class Compressed(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedFeedback(Method):
-    """A soft method that bounds the gradient of outputs that have almost died.
+    """A method that bounds the gradient of outputs that have almost died.
 
     Batch norm divides an output by its deviation, and its gradient with it: several hundredfold where the output has
     no weights, or reads only inputs that have none, and only √ε is left to divide by. Steps of that length destroy
@@ -92,13 +92,17 @@ class BoundedFeedback(Method):
         return None if self.feedback is None else GradientBound(self.feedback, WEAK)
 
     def transform_gradient(self, gradient: Tensor, projected: Tensor, mask: Tensor, output_dim: int) -> Tensor:
-        assert self.feedback is not None
         if gradient.ndim < 2:  # a bias or a gain: one weight for each output, whose scale no norm divides out
             return gradient
         weight_norm, norm = (whole(output_norms(values, output_dim)) for values in (projected, gradient))
-        factors = output_factors(weight_norm.view(1, -1), norm.view(1, -1), GradientBound(self.feedback, WEAK))
+        factors = self.gradient_factors(weight_norm.view(1, -1), norm.view(1, -1))
         if gradient.device.type == "cpu" and bool((factors == 1).all()):
             return gradient
         factors = factors.view(norm.shape).to(gradient.dtype)
         mesh = sharding_mesh([gradient])
         return gradient * (factors if mesh is None else replicate(factors, mesh))
+
+    def gradient_factors(self, weight_norm: Tensor, norm: Tensor) -> Tensor:
+        """Return the factor of each output's gradient from the norms of its weights and its gradient, one row each."""
+        assert self.feedback is not None
+        return output_factors(weight_norm, norm, GradientBound(self.feedback, WEAK))

@@ -6,13 +6,17 @@ from dataclasses import dataclass, replace
 
 from ..core.method import Masks, Targets, TrainingProgress, method
 from ..errors import require
+from ._bounded_growth import BoundedGrowth
 from ._drop_grow import Regrowing
 
 
 @method("acdc", paper="Peste et al., NeurIPS 2021", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class ACDC(Regrowing):
-    """Prune by magnitude, release all weights, and so on in turn; released weights start at zero, without momentum."""
+class ACDC(Regrowing, BoundedGrowth):
+    """Prune by magnitude, release all weights, and so on in turn; released weights start at zero, without momentum.
+
+    The bound on the gradients of outputs with almost no weights is not in the paper; `feedback=None` leaves it out.
+    """
 
     start: float = 0.05  # share of training, dense, before the first compressed phase
     phase: float = 0.1  # length of a compressed or dense phase, as a share of training

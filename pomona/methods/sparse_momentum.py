@@ -12,6 +12,7 @@ from ..allocation import least_count
 from ..core.method import Masks, Targets, TrainingProgress, method, validate_every
 from ..core.targets import DENSE
 from ..errors import PomonaError, require
+from ._bounded_growth import BoundedGrowth
 from ._drop_grow import DropGrow, divide_growth, drop_lowest, floor_share, grow_highest, unit_sizes
 
 MAX_GROWTH = 0.99  # of a layer's free entries, as in the authors' code
@@ -20,11 +21,12 @@ NEARLY_DENSE = 0.2  # the sparsity below which a growing layer drops no more tha
 
 @method("sparse_momentum", paper="Dettmers & Zettlemoyer, 2019", weights="hard")
 @dataclass(frozen=True, kw_only=True)
-class SparseMomentum(DropGrow):
+class SparseMomentum(DropGrow, BoundedGrowth):
     """Each epoch every layer drops its smallest weights, and layers with more momentum grow more of them back.
 
     Momentum covers the pruned weights too, and ranks where to grow. The authors' counts may miss the target
-    and are adjusted later; here the total is exact at every update.
+    and are adjusted later; here the total is exact at every update. The bound on the gradients of outputs that have
+    almost no weights is not in the paper either; `feedback=None` leaves it out.
     """
 
     left_dense: ClassVar[frozenset[str]] = DENSE - {"classifier"}

@@ -63,6 +63,24 @@ def test_layers_that_a_pattern_does_not_fit_are_left_out(load_script: Any) -> No
     assert left_out == []
 
 
+def test_kernels_of_scores_have_a_floor_of_half_the_density(load_script: Any) -> None:
+    training = load_script("harm_training")
+    model = training.NETWORKS["CNN"].make_model(affine=False)
+    for sparsity, floor in ((0.5, 0.25), (0.98, 0.01)):
+        spec, _ = training.Cell("iterand", "kernel", "CNN", sparsity).make_method(model, "iterand")
+        assert spec.allocation == f"global(floor={floor})"
+    spec, _ = training.Cell("iterand", "unstructured", "CNN", 0.5).make_method(model, "iterand")
+    assert spec.allocation == "uniform"
+
+
+def test_statistics_are_estimated_again_where_masks_change_at_the_last_step(load_script: Any) -> None:
+    training = load_script("harm_training")
+    for name in training.CHANGED_LAST:
+        row = training.train_cell(training.Cell(name, "unstructured", "CNN", 0.5, epochs=1))
+        assert row["status"] == "trained"
+        assert not any("statistics are stale" in warning for warning in row["warnings"]), name
+
+
 def make_row(method: str, accuracy: float | None = None, **fields: Any) -> dict[str, Any]:
     """Return a row of the matrix."""
     cell = {"method": method, "pattern": "filter", "network": "MLP", "sparsity": 0.9, "seed": 0}

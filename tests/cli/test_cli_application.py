@@ -18,6 +18,8 @@ BAD_INPUT = {
     "missing argument": (["train"], "RECIPE"),
     "number that is none": (["demo", "--seed", "one"], "--seed"),
     "negative seed": (["demo", "--seed", "-1"], "--seed"),
+    "share above one": (["bench", "--sparsity", "1.5"], "--sparsity"),
+    "unknown engine": (["sweep", "small.toml", "--engine", "rray"], "unknown engine 'rray': did you mean 'ray'?"),
     "unknown recipe": (["train", "dpf-resnet2"], "did you mean 'dpf-resnet20'?"),
     "missing recipe file": (["train", "no/such.toml"], "there is no recipe 'no/such.toml'"),
     "unknown method": (["--set", "method.name=dfp"], "unknown method 'dfp': did you mean 'dpf'?"),
@@ -59,6 +61,9 @@ def test_bad_input_prints_one_sentence_and_exits_with_2(run_command, work_folder
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert expected in err
+    assert err.rstrip().endswith((".", "?"))
+    assert "Value error" not in err
+    assert "Input should" not in err
     assert read_files(work_folder) == before
 
 

@@ -29,6 +29,8 @@ METHODS = [
     "incremental(sparsity=0.8, every=2)",
     "rigl(sparsity=0.8, every=2)",
     "set(sparsity=0.8, every=2)",
+    "acdc(sparsity=0.8, start=0.1, phase=0.25)",
+    "sparse_momentum(sparsity=0.8, every=2)",
     "iterand(sparsity=0.5, every=2, rate=0.5)",
 ]
 STEPS = 8

@@ -26,6 +26,8 @@ QUICK = [
     Draw(1, "set(every=2, sparsity=0.5, pattern='block((2, 2))')", "adam", "linear", "fsdp", 2, 4, 2, False),
     Draw(2, "iterand(every=2, rate=0.5)", "sgd", "convolution", "fsdp", 2, 2, 2, False),
     Draw(4, "feather(sparsity=0.97, theta=0.5)", "sgd", "convolution", "fsdp", 2, 3, 2, False),
+    Draw(5, "acdc(start=0.1, phase=0.25, sparsity=0.8)", "sgd", "convolution", "fsdp", 2, 3, 2, False),
+    Draw(6, "sparse_momentum(every=2, sparsity=0.5)", "sgd", "convolution", "fsdp", 2, 3, 1, False),
     Draw(3, "rigl(every=2, sparsity=0.5)", "adamw", "convolution", "ddp", 2, 3, 1, False),
 ]
 

@@ -25,6 +25,7 @@ METHODS = [
     "dpf(sparsity=0.5, every=2, pattern='block((2, 2))')",
     "incremental(sparsity=0.7, every=2)",
     "rigl(sparsity=0.5, every=2)",
+    "acdc(sparsity=0.5, start=0.1, phase=0.25)",
     "set(sparsity=0.5, every=2)",
     "feather(sparsity=0.97, theta=0.5)",
     "iterand(sparsity=0.5, every=2, rate=0.5)",

@@ -34,7 +34,7 @@ def test_sparse_momentum_by_hand() -> None:
         a=[[3.0, 1.0, 9.0, 9.0], [9.0, -2.0, 9.0, 4.0]], b=[[5.0, -6.0, 9.0, 1.0], [9.0, 9.0, 9.0, 2.0]]
     )
     optimizer = make_zero_lr_sgd(model)
-    pruner = pm.SparseMomentum(sparsity=0.5, rate=0.6, floor=0.0, every=1, include=["a", "b"])
+    pruner = pm.SparseMomentum(sparsity=0.5, rate=0.6, floor=0.0, every=1, include=["a", "b"], feedback=None)
     pruner.attach(model, optimizer, total_steps=3)
     assert get_mask_rows(pruner, "a") == [[1, 1, 0, 0], [0, 1, 0, 1]]
     assert get_mask_rows(pruner, "b") == [[1, 1, 0, 1], [0, 0, 0, 1]]
@@ -135,7 +135,8 @@ def test_fifty_updates_match_the_sparse_momentum_reference(make: Any) -> None:
     steps = reference.run(TOTAL, redistribute_by_momentum, due=lambda t: t % EVERY == 0 and t < TOTAL)
 
     model = Net().double()
-    pruner = pm.SparseMomentum(sparsity=0.8, every=EVERY).attach(model, make(model), total_steps=TOTAL)
+    pruner = pm.SparseMomentum(sparsity=0.8, every=EVERY, feedback=None)
+    pruner.attach(model, make(model), total_steps=TOTAL)
     assert train_beside_reference(pruner, reference, steps) == 50
     assert sum(entry["flips"] for entry in pruner.history[1:]) > 1000, "the masks hardly changed"
 

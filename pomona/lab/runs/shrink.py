@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ...durable import rename_files
 from ...errors import require
 from ...sparse import Shrunk
 from ...sparse import shrink as shrink_model
@@ -31,8 +32,11 @@ def shrink_run(run: Path, out: Path | None = None) -> tuple[Shrunk, Path]:
     program = torch.export.export(shrunk.model.eval(), (example,), dynamic_shapes=({0: batch},))
     partial = file.with_name(file.name + ".partial.pt2")
     with write_errors(file.parent):
-        torch.export.save(program, partial)
-        partial.replace(file)
+        try:
+            torch.export.save(program, partial)
+            rename_files({partial: file})
+        finally:
+            partial.unlink(missing_ok=True)
     return shrunk, file
 
 

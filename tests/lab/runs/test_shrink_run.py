@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,28 @@ def test_the_exported_program_computes_the_same_as_the_run(run: Path) -> None:
         x = torch.randn(size, *shape)
         assert torch.allclose(program(x), model(x), atol=1e-5)
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name_and_no_part_is_left(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch_pruning")
+    events, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append("sync"), sync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda self, target: (events.append("rename"), rename(self, target)))
+    file = tmp_path / "small.pt2"
+    shrink.shrink_run(run, file)
+    assert events[-3:] == ["sync", "rename", "sync"]
+    file.write_bytes(b"old")
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(PomonaError, match="the disk is full"):
+        shrink.shrink_run(run, file)
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_bytes() == b"old"
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
