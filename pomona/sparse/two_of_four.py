@@ -108,8 +108,10 @@ class TwoOfFourTensor(PackedTensor):
 def is_two_of_four(weight: Tensor) -> bool:
     """Return whether at most two of every four weights along a row are nonzero."""
     rows, columns = matrix_shape(weight.shape)
+    if rows == 0:
+        return True
     kept = pad(weight.reshape(rows, columns) != 0, (0, -columns % GROUP)).view(rows, -1, GROUP)
-    return rows == 0 or int(kept.sum(2).max()) <= KEPT
+    return int(kept.sum(2).max()) <= KEPT
 
 
 def unpack_two_of_four(values: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
