@@ -208,16 +208,18 @@ static int multiply_few(const Matrix *m, const Operands *v, int64_t first, int64
 
 /* ---- kernels whose lanes are vectors: a run of the n values of a column */
 
-/* Multiply `rows` rows of a block row from `row` on by a run, into results[row][vector]. A single row adds to two sums in
- * turns, which are independent of each other. */
+/* Add the products of the blocks from `start` to `end`, for `rows` rows from `row` on, to results[row][vector]. A single
+ * row adds to two sums in turns, which are independent of each other. */
 #define DEFINE_MULTIPLY_ROWS(name, Register)                                                                          \
-  INLINE void name(const BlockRow *r, int64_t row, const float *x, float *results, int rows, int registers,           \
-                   int value_type) {                                                                                  \
+  INLINE void name(const BlockRow *r, int64_t start, int64_t end, int64_t row, const float *x, float *results,        \
+                   int rows, int registers, int value_type) {                                                         \
     const int width = registers * (int)(sizeof(Register) / sizeof(float)), chains = rows == 1 ? 2 : 1;                \
-    Register sum[16], zero;                                                                                           \
+    Register sum[16], zero, *to = (Register *)results;                                                                \
     memset(&zero, 0, sizeof zero);                                                                                    \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows * registers * chains; i++) sum[i] = zero;                       \
-    for (int64_t block = 0; block < r->count; block++) {                                                              \
+    _Pragma("GCC unroll 16") for (int i = 0; i < rows * registers * chains; i++)                                      \
+      if (i < rows * registers) sum[i] = to[i];                                                                       \
+      else sum[i] = zero;                                                                                             \
+    for (int64_t block = start; block < end; block++) {                                                               \
       const int64_t from = (block * r->height + row) * r->width;                                                      \
       const Register *run = (const Register *)(x + column_of(r, block) * width);                                      \
       int64_t column = 0;                                                                                             \
@@ -232,7 +234,6 @@ static int multiply_few(const Matrix *m, const Operands *v, int64_t first, int64
         _Pragma("GCC unroll 4") for (int k = 0; k < registers; k++) sum[k] += value * run[k];                         \
       }                                                                                                               \
     }                                                                                                                 \
-    Register *to = (Register *)results;                                                                               \
     _Pragma("GCC unroll 16") for (int i = 0; i < rows * registers; i++) {                                             \
       if (chains > 1) sum[i] += sum[i + registers];                                                                   \
       to[i] = sum[i];                                                                                                 \
@@ -249,14 +250,34 @@ DEFINE_MULTIPLY_ROWS(multiply_rows_of_sixteen, Sixteen)
 
 typedef void MultiplyBlockRow(const BlockRow *, const float *, float *);
 
-/* Define the functions for one width of runs: all rows of a block row, as many at a time as the registers hold sums for. */
-#define DEFINE_FOR_TYPE(width, multiply, registers, most, type)                                           \
-  static void multiply_##width##_##type(const BlockRow *r, const float *x, float *results) {              \
-    int64_t row = 0;                                                                                      \
-    for (; row + most <= r->height; row += most)                                                          \
-      multiply(r, row, x, results + row * width, most, registers, type);                                  \
-    for (; row + 2 <= r->height; row += 2) multiply(r, row, x, results + row * width, 2, registers, type); \
-    for (; row < r->height; row++) multiply(r, row, x, results + row * width, 1, registers, type);        \
+#define PIECE_BYTES (16 << 10) /* of values that all rows of a block row read before the next ones: they stay cached */
+#define CACHE_LINE 64
+
+INLINE int64_t block_bytes(const BlockRow *r, int64_t value_type) {
+  return r->height * r->width * value_bytes(value_type);
+}
+
+/* Load the values of some blocks into the cache: some rows of each block at a time are no stream that a processor sees. */
+static void prefetch_blocks(const BlockRow *r, int64_t start, int64_t end, int64_t value_type) {
+  const int64_t size = block_bytes(r, value_type);
+  for (int64_t byte = start * size; byte < end * size; byte += CACHE_LINE) __builtin_prefetch(r->values + byte);
+}
+
+/* Define the functions for one width of runs: all rows of a block row, as many at a time as the registers hold sums
+ * for. `results` are zeros at first. */
+#define DEFINE_FOR_TYPE(width, multiply, registers, most, type)                                                       \
+  static void multiply_##width##_##type(const BlockRow *r, const float *x, float *results) {                          \
+    const int64_t piece = greater(1, PIECE_BYTES / block_bytes(r, type));                                             \
+    for (int64_t start = 0, end; start < r->count; start = end) {                                                     \
+      end = smaller(r->count, start + piece);                                                                         \
+      if (r->height > most) prefetch_blocks(r, end, smaller(r->count, end + piece), type);                            \
+      int64_t row = 0;                                                                                                \
+      for (; row + most <= r->height; row += most)                                                                    \
+        multiply(r, start, end, row, x, results + row * width, most, registers, type);                                \
+      for (; row + 2 <= r->height; row += 2)                                                                          \
+        multiply(r, start, end, row, x, results + row * width, 2, registers, type);                                   \
+      for (; row < r->height; row++) multiply(r, start, end, row, x, results + row * width, 1, registers, type);      \
+    }                                                                                                                 \
   }
 #define DEFINE_FOR_WIDTH(width, multiply, registers, most)        \
   DEFINE_FOR_TYPE(width, multiply, registers, most, FLOAT32)      \
@@ -323,6 +344,7 @@ static void multiply_run(const Matrix *m, const Operands *v, int64_t first, int 
 #pragma omp for schedule(static, 4)
     for (int64_t i = 0; i < m->down; i++) {
       const BlockRow r = block_row_at(m, i);
+      memset(results + i * m->height * width, 0, m->height * width * sizeof *results);
       RUNS[run].multiply[m->value_type](&r, x, results + i * m->height * width);
       finish_runs(m, i * m->height, smaller(m->rows, (i + 1) * m->height), width, results);
     }
