@@ -50,12 +50,6 @@ static BlockRow block_row_at(const Matrix *m, int64_t i) {
 /* Return the first column of a block. */
 INLINE int64_t column_of(const BlockRow *r, int64_t block) { return between(0, r->columns[block], r->last) * r->width; }
 
-/* Return the result of one row. */
-INLINE float finish(const Matrix *m, int64_t row, float sum) {
-  if (m->bias) sum += m->bias[row];
-  return m->relu && sum < 0 ? 0.0f : sum; /* keeps a NaN */
-}
-
 /* Return the sum of some numbers, by four sums that are independent of each other. */
 INLINE float add_up(const float *numbers, int64_t count) {
   float a = 0, b = 0, c = 0, d = 0;
@@ -173,9 +167,8 @@ INLINE void multiply_block_row_of(const BlockRow *r, const float *x, float *sums
 }
 
 static void multiply_block_row(const BlockRow *r, const float *x, float *sums, int64_t value_type) {
-  if (value_type == FLOAT32) multiply_block_row_of(r, x, sums, FLOAT32);
-  else if (value_type == FLOAT16) multiply_block_row_of(r, x, sums, FLOAT16);
-  else multiply_block_row_of(r, x, sums, BFLOAT16);
+  if (value_type == FLOAT32) return multiply_block_row_of(r, x, sums, FLOAT32);
+  value_type == FLOAT16 ? multiply_block_row_of(r, x, sums, FLOAT16) : multiply_block_row_of(r, x, sums, BFLOAT16);
 }
 
 /* Multiply the matrix by the `few` vectors from `first` on, which lie in rows. Return whether memory sufficed. */
@@ -195,7 +188,8 @@ static int multiply_few(const Matrix *m, const Operands *v, int64_t first, int64
       for (int64_t k = 0; k < few && x && sums; k++) {
         multiply_block_row(&r, x + k * padded, sums, m->value_type);
         for (int64_t row = i * m->height, j = 0; row < smaller(m->rows, (i + 1) * m->height); row++) {
-          v->y[(first + k) * m->rows + row] = finish(m, row, add_up(sums + j, m->width));
+          const float sum = add_up(sums + j, m->width) + (m->bias ? m->bias[row] : 0);
+          v->y[(first + k) * m->rows + row] = m->relu && sum < 0 ? 0.0f : sum; /* keeps a NaN */
           j += m->width;
         }
       }
@@ -208,34 +202,40 @@ static int multiply_few(const Matrix *m, const Operands *v, int64_t first, int64
 
 /* ---- kernels whose lanes are vectors: a run of the n values of a column */
 
-/* Add the products of the blocks from `start` to `end`, for `rows` rows from `row` on, to results[row][vector]. A single
- * row adds to two sums in turns, which are independent of each other. */
+#define INDEPENDENT_SUMS 8 /* registers at least, so that the time of an addition is hidden */
+
+/* Add the products of the blocks from `start` to `end`, for `rows` rows from `row` on, to results[row][vector]. Where
+ * these sums are few, neighbouring columns add to sums of their own, the chains. */
 #define DEFINE_MULTIPLY_ROWS(name, Register)                                                                          \
   INLINE void name(const BlockRow *r, int64_t start, int64_t end, int64_t row, const float *x, float *results,        \
                    int rows, int registers, int value_type) {                                                         \
-    const int width = registers * (int)(sizeof(Register) / sizeof(float)), chains = rows == 1 ? 2 : 1;                \
+    const int width = registers * (int)(sizeof(Register) / sizeof(float)), size = rows * registers;                   \
+    const int chains = smaller(4, greater(1, INDEPENDENT_SUMS / size));                         \
     Register sum[16], zero, *to = (Register *)results;                                                                \
     memset(&zero, 0, sizeof zero);                                                                                    \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows * registers * chains; i++)                                      \
-      if (i < rows * registers) sum[i] = to[i];                                                                       \
+    _Pragma("GCC unroll 16") for (int i = 0; i < size * chains; i++) {                                                \
+      if (i < size) sum[i] = to[i];                                                                                   \
       else sum[i] = zero;                                                                                             \
+    }                                                                                                                 \
     for (int64_t block = start; block < end; block++) {                                                               \
-      const int64_t from = (block * r->height + row) * r->width;                                                      \
+      int64_t at = (block * r->height + row) * r->width;                                                              \
       const Register *run = (const Register *)(x + column_of(r, block) * width);                                      \
       int64_t column = 0;                                                                                             \
-      for (; column + chains <= r->width; column += chains, run += chains * registers)                                \
-        _Pragma("GCC unroll 8") for (int i = 0; i < rows * chains; i++) {                                             \
-          const float value = value_at(r->values, from + i / chains * r->width + column + i % chains, value_type);    \
-          _Pragma("GCC unroll 4") for (int k = 0; k < registers; k++)                                                 \
-            sum[i * registers + k] += value * run[i % chains * registers + k];                                        \
+      for (; column + chains <= r->width; column += chains, at += chains, run += chains * registers)                  \
+        _Pragma("GCC unroll 4") for (int chain = 0; chain < chains; chain++)                                          \
+          _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                                    \
+            const float value = value_at(r->values, at + i * r->width + chain, value_type);                           \
+            _Pragma("GCC unroll 4") for (int k = 0; k < registers; k++)                                               \
+              sum[chain * size + i * registers + k] += value * run[chain * registers + k];                            \
+          }                                                                                                           \
+      for (; chains > 1 && column < r->width; column++, at++, run += registers)                                       \
+        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                                      \
+          const float value = value_at(r->values, at + i * r->width, value_type);                                     \
+          _Pragma("GCC unroll 4") for (int k = 0; k < registers; k++) sum[i * registers + k] += value * run[k];       \
         }                                                                                                             \
-      if (column < r->width) {                                                                                        \
-        const float value = value_at(r->values, from + column, value_type);                                           \
-        _Pragma("GCC unroll 4") for (int k = 0; k < registers; k++) sum[k] += value * run[k];                         \
-      }                                                                                                               \
     }                                                                                                                 \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows * registers; i++) {                                             \
-      if (chains > 1) sum[i] += sum[i + registers];                                                                   \
+    _Pragma("GCC unroll 16") for (int i = 0; i < size; i++) {                                                         \
+      _Pragma("GCC unroll 4") for (int chain = 1; chain < chains; chain++) sum[i] += sum[chain * size + i];           \
       to[i] = sum[i];                                                                                                 \
     }                                                                                                                 \
   }
@@ -252,7 +252,6 @@ typedef void MultiplyBlockRow(const BlockRow *, const float *, float *);
 
 #define PIECE_BYTES (16 << 10) /* of values that all rows of a block row read before the next ones: they stay cached */
 #define CACHE_LINE 64
-
 INLINE int64_t block_bytes(const BlockRow *r, int64_t value_type) {
   return r->height * r->width * value_bytes(value_type);
 }
@@ -274,6 +273,8 @@ static void prefetch_blocks(const BlockRow *r, int64_t start, int64_t end, int64
       int64_t row = 0;                                                                                                \
       for (; row + most <= r->height; row += most)                                                                    \
         multiply(r, start, end, row, x, results + row * width, most, registers, type);                                \
+      for (; row + 4 <= r->height; row += 4)                                                                          \
+        multiply(r, start, end, row, x, results + row * width, 4, registers, type);                                   \
       for (; row + 2 <= r->height; row += 2)                                                                          \
         multiply(r, start, end, row, x, results + row * width, 2, registers, type);                                   \
       for (; row < r->height; row++) multiply(r, start, end, row, x, results + row * width, 1, registers, type);      \
