@@ -187,6 +187,7 @@ def test_a_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     assert formats_of(again) == {kind}
 
 
+@pytest.mark.slow
 @kinds
 def test_a_thousand_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
     """Bytes are changed, cut off or added: the file is refused."""
