@@ -53,11 +53,13 @@ if TYPE_CHECKING:
     from .posttraining import SparseGPT, Wanda
     from .schedules import Constant, Cosine, Cubic, Linear
     from .sparse.bitmap import BitmapTensor
+    from .sparse.blocks import BlockTensor
     from .sparse.compress import compress, decompress
     from .sparse.files import load, save
     from .sparse.format import BalancedTensor
     from .sparse.gaps import GapTensor
     from .sparse.shrink import shrink
+    from .sparse.two_of_four import TwoOfFourTensor
     from .sparse.unstructured import UnstructuredTensor
     from .theory.certificate.predictions import certify_predictions
     from .theory.certified_pruning import Certified
@@ -76,6 +78,7 @@ __all__ = [
     "Binary",
     "BitmapTensor",
     "Block",
+    "BlockTensor",
     "Certified",
     "Constant",
     "Cosine",
@@ -102,6 +105,7 @@ __all__ = [
     "SoftThreshold",
     "SparseGPT",
     "SparseMomentum",
+    "TwoOfFourTensor",
     "Unstructured",
     "UnstructuredTensor",
     "Wanda",
@@ -135,11 +139,13 @@ _PUBLIC_NAMES = {
     "posttraining": "SparseGPT Wanda",
     "schedules": "Constant Cosine Cubic Linear",
     "sparse.bitmap": "BitmapTensor",
+    "sparse.blocks": "BlockTensor",
     "sparse.compress": "compress decompress",
     "sparse.files": "load save",
     "sparse.format": "BalancedTensor",
     "sparse.gaps": "GapTensor",
     "sparse.shrink": "shrink",
+    "sparse.two_of_four": "TwoOfFourTensor",
     "sparse.unstructured": "UnstructuredTensor",
     "theory.certificate.predictions": "certify_predictions",
     "theory.certified_pruning": "Certified",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -259,9 +260,16 @@ def make_model_parsers(folder: Path, run: Path) -> list[Parser]:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter[torch.rand_like(parameter) < 0.9] = 0
+    structured = []
+    for pattern, name in (("2:4", "2:4"), ("block((4, 4))", "blocks")):
+        pm.prune(masked := copy.deepcopy(network), None if name == "2:4" else 0.75, pattern=pattern)
+        structured.append(pm.compress(masked, policy="all", formats=[name], patience=0.01))
     packed = []
     for number, (model, options) in enumerate(
-        ((network, {}), (network, {"encoding": "csr"}), (pm.compress(network, policy="all", patience=0.01), {}))
+        (
+            *((network, {}), (network, {"encoding": "csr"}), (pm.compress(network, policy="all", patience=0.01), {})),
+            *((model, {}) for model in structured),
+        )
     ):
         files.save(
             model, folder / f"{number}.safetensors", {"name": "mlp", "hidden": [32], "in_features": 64}, **options

@@ -1,12 +1,13 @@
 """Time products with unstructured sparse matrices on a CPU against dense, CSR, balanced and DeepSparse products.
 
-    python benchmarks/measure/unstructured_kernels.py [--json FILE] [--quick] [--deepsparse PYTHON]
+    python benchmarks/measure/unstructured_kernels.py [--json FILE] [--quick] [--deepsparse PYTHON] [--structured]
 
 Matrices keep their largest weights after their rows were scaled unequally, so that rows keep unequal counts, as those
 that DPF leaves. All sides but *balanced* keep the same weights, and that one as many. One thread is used, all sides
 take turns, and every output is compared with float64. *warm* is each side right after itself, *cold* after all caches
 were emptied. CSR is MKL's with 32-bit indices, for inputs in rows or transposed, whichever is faster. DeepSparse runs
-in a process of its own (`deepsparse_peer.py`), with the PYTHON of an environment that has it.
+in a process of its own (`deepsparse_peer.py`), with the PYTHON of an environment that has it. `--structured` adds
+matrices of dense blocks with as many weights and, at 50 %, a 2:4 matrix.
 
 Targets at 4096² and 90 %, warm: ≥ 3× CSR at batch 1 and ≥ 2× at batch 64, and faster than DeepSparse at both.
 """
@@ -41,8 +42,8 @@ from pomona.lab.kernels.implementations import (
     measure_error,
     prune_unequal_rows,
 )
-from pomona.patterns import Balanced
-from pomona.sparse import BalancedTensor, UnstructuredTensor
+from pomona.patterns import NM, Balanced, Block
+from pomona.sparse import BalancedTensor, BlockTensor, TwoOfFourTensor, UnstructuredTensor
 from pomona.sparse.timing import FLUSH_BYTES, flush_caches, warm_caches
 
 SHAPES = ((4096, 4096), (3000, 1536), (777, 4032), (5120, 13824))
@@ -51,6 +52,7 @@ BATCHES = (1, 8, 16, 64)
 STATES = ("warm", "cold")
 LARGEST = 32 << 20  # weights of a matrix above which only one sparsity is measured
 HALF = f"{UNSTRUCTURED}, float16"
+BLOCKS = ((4, 4), (8, 8), (16, 16), (1, 16))
 CSR, DEEPSPARSE = "CSR", "DeepSparse"
 WARMUP_TURNS, MIN_TURNS = 1, 5
 # The batch, the other side, and the smallest ratio of times that meets the target.
@@ -88,6 +90,20 @@ def make_sides(weight: Tensor, pruned: Tensor, sparsity: float) -> list[Implemen
     ]
 
 
+def make_structured_sides(weight: Tensor, sparsity: float) -> Iterator[Implementation]:
+    """Yield the sides with blocks that divide the matrix and, at 50 %, the one with a 2:4 matrix."""
+    for height, width in BLOCKS:
+        if weight.shape[0] % height or weight.shape[1] % width:
+            continue
+        mask = Block((height, width)).select_masks([weight.abs()], sparsity)[0]
+        blocks = BlockTensor.from_dense(torch.where(mask, weight, 0), height, width)
+        yield Implementation(f"blocks {height}×{width}", blocks.linear, blocks.dense(), blocks.nbytes)
+    if sparsity == 0.5 and weight.shape[1] % 4 == 0:
+        mask = NM(2, 4).select_masks([weight.abs()], sparsity)[0]
+        packed = TwoOfFourTensor.from_dense(torch.where(mask, weight, 0))
+        yield Implementation(packed.format_name, packed.linear, packed.dense(), packed.nbytes)
+
+
 def time_in_turns(sides: Sequence[Callable[[bool], float]], cold: bool, patience: float) -> list[list[float]]:
     """Return the times of each side, in turns for about `patience` seconds."""
     times: list[list[float]] = [[] for _ in sides]
@@ -111,11 +127,17 @@ def time_call(call: Callable[[], Any], flush: Callable[[], None], cold: bool) ->
 
 
 def time_matrix(
-    weight: Tensor, sparsity: float, batches: Sequence[int], patience: float, peer: DeepSparse | None
+    weight: Tensor,
+    sparsity: float,
+    batches: Sequence[int],
+    patience: float,
+    peer: DeepSparse | None,
+    structured: bool = False,
 ) -> Iterator[Timing]:
-    """Yield the timings of one matrix."""
+    """Yield the timings of one matrix, with matrices of a structure beside it if asked."""
     pruned = prune_unequal_rows(weight, sparsity)
     sides, flush = make_sides(weight, pruned, sparsity), partial(flush_caches, torch.zeros(FLUSH_BYTES).byte())
+    sides += make_structured_sides(weight, sparsity) if structured else ()
     for batch in batches:
         x = torch.randn(batch, weight.shape[1], generator=torch.Generator().manual_seed(batch))
         errors = [measure_error(side, x) for side in sides]
@@ -177,6 +199,7 @@ def measure_all(
     batches: Sequence[int],
     deepsparse: str | None,
     patience: float,
+    structured: bool = False,
 ) -> dict[str, Any]:
     """Measure all matrices, print the results and return them."""
     console, timings = Console(width=160), []
@@ -185,7 +208,7 @@ def measure_all(
             if rows * columns > LARGEST and sparsity != 0.9:
                 continue
             weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) / columns**0.5
-            found = list(time_matrix(weight, sparsity, batches, patience, peer))
+            found = list(time_matrix(weight, sparsity, batches, patience, peer, structured))
             console.print(make_table(found, "seconds"), make_table(found, "fastest"))
             timings += found
     for answer in (answers := compare_with_targets(timings)):
@@ -209,6 +232,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--quick", action="store_true", help="a small matrix, to see that the script runs")
     parser.add_argument("--deepsparse", metavar="PYTHON", help="the Python of an environment that has DeepSparse")
+    parser.add_argument("--structured", action="store_true", help="measure dense blocks and 2:4 matrices too")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="seconds for each matrix, batch and state of caches"
     )
@@ -219,7 +243,7 @@ def main() -> None:
     sizes = options.shapes, options.sparsities, options.batches
     if options.quick:
         sizes = [(300, 200)], [0.9], [1, 64]
-    results = measure_all(*sizes, options.deepsparse, options.patience)
+    results = measure_all(*sizes, options.deepsparse, options.patience, options.structured)
     write_record(options.json, **results)
 
 

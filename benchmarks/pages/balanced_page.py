@@ -25,6 +25,8 @@ from results_page import compare_with_paper, format_trained_rows, load_run_store
 PAGE = DOCS / "balanced.md"
 RECORDS = "balanced-*.json"
 UNSTRUCTURED_RECORDS = "unstructured-*.json"
+STRUCTURED_RECORDS = "structured-*.json"
+STRUCTURED_SIDES = ("dense", "unstructured", "blocks 4×4", "blocks 8×8", "blocks 16×16", "blocks 1×16", "2:4")
 NETWORK_RECORDS = "sparse-networks-*.json"
 QUANTIZED_RECORDS = "quantized-h200*.json"
 GPU_RECORDS = "kernels-h200*.json"
@@ -63,6 +65,18 @@ def format_unstructured() -> str:
             rows.append([record["device"], *what, *times, *gains])
     speed_ups = "speed-up over dense", "over CSR", "over DeepSparse"
     return format_table(["machine", "matrix", "zeros", "batch", "caches", *heads, *speed_ups], rows)
+
+
+def format_structured() -> str:
+    """Return the table of matrices with a structure: dense blocks, and 2:4."""
+    rows = []
+    for record in read_records(STRUCTURED_RECORDS):
+        for case, group in groupby(record["timings"], itemgetter("rows", "columns", "sparsity", "batch", "state")):
+            seconds = {row["side"]: row["seconds"] for row in group}
+            what = f"{case[0]}×{case[1]}", f"{100 * case[2]:.0f} %", str(case[3]), case[4]
+            times = [format_microseconds(seconds[side]) if side in seconds else "" for side in STRUCTURED_SIDES]
+            rows.append([record["device"], *what, *times])
+    return format_table(["machine", "matrix", "zeros", "batch", "caches", *STRUCTURED_SIDES], rows)
 
 
 def format_unstructured_targets() -> str:
@@ -188,6 +202,7 @@ def render() -> str:
     measured = {
         "matrices": format_matrices(),
         "unstructured": format_unstructured(),
+        "structured": format_structured(),
         "unstructured targets": format_unstructured_targets(),
         "gpu": format_gpu_kernels(),
         "gpu-targets": format_gpu_targets(),
@@ -198,7 +213,7 @@ def render() -> str:
         "workloads": format_workloads({"seconds": "warm", "cold": "cold"}),
         "called": format_workloads({"called": "called"}),
     }
-    patterns = RECORDS, UNSTRUCTURED_RECORDS, NETWORK_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
+    patterns = RECORDS, UNSTRUCTURED_RECORDS, STRUCTURED_RECORDS, NETWORK_RECORDS, GPU_RECORDS, QUANTIZED_RECORDS
     sources = [record for pattern in patterns for record in read_records(pattern)]
     return fill_page(PAGE, {**trained, **measured, "sources": format_sources(sources)})
 

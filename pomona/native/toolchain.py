@@ -17,6 +17,7 @@ STEP_SOURCE = PACKAGE / "native" / "step_kernels.c"  # the engine's step
 PRIVATE_SOURCE = PACKAGE / "native" / "private_kernels.c"  # a private step
 PRODUCT_SOURCE = PACKAGE / "sparse" / "cpu" / "kernels.c"  # products with packed matrices
 UNSTRUCTURED_SOURCE = PACKAGE / "sparse" / "cpu" / "unstructured.c"  # the same for matrices without blocks
+BLOCK_SOURCE = PACKAGE / "sparse" / "cpu" / "blocks.c"  # the same for matrices of dense blocks
 QUANTIZED_SOURCE = PACKAGE / "sparse" / "cpu" / "quantized.c"  # the same for packed values of few bits
 CONVOLUTION_SOURCE = PACKAGE / "sparse" / "cpu" / "convolution.c"  # convolutions with matrices without blocks
 NETWORK_SOURCE = PACKAGE / "sparse" / "cpu" / "network_kernels.c"  # networks of such convolutions
@@ -24,7 +25,8 @@ SNAPSHOT_SOURCE = PACKAGE / "sparse" / "cpu" / "snapshot.c"  # comparisons of a 
 # Each becomes a library.
 SOURCES = (
     *(STEP_SOURCE, PRIVATE_SOURCE),
-    *(PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, QUANTIZED_SOURCE, CONVOLUTION_SOURCE, NETWORK_SOURCE, SNAPSHOT_SOURCE),
+    *(PRODUCT_SOURCE, UNSTRUCTURED_SOURCE, BLOCK_SOURCE, QUANTIZED_SOURCE),
+    *(CONVOLUTION_SOURCE, NETWORK_SOURCE, SNAPSHOT_SOURCE),
 )
 WRITABLE_BY_OTHERS = 0o022  # the mode bits of group and others
 DIGEST_BYTES = 32  # of the SHA-256 at the end of a library

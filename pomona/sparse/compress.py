@@ -27,6 +27,7 @@ from .model_validation import validate_model
 from .network import copy_without_plan, find_shape, plan_copy, plan_network
 from .packed_tensor import PackedTensor
 from .quantized import CODE_BITS, QuantizedBalancedTensor
+from .structured_masks import pack_structured
 from .surgery import (
     choose_encoder_paths,
     copy_with_dense_layers,
@@ -93,8 +94,9 @@ def compress(
         dtype: the type in which values are stored, such as torch.float16; that of the weights by default.
         policy: "faster" packs the layers that gain by it, "all" every layer that is sparse.
         patience: seconds for which the whole model is timed; each layer is timed for a third of that.
-        formats: the storage formats to choose from, of "balanced", "unstructured" and, on a GPU, "gaps" and "bitmap";
-            all by default. With a `block`, only "balanced"; with `bits`, only "balanced_quantized".
+        formats: the storage formats to choose from, of "balanced", "unstructured", "2:4" and "blocks", for masks with
+            that structure, and, on a GPU, "gaps" and "bitmap"; all by default. With a `block`, only "balanced"; with
+            `bits`, only "balanced_quantized".
         bits: 4 or 8 stores balanced blocks as codes of so many bits with scales ("balanced_quantized"), which rounds
             the weights; by default no value changes.
         keep: deprecated name of `policy`.
@@ -237,7 +239,9 @@ def assess_layer(
     with_relu = WITH_RELU * (fields["saved"] > 0)
     if not candidates:
         too_dense = f"{sparsity:.0%} zeros are too few"
-        reason = obstacle or (too_dense if sparsity < MIN_SPARSITY else "no blocks with equal counts were found")
+        unequal = "no blocks with equal counts were found"
+        misfit = unequal if BalancedTensor.format_name in options.formats else "the mask fits none of the formats"
+        reason = obstacle or (too_dense if sparsity < MIN_SPARSITY else misfit)
         return LayerReport(**fields, packed=False, reason=reason + with_relu), None
     sizes = {name: packed_bytes(weights, candidate) for name, candidate in candidates.items()}
     chosen = min(candidates, key=lambda name: (times.get(name, 0.0), sizes[name]))
@@ -299,6 +303,7 @@ def pack_candidates(weights: dict[str, Tensor], options: LayerOptions) -> dict[s
     small = sum(weight.numel() for weight in sparse.values()) < SMALL_WEIGHT
     if not (settled and small):
         candidates |= pack_any_mask(sparse, options.formats, options.dtype)
+        candidates |= pack_structured(sparse, options.formats, options.dtype)
     return {name: packed for name, packed in candidates.items() if packed}
 
 

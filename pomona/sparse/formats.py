@@ -7,15 +7,25 @@ from typing import Any
 
 from ..errors import PomonaError
 from .bitmap import BitmapTensor
+from .blocks import BlockTensor
 from .format import BalancedTensor
 from .gaps import GapTensor
 from .packed_tensor import PackedTensor
 from .quantized import QuantizedBalancedTensor
+from .two_of_four import TwoOfFourTensor
 from .unstructured import UnstructuredTensor
 
 FORMATS: dict[str, type[PackedTensor]] = {
     packed.format_name: packed
-    for packed in (BalancedTensor, UnstructuredTensor, GapTensor, BitmapTensor, QuantizedBalancedTensor)
+    for packed in (
+        BalancedTensor,
+        UnstructuredTensor,
+        TwoOfFourTensor,
+        BlockTensor,
+        GapTensor,
+        BitmapTensor,
+        QuantizedBalancedTensor,
+    )
 }
 
 

@@ -104,6 +104,17 @@ def test_table_of_unstructured_products(load_script: Any, empty_results: Path) -
     assert writer.format_unstructured_targets().splitlines()[2:] == reached
 
 
+def test_table_of_matrices_with_a_structure(load_script: Any, empty_results: Path) -> None:
+    writer = load_script("balanced_page")
+    place = {"rows": 8, "columns": 4, "sparsity": 0.5, "batch": 1, "state": "warm"}
+    times = {"dense": 6e-6, "CSR": 3e-6, "unstructured": 1.5e-6, "blocks 8×8": 1e-6, "2:4": 2e-6}
+    record = {"device": "C", "timings": [{**place, "side": side, "seconds": s} for side, s in times.items()]}
+    (empty_results / "structured-cpu.json").write_text(json.dumps(record))
+    assert writer.format_structured().splitlines()[2:] == [
+        "| C | 8×4 | 50 % | 1 | warm | 6.0 | 1.5 |  | 1.0 |  |  | 2.0 |"
+    ]
+
+
 def test_dense_networks_are_also_timed_with_fused_relus(load_script: Any) -> None:
     network = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1), nn.ReLU())
     layers = [

@@ -62,3 +62,18 @@ def has_same_state(one: nn.Module, other: nn.Module) -> bool:
     """Return whether two models have equal state dicts, in the same order."""
     mine, theirs = one.state_dict(), other.state_dict()
     return list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def two_of_four_weight(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Return a random weight that keeps the largest two of every four weights along a row."""
+    wide = torch.randn(rows, -(-columns // 4) * 4, generator=torch.Generator().manual_seed(seed))
+    smallest = wide.view(rows, -1, 4).abs().argsort(2)[..., :2]
+    return wide.view(rows, -1, 4).scatter(2, smallest, 0).view(rows, -1)[:, :columns].contiguous()
+
+
+def block_weight(rows: int, columns: int, height: int, width: int, sparsity: float, seed: int = 0) -> Tensor:
+    """Return a random weight without some of its blocks of height × width."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(-(-rows // height), -(-columns // width), generator=generator) >= sparsity
+    mask = kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
+    return torch.where(mask, torch.randn(rows, columns, generator=generator), 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...native import library
 from ...native.library import supported_instruction_sets
 from ...native.toolchain import (
+    BLOCK_SOURCE,
     CONVOLUTION_SOURCE,
     INTEGER_INSTRUCTION_SETS,
     PRODUCT_SOURCE,
@@ -26,8 +27,10 @@ __all__ = [
     "convolve_unstructured",
     "load_kernel",
     "load_library",
+    "multiply_blocks",
     "multiply_packed",
     "multiply_quantized",
+    "multiply_two_of_four",
     "multiply_unstructured",
     "order_unstructured",
     "supported_instruction_sets",
@@ -37,6 +40,8 @@ __all__ = [
 NO_MEMORY, NOT_FINITE, TOO_LARGE, NOT_ROUNDED = 1, 2, 3, 4  # return codes of a kernel that failed; 0 is success
 SINGLE_THREAD_PRODUCTS = 1 << 16  # multiplications up to which waking other threads takes longer than they save
 BALANCED_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
+BLOCK_ARGTYPES = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
+TWO_OF_FOUR_ARGTYPES = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
 UNSTRUCTURED_ARGTYPES = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
 QUANTIZED_ARGTYPES = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 8
 VALUE_CODES = DTYPE_CODES | {torch.int8: 3, torch.uint8: 4}  # bytes hold two codes of 4 bits
@@ -44,6 +49,10 @@ VALUE_CODES = DTYPE_CODES | {torch.int8: 3, torch.uint8: 4}  # bytes hold two co
 KERNELS = {
     "rows": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
     "columns": (PRODUCT_SOURCE, BALANCED_ARGTYPES),
+    "blocks_rows": (BLOCK_SOURCE, BLOCK_ARGTYPES),
+    "blocks_columns": (BLOCK_SOURCE, BLOCK_ARGTYPES),
+    "two_of_four_rows": (PRODUCT_SOURCE, TWO_OF_FOUR_ARGTYPES),
+    "two_of_four_columns": (PRODUCT_SOURCE, TWO_OF_FOUR_ARGTYPES),
     "unstructured_rows": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
     "unstructured_columns": (UNSTRUCTURED_SOURCE, UNSTRUCTURED_ARGTYPES),
     "quantized_rows": (QUANTIZED_SOURCE, QUANTIZED_ARGTYPES),
@@ -103,6 +112,30 @@ def multiply_packed(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | N
     sizes = rows, columns, block, values.shape[2]
     kernel = load_kernel("columns" if transposed else "rows", instruction_set)
     return call_kernel(kernel, x, (values, indices), bias, sizes, relu, transposed)
+
+
+def multiply_two_of_four(x: Tensor, values: Tensor, places: Tensor, bias: Tensor | None, rows: int, columns: int,
+                         relu: bool, transposed: bool, instruction_set: str | None = None,
+                         ) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
+
+    They decline the same inputs as `multiply_packed`. `pomona.sparse.ops.two_of_four_product` describes the arguments.
+    """
+    kernel = load_kernel("two_of_four_columns" if transposed else "two_of_four_rows", instruction_set)
+    return call_kernel(kernel, x, (values, places), bias, (rows, columns), relu, transposed)
+
+
+def multiply_blocks(x: Tensor, values: Tensor, block_columns: Tensor, starts: Tensor, bias: Tensor | None, rows: int,
+                    columns: int, relu: bool, transposed: bool, instruction_set: str | None = None,
+                    ) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where the kernels cannot compute it.
+
+    They decline the same inputs as `multiply_packed`. `pomona.sparse.ops.block_product` describes the arguments.
+    """
+    kernel = load_kernel("blocks_columns" if transposed else "blocks_rows", instruction_set)
+    blocks, height, width = values.shape
+    sizes = rows, columns, height, width, blocks
+    return call_kernel(kernel, x, (values, block_columns, starts), bias, sizes, relu, transposed)
 
 
 def multiply_unstructured(x: Tensor, values: Tensor, indices: Tensor, starts: Tensor, lanes: Tensor,

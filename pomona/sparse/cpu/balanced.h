@@ -14,6 +14,9 @@
  * Values and words of indices lie as [group of 32 rows][block][survivor or word][row]. A word holds three indices of 5
  * bits, two of 8 or one of 16. Whatever the indices are, reads stay inside the memory: see `addressable_columns`.
  *
+ * A 2:4 matrix has two survivors in each group of four columns. Its blocks are four groups, whose eight indices of 2 bits
+ * are one word: each is a place in its own group, and a permutation of 4 numbers picks the input.
+ *
  * Values may also be codes of 8 or 4 bits with scales, [group][span of blocks][row]. Those of some groups of rows at a
  * time become floats in the cache. Codes of 4 bits lie two in a byte: that of row i in the low half, and that of row
  * i + 16 in the high half.
@@ -30,20 +33,28 @@ typedef struct {
   int64_t rows, columns, block, kept, value_type, relu;
   const float *scales; /* of codes, else null */
   int64_t span;        /* blocks that share a scale */
-  int64_t groups, blocks, bits, words; /* set by `derive_sizes` */
+  int64_t bits;        /* of an index; set by `derive_sizes` where it is 0 */
+  int64_t groups, blocks, words; /* set by `derive_sizes` */
   int64_t first;       /* the group of rows with which the values begin; the indices begin with group 0 */
 } Matrix;
 
 static Matrix derive_sizes(Matrix m) {
   m.groups = ceil_div(m.rows, LANES);
   m.blocks = ceil_div(m.columns, m.block);
-  m.bits = m.block <= 32 ? 5 : m.block <= 256 ? 8 : 16;
+  if (!m.bits) m.bits = m.block <= 32 ? 5 : m.block <= 256 ? 8 : 16;
   m.words = ceil_div(m.kept, 16 / m.bits);
   return m;
 }
 
 /* Return the number of columns that indices can address, whatever their values. */
-INLINE int64_t addressable_columns(const Matrix *m) { return (m->blocks - 1) * m->block + (1 << m->bits); }
+INLINE int64_t addressable_columns(const Matrix *m) {
+  return (m->blocks - 1) * m->block + greater(m->block, 1 << m->bits);
+}
+
+#define PLACE_BITS 2 /* of an index into a group of 4 columns */
+
+/* Return the first column in a block of the survivors that are stored in place `s` of a word. */
+INLINE int first_column(int s, int bits) { return bits == PLACE_BITS ? s / 2 * 4 : 0; }
 
 INLINE const char *values_at(const Matrix *m, int64_t group, int64_t block) {
   return m->values + ((group - m->first) * m->blocks + block) * m->kept * LANES * value_bytes(m->value_type);
@@ -140,6 +151,10 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
   return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(index, _mm512_set1_epi32(64)), high);
 }
 
+INLINE Floats pick_from_4(const float *x, Indices index) {
+  return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(x)), index); /* by the low 2 bits */
+}
+
 #elif defined(__AVX2__)
 
 #define TILE 1
@@ -160,6 +175,9 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
   Floats high = _mm256_blendv_ps(pick_from_8(x + 16, index), pick_from_8(x + 24, index), bit3);
   return _mm256_blendv_ps(low, high, bit4);
 }
+INLINE Floats pick_from_4(const float *x, Indices index) {
+  return _mm256_permutevar_ps(_mm256_broadcast_ps((const __m128 *)x), index); /* by the low 2 bits */
+}
 
 #else
 
@@ -174,26 +192,30 @@ INLINE Floats pick_lanes(const float *x, Indices index, int bits, int windows) {
   Floats result;
   FOR_EACH_LANE(x[index.at[lane] & ((1u << bits) - 1)]);
 }
+INLINE Floats pick_from_4(const float *x, Indices index) { return pick_lanes(x, index, PLACE_BITS, 0); }
 
 #endif
 
 #define REGISTERS (LANES / WIDTH) /* that hold one value of each row of a group */
 
-/* Add the products of the survivors of one word, up to three, to the sums of `tile` vectors, reading in memory order. */
+/* Add the products of the survivors of one word to the sums of `tile` vectors, reading in memory order. */
 INLINE void add_word(const char *values, const uint16_t *words, const float *x, int64_t ldx, int survivors, int tile,
                      int value_type, int bits, int windows, Floats sums[][REGISTERS]) {
   Indices word[REGISTERS];
 #pragma GCC unroll 4
   for (int part = 0; part < REGISTERS; part++) word[part] = load_words(words + part * WIDTH);
-#pragma GCC unroll 3
+#pragma GCC unroll 8
   for (int s = 0; s < survivors; s++)
 #pragma GCC unroll 4
     for (int part = 0; part < REGISTERS; part++) {
       Floats value = load(values, s * LANES + part * WIDTH, value_type);
       Indices index = shift_right(word[part], bits * s);
 #pragma GCC unroll 8
-      for (int t = 0; t < tile; t++)
-        sums[t][part] = add_product(value, pick_lanes(x + t * ldx, index, bits, windows), sums[t][part]);
+      for (int t = 0; t < tile; t++) {
+        const float *from = x + t * ldx + first_column(s, bits);
+        const Floats picked = bits == PLACE_BITS ? pick_from_4(from, index) : pick_lanes(from, index, bits, windows);
+        sums[t][part] = add_product(value, picked, sums[t][part]);
+      }
     }
 }
 
@@ -228,16 +250,22 @@ INLINE void multiply_groups(const Matrix *m, int64_t group, const float *x, int6
   }
 }
 
+/* Return whether several vectors are multiplied at a time. */
+INLINE int is_tiled(const Matrix *m) { return m->bits <= 5; }
+
 /* Call `multiply_groups` with constant arguments, so that each combination is compiled separately, from `group` on and
  * before `end`. Return the group after those that are computed. */
 INLINE int64_t multiply_groups_specialized(const Matrix *m, int64_t group, int64_t end, int64_t n, const float *x,
                                            int64_t ldx, float *y, int value_type) {
-  if (m->bits == 5 && n == 1 && GROUPS_AT_ONCE > 1 && group + GROUPS_AT_ONCE <= end) {
-    multiply_groups(m, group, x, ldx, y, GROUPS_AT_ONCE, 1, value_type, 5, 1);
+#define WITH_BITS(at_once, tile)                                                                              \
+  (m->bits == PLACE_BITS ? multiply_groups(m, group, x, ldx, y, at_once, tile, value_type, PLACE_BITS, 1)     \
+                         : multiply_groups(m, group, x, ldx, y, at_once, tile, value_type, 5, 1))
+  if (is_tiled(m) && n == 1 && GROUPS_AT_ONCE > 1 && group + GROUPS_AT_ONCE <= end) {
+    WITH_BITS(GROUPS_AT_ONCE, 1);
     return group + GROUPS_AT_ONCE;
   }
-#define CASE(tile) case tile: multiply_groups(m, group, x, ldx, y, 1, tile, value_type, 5, 1); return group + 1
-  if (m->bits == 5)
+#define CASE(tile) case tile: WITH_BITS(1, tile); return group + 1
+  if (is_tiled(m))
     switch (n) {
       CASE(1);
 #if TILE > 1
@@ -249,6 +277,7 @@ INLINE int64_t multiply_groups_specialized(const Matrix *m, int64_t group, int64
 #endif
     }
 #undef CASE
+#undef WITH_BITS
   if (m->bits == 16) multiply_groups(m, group, x, ldx, y, 1, 1, value_type, 16, 0);
   else if (m->block <= 64) multiply_groups(m, group, x, ldx, y, 1, 1, value_type, 8, 2);
   else if (m->block <= 128) multiply_groups(m, group, x, ldx, y, 1, 1, value_type, 8, 4);
@@ -273,7 +302,7 @@ static int multiply_row_lanes(const Matrix *m, int64_t n, const float *x, int64_
       m->value_type == FLOAT16    ? multiply_groups_float16
       : m->value_type == BFLOAT16 ? multiply_groups_bfloat16
                                   : multiply_groups_float32;
-  const int64_t tile = m->bits == 5 ? TILE : 1;
+  const int64_t tile = is_tiled(m) ? TILE : 1;
   int failed = 0;
 #pragma omp parallel num_threads(threads)
   {
@@ -333,7 +362,7 @@ INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, i
   Run *sum = (Run *)sums, a = sum[0], b = sum[1], c = sum[2], d = sum[3];
 #define ADD(s)                                                                          \
   {                                                                                     \
-    const Run *run = (const Run *)(tile + (word >> (s) * bits & mask) * RUN);           \
+    const Run *run = (const Run *)(tile + ((word >> (s) * bits & mask) + first_column(s, bits)) * RUN); \
     const float value = value_at(values, (s) * LANES, value_type);                            \
     a += value * run[0], b += value * run[1], c += value * run[2], d += value * run[3]; \
   }
@@ -346,6 +375,7 @@ INLINE void add_row(const Matrix *m, int64_t group, int64_t row, int64_t from, i
       ADD(0);
       if (per_word > 1) ADD(1);
       if (per_word > 2) ADD(2);
+      if (bits == PLACE_BITS) { ADD(3) ADD(4) ADD(5) ADD(6) ADD(7) }
     }
     if (left) {
       uint64_t word = *words;
@@ -369,12 +399,15 @@ static void add_rows(const Matrix *m, int64_t group, int64_t end, int64_t from, 
         add_row(m, g, row, from, to, tile, sums, value_type, bits);          \
     return
   switch (m->value_type * 32 + m->bits) {
+    CASE(FLOAT32, PLACE_BITS);
     CASE(FLOAT32, 5);
     CASE(FLOAT32, 8);
     CASE(FLOAT32, 16);
+    CASE(FLOAT16, PLACE_BITS);
     CASE(FLOAT16, 5);
     CASE(FLOAT16, 8);
     CASE(FLOAT16, 16);
+    CASE(BFLOAT16, PLACE_BITS);
     CASE(BFLOAT16, 5);
     CASE(BFLOAT16, 8);
     CASE(BFLOAT16, 16);
@@ -430,7 +463,7 @@ static int multiply_vector_lanes(const Matrix *m, const Operands *v, int64_t n, 
 /* Return how many of n vectors are multiplied with vectors as lanes. The rest, too few to fill lanes, have rows. */
 INLINE int64_t vector_lane_count(const Matrix *m, int64_t n) {
   int64_t rest = n % RUN;
-  return rest < (TILE > 1 && m->bits == 5 ? RUN : RUN / 2) ? n - rest : n;
+  return rest < (TILE > 1 && is_tiled(m) ? RUN : RUN / 2) ? n - rest : n;
 }
 
 static int multiply_rows(const Matrix *m, int64_t n, const float *x, int64_t ldx, float *y, int64_t threads) {

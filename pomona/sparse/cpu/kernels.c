@@ -1,4 +1,4 @@
-/* The product of a packed balanced matrix of float32, float16 or bfloat16 with dense vectors: see balanced.h. */
+/* The product of a packed matrix, balanced or 2:4, of float32, float16 or bfloat16 with dense vectors: see balanced.h. */
 
 #include "balanced.h"
 
@@ -16,5 +16,24 @@ int PUBLIC(rows)(MATRIX_PARAMETERS, int64_t n, const float *x, int64_t ldx, floa
 
 int PUBLIC(columns)(MATRIX_PARAMETERS, int64_t n, const float *x, const int64_t *offsets, float *y, int64_t threads) {
   const Matrix m = MATRIX;
+  return multiply_columns(&m, n, x, offsets, y, threads);
+}
+
+#define TWO_OF_FOUR_PARAMETERS                                                                                      \
+  const char *values, const uint16_t *places, const float *bias, int64_t rows, int64_t columns, int64_t value_type, \
+      int64_t relu
+#define TWO_OF_FOUR_MATRIX derive_sizes((Matrix){.values = values, .indices = places, .bias = bias, .rows = rows,    \
+                                                 .columns = columns, .block = 16, .kept = 8, .bits = PLACE_BITS,     \
+                                                 .value_type = value_type, .relu = relu})
+
+int PUBLIC(two_of_four_rows)(TWO_OF_FOUR_PARAMETERS, int64_t n, const float *x, int64_t ldx, float *y,
+                             int64_t threads) {
+  const Matrix m = TWO_OF_FOUR_MATRIX;
+  return multiply_rows(&m, n, x, ldx, y, threads);
+}
+
+int PUBLIC(two_of_four_columns)(TWO_OF_FOUR_PARAMETERS, int64_t n, const float *x, const int64_t *offsets, float *y,
+                                int64_t threads) {
+  const Matrix m = TWO_OF_FOUR_MATRIX;
   return multiply_columns(&m, n, x, offsets, y, threads);
 }

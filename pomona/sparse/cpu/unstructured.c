@@ -18,18 +18,11 @@
  * bits can address it, and starts and rows are checked where they are used.
  */
 
+#include "runs.h"
 #include "slice_order.h"
 
 #define PANEL 8     /* slices that advance together, where lanes are vectors: their sums are in the cache too */
 #define MIN_STEPS 4 /* that they advance: the sums are loaded and stored each time */
-
-/* The vectors: x and y by columns, each from its own offset, or by rows. */
-typedef struct {
-  const float *x;
-  float *y;
-  const int64_t *offsets; /* or null: then rows of x are `ldx` apart */
-  int64_t ldx, n;
-} Operands;
 
 /* Return the number of columns that indices can address, whatever their values. */
 INLINE int64_t addressable_columns(const Matrix *m) { return m->bands * BAND; }
@@ -155,10 +148,6 @@ static void multiply_row_lanes(const Matrix *m, const Operands *v, int64_t first
 
 /* ---- kernels whose lanes are vectors: a run of the n values of a column */
 
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
-
 #define SUMS 8 /* registers of sums: as many runs times registers of a run as hide the time of an addition */
 
 /* Add the products of the steps before `end` to the sums of all rows of a slice, sums[lane][vector]. */
@@ -235,16 +224,6 @@ static int choose_run(int64_t n) {
   return run;
 }
 
-/* Load `width` vectors from `first` on, in the columns from `from` to `to`, as [column][vector], with zeros past the
- * last vector. */
-static void load_runs(const Operands *v, int64_t first, int64_t width, int64_t from, int64_t to, float *x) {
-  const int64_t count = smaller(width, v->n - first);
-  if (count < width) memset(x + from * width, 0, (to - from) * width * sizeof *x);
-  if (v->offsets)
-    for (int64_t c = from; c < to; c++) memcpy(x + c * width, v->x + v->offsets[c] + first, count * sizeof *x);
-  else transpose(v->x + first * v->ldx + from, v->ldx, count, to - from, x + from * width, width);
-}
-
 /* Write the sums of the `count` lanes of a panel to the results, as [row][vector], like `finish`. Compilers vectorize loops
  * without conditions. */
 static VECTORIZED void store_runs(const Matrix *m, int64_t band, const int32_t *lanes, int64_t count, float *sums,
@@ -262,16 +241,6 @@ static VECTORIZED void store_runs(const Matrix *m, int64_t band, const int32_t *
       for (int64_t i = 0; i < width; i++) sum[i] = sum[i] < 0 ? 0.0f : sum[i]; /* keeps a NaN */
     memcpy(to, sum, width * sizeof *to);
   }
-}
-
-/* Write the results of the rows from `from` to `to`, as [row][vector], to y. */
-static void write_results(const Matrix *m, const Operands *v, const float *results, int64_t width, int64_t first,
-                          int64_t from, int64_t to) {
-  const int64_t count = smaller(width, v->n - first);
-  if (v->offsets)
-    for (int64_t row = from; row < to; row++)
-      memcpy(v->y + row * v->n + first, results + row * width, count * sizeof *results);
-  else transpose(results + from * width, width, to - from, count, v->y + first * m->rows + from, m->rows);
 }
 
 /* Return how many steps all rows of a panel take before the next ones: those that read as much of x as is cached. */
@@ -318,8 +287,6 @@ static void multiply_panel(const Matrix *m, int64_t band, int64_t panel, int run
   store_runs(m, band, slices[0].lanes, count * LANES, sums, width, results);
 }
 
-#define AT_ONCE 256 /* columns or rows that a thread transposes at a time */
-
 /* Multiply the matrix by one run of vectors from `first` on. `x` and `results` have room for them. Return whether memory
  * sufficed. */
 static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int run, float *x, float *results,
@@ -339,7 +306,7 @@ static int multiply_run(const Matrix *m, const Operands *v, int64_t first, int r
         if (sums) multiply_panel(m, band, panel, run, x, sums, results);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < m->rows; row += AT_ONCE)
-      write_results(m, v, results, width, first, row, smaller(m->rows, row + AT_ONCE));
+      write_results(v, m->rows, results, width, first, row, smaller(m->rows, row + AT_ONCE));
     free(sums);
   }
   return done;

@@ -75,6 +75,20 @@ def multiply_gaps(x: Tensor, values: Tensor, gaps: Tensor, firsts: Tensor, start
     return multiply_gathered(gap_gather.multiply, x, parts, bias, rows, columns, relu, transposed)
 
 
+def multiply_blocks(x: Tensor, values: Tensor, block_columns: Tensor, starts: Tensor, bias: Tensor | None, rows: int,
+                    columns: int, relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
+    """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.
+
+    `pomona.sparse.ops.block_product` describes the arguments.
+    """
+    try:
+        from . import triton_blocks
+    except ImportError:  # Triton is optional, and slow to import
+        return None
+    parts = values, block_columns, starts
+    return multiply_gathered(triton_blocks.multiply, x, parts, bias, rows, columns, relu, transposed)
+
+
 def multiply_bitmap(x: Tensor, values: Tensor, words: Tensor, starts: Tensor, bias: Tensor | None, rows: int,
                     columns: int, most: int, relu: bool, transposed: bool) -> Tensor | None:  # fmt: skip
     """Return x Wᵀ + bias, or W x + bias with `transposed`; None where no kernel takes the arguments.

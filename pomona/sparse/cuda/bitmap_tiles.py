@@ -20,6 +20,7 @@ from .tensor_core_common import (
     TensorCoreConfig,
     exchange_cycles,
     pad_blocks,
+    read_shared_limit,
 )
 
 PIECE_BYTES = 16  # that are copied to shared memory at a time
@@ -89,7 +90,7 @@ def prepare_launch(
 ) -> tuple[BitmapConfig, CompiledKernel] | None:
     """Return the division of the work on this device, and the kernel; None where it cannot be used."""
     properties = torch.cuda.get_device_properties(device)
-    limit = getattr(properties, "shared_memory_per_block_optin", MAX_SHARED_BYTES)
+    limit = read_shared_limit(device)
     clusters = properties.major >= CLUSTER_MAJOR
     config = choose_config(n, slabs, steps, most, properties.multi_processor_count, clusters, limit)
     if config is None or properties.major < MIN_MAJOR:

@@ -13,18 +13,18 @@ from ..packed_tensor import DTYPE_CODES
 from .arrival_counters import arrival_counters
 from .code_units import LOAD_WORDS, UnitLayout
 from .launcher import CompiledKernel, compile_kernel, prepare_bias
-from .tensor_core_common import MAX_SHARED_BYTES
+from .tensor_core_common import MAX_SHARED_BYTES, read_shared_limit
 
 MAX_VECTORS = 16
 MAX_LAUNCH_BYTES = 16  # of the inputs of one column, which a thread reads at a time
 WARPS = 16  # of a thread block
 MAX_STAGES = 2  # units of a warp in shared memory; with 1, it loads them into registers
-RING_BYTES = 200 << 10  # of shared memory for units, half of it where inputs are there too
+RING_SHARE = 200 / 227  # of shared memory for units, half of it where inputs are there too
 MAX_PARTS = 16  # thread blocks that share the columns
 # For estimates of the time: the bytes that a multiprocessor reads in the time in which thread blocks exchange sums.
 EXCHANGE_BYTES = 52 << 10
 INPUT_RATE = 2  # bytes of inputs, from the cache, that it reads in the time of one byte of units
-MULTIPROCESSOR_SHARED_BYTES = MAX_SHARED_BYTES + (1 << 10)
+MULTIPROCESSOR_EXTRA_BYTES = 1 << 10  # of shared memory, besides those that a thread block may have
 RESERVED_SHARED_BYTES = 2 << 10  # of a thread block, by the system and for variables of the kernel
 
 
@@ -97,9 +97,10 @@ def prepare_launch(
     dtype: torch.dtype, n: int, layout: UnitLayout, groups: int, slices: int, device: int
 ) -> Launch | None:
     """Return the kernel and the division of the work; None where the inputs do not fit into shared memory."""
-    config = choose_config(dtype, n, layout)
+    limit = read_shared_limit(device)
+    config = choose_config(dtype, n, layout, limit)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = choose_tiles(config, layout, dtype, groups, slices, processors)
+    tiles = choose_tiles(config, layout, dtype, groups, slices, processors, limit)
     return None if tiles is None else compile_launch(config, tiles, layout, dtype, slices, device)
 
 
@@ -113,26 +114,32 @@ def compile_launch(
     return None if kernel is None else Launch(config, tiles, kernel)
 
 
-def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout) -> GatherConfig:
+def choose_config(dtype: torch.dtype, n: int, layout: UnitLayout, limit: int = MAX_SHARED_BYTES) -> GatherConfig:
     """Return the division of the work for n vectors."""
     vectors = min(1 << (n - 1).bit_length(), MAX_LAUNCH_BYTES // dtype.itemsize)
     gather = layout.block > LANES or vectors > 1
     stage_bytes = WARPS * LANES * layout.loads * LOAD_WORDS * 4
-    stages = min(MAX_STAGES, max(1, RING_BYTES // (1 + gather) // stage_bytes))
+    stages = min(MAX_STAGES, max(1, round(limit * RING_SHARE) // (1 + gather) // stage_bytes))
     return GatherConfig(vectors, WARPS, stages, 1, int(gather))
 
 
 def choose_tiles(
-    config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, groups: int, slices: int, processors: int
+    config: GatherConfig,
+    layout: UnitLayout,
+    dtype: torch.dtype,
+    groups: int,
+    slices: int,
+    processors: int,
+    limit: int = MAX_SHARED_BYTES,
 ) -> Tiles | None:
     """Return the tiles that keep the busiest multiprocessor busy for the least time; None where none fit."""
     places, unit_bytes = processors * config.min_blocks, layout.loads * LOAD_WORDS * 4 * LANES
     best, least = None, float("inf")
     for parts in range(1, min(slices, MAX_PARTS) + 1):
         tiles = Tiles(max(1, -(-groups * parts // places)), parts)
-        while tiles.groups > 1 and not fits(config, layout, dtype, slices, tiles):
+        while tiles.groups > 1 and not fits(config, layout, dtype, slices, tiles, limit):
             tiles = Tiles(tiles.groups // 2, parts)
-        if not fits(config, layout, dtype, slices, tiles):
+        if not fits(config, layout, dtype, slices, tiles, limit):
             continue
         rounds = -(-(-(-groups // tiles.groups) * parts) // places)
         own_slices = -(-slices // parts)
@@ -143,10 +150,17 @@ def choose_tiles(
     return best
 
 
-def fits(config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, slices: int, tiles: Tiles) -> bool:
+def fits(
+    config: GatherConfig,
+    layout: UnitLayout,
+    dtype: torch.dtype,
+    slices: int,
+    tiles: Tiles,
+    limit: int = MAX_SHARED_BYTES,
+) -> bool:
     """Return whether a multiprocessor has the shared memory for `min_blocks` of these thread blocks."""
     used = shared_bytes(config, layout, dtype, slices, tiles) + RESERVED_SHARED_BYTES
-    return used * config.min_blocks <= MULTIPROCESSOR_SHARED_BYTES
+    return used * config.min_blocks <= limit + MULTIPROCESSOR_EXTRA_BYTES
 
 
 def shared_bytes(config: GatherConfig, layout: UnitLayout, dtype: torch.dtype, slices: int, tiles: Tiles) -> int:

@@ -20,6 +20,7 @@ from .tensor_core_common import (
     WARP_ROWS,
     TensorCoreConfig,
     padded_block_width,
+    read_shared_limit,
 )
 
 MAX_TAPS = 31  # positions of a convolution's kernel: one bit each
@@ -116,7 +117,8 @@ def choose_kernel(
     if hopper is not None:
         return hopper
     clusters = properties.major >= tensor_core.CLUSTER_MAJOR
-    config = choose_config(n, kept, block, groups, blocks, properties.multi_processor_count, clusters)
+    limit = read_shared_limit(device)
+    config = choose_config(n, kept, block, groups, blocks, properties.multi_processor_count, clusters, limit)
     return compile_config(config, dtype, kept, device, **macros)
 
 
@@ -133,7 +135,14 @@ def supports_convolution(dtype: torch.dtype, kept: int, block: int, geometry: Co
 
 
 def choose_config(
-    n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
+    n: int,
+    kept: int,
+    block: int,
+    groups: int,
+    blocks: int,
+    processors: int,
+    clusters: bool,
+    limit: int = MAX_SHARED_BYTES,
 ) -> MmaConfig:
     """Return the division of the work of tensor_core.cu for a convolution.
 
@@ -150,7 +159,7 @@ def choose_config(
         split_k = 1 << room.bit_length() - 1
         stage_steps, cluster = max(slice_k, MIN_STAGE_STEPS), split_k if clusters else 1
         config = MmaConfig(width, vector_tiles, WARPS, slice_k, split_k, row_tiles, stage_steps, 2, cluster)
-        if thread_blocks * split_k > most and config.shared_bytes(kept) <= MAX_SHARED_BYTES:
+        if thread_blocks * split_k > most and config.shared_bytes(kept) <= limit:
             best, most = config, thread_blocks * split_k
         if most >= BUSY_SHARE * processors:
             break

@@ -12,7 +12,7 @@ from ..gaps import CHUNK, LANES, PART_CHUNKS
 from ..packed_tensor import DTYPE_CODES
 from .arrival_counters import arrival_counters
 from .launcher import CompiledKernel, compile_kernel, prepare_bias
-from .tensor_core_common import MAX_SHARED_BYTES
+from .tensor_core_common import MAX_SHARED_BYTES, read_shared_limit
 
 MAX_VECTORS = 16  # with more, the tensor cores are faster even on the dense matrix
 MAX_LAUNCH_VECTORS = 8  # of one launch
@@ -60,7 +60,7 @@ def prepare_launch(
     dtype: torch.dtype, n: int, columns: int, parts: int, gap_bits: int, device: int
 ) -> tuple[GapConfig, int, CompiledKernel] | None:
     """Return the division of the work, the number of thread blocks and the kernel; None where it cannot be used."""
-    config = choose_config(dtype, n, columns, gap_bits)
+    config = choose_config(dtype, n, columns, gap_bits, read_shared_limit(device))
     if config is None:
         return None
     macros = {name.upper(): value for name, value in config._asdict().items()}
@@ -72,14 +72,16 @@ def prepare_launch(
     return None if kernel is None else (config, blocks, kernel)
 
 
-def choose_config(dtype: torch.dtype, n: int, columns: int, gap_bits: int) -> GapConfig | None:
+def choose_config(
+    dtype: torch.dtype, n: int, columns: int, gap_bits: int, limit: int = MAX_SHARED_BYTES
+) -> GapConfig | None:
     """Return the vectors of a launch and its warps; None where not even one vector fits into shared memory."""
     vectors = min(1 << (n - 1).bit_length(), MAX_LAUNCH_VECTORS if dtype.itemsize == 2 else MAX_LAUNCH_VECTORS // 2)
     while vectors:
         for blocks in (2, 1)[vectors > 4 :]:
             config = GapConfig(vectors, 16, blocks)
             used = input_bytes(dtype, vectors, columns, gap_bits) + static_shared_bytes(config)
-            if used * blocks <= MAX_SHARED_BYTES:
+            if used * blocks <= limit:
                 return config
         vectors //= 2
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..packed_tensor import DTYPE_CODES
 from ..unstructured import BAND_COLUMNS, SLICE_ROWS
 from .launcher import CompiledKernel, compile_kernel, prepare_bias
-from .tensor_core_common import MAX_SHARED_BYTES
+from .tensor_core_common import MAX_SHARED_BYTES, read_shared_limit
 
 MAX_VECTORS = 16  # with more, the tensor cores are faster even on the dense matrix
 MAX_LAUNCH_VECTORS = 8  # of one launch
@@ -57,7 +57,7 @@ def prepare_launch(
     dtype: torch.dtype, n: int, columns: int, slices: int, device: int
 ) -> tuple[GatherConfig, int, CompiledKernel] | None:
     """Return the division of the work, the number of thread blocks and the kernel; None where it cannot be used."""
-    vectors = choose_vectors(dtype, n, columns)
+    vectors = choose_vectors(dtype, n, columns, read_shared_limit(device))
     if vectors is None:
         return None
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -72,10 +72,10 @@ def prepare_launch(
     return None if kernel is None else (config, blocks, kernel)
 
 
-def choose_vectors(dtype: torch.dtype, n: int, columns: int) -> int | None:
+def choose_vectors(dtype: torch.dtype, n: int, columns: int, limit: int = MAX_SHARED_BYTES) -> int | None:
     """Return the power of two of vectors that one launch takes; None where not even one fits into shared memory."""
     wanted = min(1 << (n - 1).bit_length(), MAX_LAUNCH_VECTORS if dtype.itemsize == 2 else MAX_LAUNCH_VECTORS // 2)
-    room = (MAX_SHARED_BYTES - static_shared_bytes(wanted)) // (columns * dtype.itemsize)
+    room = (limit - static_shared_bytes(wanted)) // (columns * dtype.itemsize)
     return min(wanted, 1 << room.bit_length() - 1) if room else None
 
 

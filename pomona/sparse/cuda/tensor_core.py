@@ -22,6 +22,7 @@ from .tensor_core_common import (
     exchange_cycles,
     multiply_with,
     padded_block_width,
+    read_shared_limit,
 )
 
 MIN_MAJOR = 8  # the oldest compute capability that has the instructions
@@ -74,7 +75,7 @@ def prepare_launch(
 ) -> tuple[MmaConfig, CompiledKernel] | None:
     """Return the division of the work on this device, and the kernel; None where it cannot be used."""
     properties = torch.cuda.get_device_properties(device)
-    limit = getattr(properties, "shared_memory_per_block_optin", MAX_SHARED_BYTES)
+    limit = read_shared_limit(device)
     clusters = properties.major >= CLUSTER_MAJOR
     config = choose_config(n, kept, block, groups, blocks, properties.multi_processor_count, clusters, limit)
     if config is None or properties.major < MIN_MAJOR:
@@ -107,12 +108,21 @@ def choose_config(
     limit: int = MAX_SHARED_BYTES,
 ) -> MmaConfig | None:
     """Return the config with the fewest estimated cycles; None where registers or shared memory do not suffice."""
-    most = max_vector_tiles(kept)
-    if most < 1:
-        return None
-    slices = -(-n // (VECTOR_TILE * most))
-    vector_tiles, steps = -(-n // (VECTOR_TILE * slices)), -(-blocks // STEP_BLOCKS)
-    configs = [
+    for most in range(max_vector_tiles(kept), 0, -1):  # of tiles of vectors, fewer where shared memory is short
+        slices = -(-n // (VECTOR_TILE * most))
+        vector_tiles = -(-n // (VECTOR_TILE * slices))
+        configs = candidate_configs(vector_tiles, kept, block, blocks, clusters)
+        possible = [config for config in configs if config.shared_bytes(kept) <= limit]
+        if possible:
+            steps = -(-blocks // STEP_BLOCKS)
+            return min(possible, key=lambda config: estimate_cycles(config, config.grid(n, groups), steps, processors))
+    return None
+
+
+def candidate_configs(vector_tiles: int, kept: int, block: int, blocks: int, clusters: bool) -> list[MmaConfig]:
+    """Return candidates for the division of the work, for this many tiles of vectors of a thread block."""
+    steps = -(-blocks // STEP_BLOCKS)
+    return [
         MmaConfig(
             padded_block_width(block), vector_tiles, warps, slice_k, split_k, *staging,
             2 if clusters and split_k % 2 == 0 else 1,  # pairs: larger clusters leave multiprocessors without one
@@ -122,10 +132,6 @@ def choose_config(
         for split_k in range(1, min(MAX_SPLIT_K, steps) + 1)
         for staging in candidate_stagings(kept, slice_k, -(-steps // split_k))
     ]  # fmt: skip
-    possible = (config for config in configs if config.shared_bytes(kept) <= limit)
-    return min(
-        possible, key=lambda config: estimate_cycles(config, config.grid(n, groups), steps, processors), default=None
-    )
 
 
 def candidate_stagings(kept: int, slice_k: int, steps: int) -> list[tuple[int, int, int]]:

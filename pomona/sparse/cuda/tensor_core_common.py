@@ -16,10 +16,15 @@ WARP_ROWS = 64  # rows of a warp
 STEP_BLOCKS = 4  # blocks that a warp multiplies in one step, side by side
 VECTOR_TILE = 8  # vectors of a tile, as the tensor cores multiply them
 MAX_SPLIT_K = 16  # thread blocks that share the columns
-MAX_SHARED_BYTES = 227 << 10  # of a thread block, where a device does not report its limit
+MAX_SHARED_BYTES = 227 << 10  # of a thread block of a Hopper GPU
 # For estimates of the time: bytes a cycle that a multiprocessor reads from the cache, and cycles until a thread block
 # has started and until the last one has arrived, as measured on an H200.
 CACHE_BYTES_PER_CYCLE, START_CYCLES, ARRIVAL_CYCLES = 64, 2000, 2500
+
+
+def read_shared_limit(device: int) -> int:
+    """Return the bytes of shared memory that a thread block may have on a device: from 99 to 227 KiB."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MAX_SHARED_BYTES)
 
 
 class TensorCoreConfig:

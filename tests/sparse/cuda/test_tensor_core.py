@@ -13,7 +13,7 @@ from packing import balanced_weight, is_close
 from slow_cases import slow_after
 
 from pomona.sparse.cuda import tensor_core
-from pomona.sparse.cuda.tensor_core_common import MAX_SHARED_BYTES, STEP_BLOCKS
+from pomona.sparse.cuda.tensor_core_common import STEP_BLOCKS
 
 
 @needs_compiler
@@ -89,15 +89,17 @@ class TestConfig:
         blocks=st.integers(1, 2000),
         processors=st.integers(1, 200),
         clusters=st.booleans(),
+        shared_kib=st.sampled_from([99, 163, 227]),
     )
     def test_every_config_fits_the_device(
-        self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool
+        self, n: int, kept: int, block: int, groups: int, blocks: int, processors: int, clusters: bool, shared_kib: int
     ) -> None:
-        config = tensor_core.choose_config(n, kept, block, groups, blocks, processors, clusters)
+        limit = shared_kib << 10
+        config = tensor_core.choose_config(n, kept, block, groups, blocks, processors, clusters, limit)
         if config is None:
             assert kept > 12
             return
-        assert config.shared_bytes(kept) <= MAX_SHARED_BYTES
+        assert config.shared_bytes(kept) <= limit
         assert config.warps % config.slice_k == config.split_k % config.cluster == 0
         assert config.rows // 4 % config.cluster == 0
         assert clusters or config.cluster == 1
