@@ -15,6 +15,7 @@ from .outer_products import MAX_TERMS
 from .product_sums import UNITS, ProductShape
 
 WIDE_CAPABILITIES = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))  # of GPUs that are half as fast in float64, or better
+MARGIN = 1.2  # by which sums of products must cost less than gradients, as the count is a rough one
 MAX_ERROR = 2.0**-9  # of the clipping norm, for the rounding of factors
 
 
@@ -52,9 +53,8 @@ def are_products_cheaper(
     terms = shape.inputs + shape.outputs + positions**2
     if costs is None or not rows * positions or terms > MAX_TERMS or shape.error(UNITS) > MAX_ERROR * UNITS:
         return False
-    return count_products(costs, rows, shape, is_convolution) < count_gradients(
-        costs, rows, shape, dtype, is_convolution
-    )
+    gradients = count_gradients(costs, rows, shape, dtype, is_convolution)
+    return MARGIN * count_products(costs, rows, shape, is_convolution) < gradients
 
 
 def count_gradients(

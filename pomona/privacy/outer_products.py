@@ -31,6 +31,10 @@ class OuterProducts:
     outputs: Tensor  # b, (rows, positions, m): the gradients of the layer's outputs
     inputs: Tensor  # a, (rows, positions, n)
 
+    def __post_init__(self) -> None:
+        for name in ("outputs", "inputs"):  # whatever autograd knows of them would stay in memory
+            object.__setattr__(self, name, getattr(self, name).detach())
+
     def __len__(self) -> int:
         return len(self.outputs)
 

@@ -59,7 +59,9 @@ def make_products(
 def sum_of(parts: list[RowGradients], clip: float = 1.0, micro: int = 1000) -> Tensor:
     """Return the released sum of clipped gradients in units, before noise, from micro-batches."""
     sizes = [part.shape[1] for part in parts]
-    found = ClippedSum(GradientGrid(clip, sum(sizes)), torch.zeros(sum(sizes), dtype=torch.int64))
+    found = ClippedSum(
+        GradientGrid(clip, sum(sizes)), torch.zeros(sum(sizes), dtype=torch.int64, device=parts[0].device)
+    )
     for start in range(0, len(parts[0]), micro):
         found.add([copy_rows(part, slice(start, start + micro)) for part in parts])
     return found.finish_own()
@@ -79,7 +81,7 @@ def fine_sum(products: OuterProducts, scales: Tensor, units: int = UNITS) -> Ten
     """Return the sum of outer products times scales in steps of 2⁻²⁰ units."""
     own = ProductSum(ProductShape.of(products), units)
     own.add(products.in_float64(), scales)
-    total = torch.zeros(own.shape.size, dtype=torch.int64)
+    total = torch.zeros(own.shape.size, dtype=torch.int64, device=products.device)
     own.add_into(total, is_rounded=False)
     return total
 

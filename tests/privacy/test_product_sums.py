@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from product_checks import KINDS, LARGEST, copy_rows, fine_sum, make_products, norm_of, scales_of, sum_of
 
 from pomona.privacy.clipping import NORM_ERROR, UNITS, GradientGrid
-from pomona.privacy.outer_products import as_tensor
+from pomona.privacy.outer_products import OuterProducts, as_tensor
 from pomona.privacy.product_sums import EXACT, FINE, HEADROOM, ProductShape, round_factors, round_to_units
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(1, 30))
@@ -109,3 +109,18 @@ def test_denormal_and_tiny_factors_add_nothing_wrong():
         found = sum_of([products]).double() / UNITS
         torch.testing.assert_close(found, gradients.sum(0), rtol=0, atol=2 / UNITS)
         assert as_tensor(products).shape == (3, 8, 9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("positions", [1, 4])
+def test_sums_are_exact_on_each_device(device, positions):
+    products = make_products("similar", 700, (positions, 33, 65), (9.0, 3.0))
+    moved = OuterProducts(products.outputs.to(device), products.inputs.to(device))
+    scales = scales_of(moved)
+    factors = round_factors(moved.in_float64(), scales, UNITS)
+    expected = torch.einsum("km,kn->mn", *(part.long().cpu() for part in factors)).flatten()
+    assert torch.equal(fine_sum(moved, scales).cpu(), expected)
+    dense = torch.randn(700, 9, generator=torch.Generator().manual_seed(0))
+    found, here = sum_of([moved, dense.to(device)]).cpu(), sum_of([products, dense])
+    assert norm_of(found - here) <= 700 * NORM_ERROR * UNITS
+    assert norm_of(found) > 100 * UNITS
