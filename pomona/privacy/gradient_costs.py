@@ -1,8 +1,9 @@
 """Where sums of outer products cost less than the gradients of all examples, by a count of operations and of memory.
 
 The count depends on shapes, the dtype and the kind of device alone, so that a resumed run computes in the same way. Its
-unit is a multiplication and addition of a matrix product in float32. The constants are fitted to times that
-`benchmarks/measure/gradient_costs.py` measures, with one thread of a CPU and on an H200.
+unit is a multiplication and addition of a matrix product in float32. The constants of a CPU are fitted to times that
+`benchmarks/measure/gradient_costs.py` measures with one thread. Those of a GPU were not measured: they follow from the
+bytes that each pass moves and the rates that the vendor states for an H200, and lean towards gradients.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class Costs:
     coordinate: float  # of the sum of all rows, which is rounded and added to the total
     wide: float  # of a multiplication and addition in float64
     convolution: float  # of one in the weight gradients of examples of a convolution
+    narrow: float  # of one in 16 bits
     calls: float  # of launching what sums of products need in addition
 
 
-CPU = Costs(110, 20, 1 << 24, 300, 600, 100, 2, 4, 1e7)
-GPU = Costs(110, 110, 0, 300, 600, 100, 2, 4, 1e7)
+CPU = Costs(110, 20, 1 << 24, 300, 600, 100, 2, 4, 1, 1e7)
+GPU = Costs(110, 110, 0, 600, 1500, 500, 2, 1, 0.1, 6e9)
 
 
 def device_costs(device: torch.device) -> Costs | None:
@@ -63,6 +65,7 @@ def count_gradients(
     """Return the cost of the gradients of all rows."""
     is_cached = rows * shape.size * dtype.itemsize <= costs.cache
     operation = costs.convolution if is_convolution else 1.0
+    operation *= costs.narrow if dtype.itemsize <= 2 else 1.0
     return rows * shape.size * (shape.positions * operation + (costs.cached_entry if is_cached else costs.entry))
 
 

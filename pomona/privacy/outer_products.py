@@ -7,11 +7,13 @@ the layer's inputs a and the gradients b of its outputs. Its norm follows from a
 From here on a and b are float32, whatever their dtype was, and all else is computed in float64. A computed product
 a_t·a_s has an error of at most γ ‖a_t‖ ‖a_s‖, and together these change ‖G_i‖² by at most γ (Σ_t ‖a_t‖ ‖b_t‖)² with
 γ = 2⁻³⁰, if there are at most 2²² terms (n + m + T² for T positions of n inputs and m outputs). This is added to the
-norm of several positions, so that it is not too small.
+norm of several positions, so that it is not too small. A squared norm that float32 numbers do not hold is infinite here
+too, as it is for gradients of examples: the factor to clip such an example would be too small for a normal float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 GRAM_ERROR = 2.0**-30  # γ
+LARGEST_SQUARE = 2.0**128
 MAX_TERMS = 1 << 22  # of the sums in a squared norm
 
 
@@ -77,9 +80,10 @@ class OuterProducts:
         """Return the squared norm of each row, from tensors in float64, and its Σ_t ‖a_t‖ ‖b_t‖."""
         ours, theirs = self.norms
         spread = (ours * theirs).sum(1)
-        if self.outputs.shape[1] == 1:
-            return spread.square(), spread
-        return self.gram().add_(spread.square(), alpha=GRAM_ERROR), spread
+        found = spread.square()
+        if self.outputs.shape[1] > 1:
+            found = found.mul_(GRAM_ERROR).add_(self.gram())
+        return torch.where(found < LARGEST_SQUARE, found, found + math.inf), spread
 
     def gram(self) -> Tensor:
         """Return Σ_ts (a_t·a_s)(b_t·b_s) of each row, but not below 0."""

@@ -101,7 +101,7 @@ def round_factors(products: OuterProducts, scales: Tensor, units: int) -> tuple[
     is_lost = scales == 0
     if is_lost.any():
         for part in (ours, theirs):
-            part[is_lost.repeat_interleave(shape.positions)] = 0  # NaN · 0 is NaN
+            part.masked_fill_(is_lost.repeat_interleave(shape.positions)[:, None], 0)  # NaN · 0 is NaN
     return ours, theirs
 
 

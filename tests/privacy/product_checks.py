@@ -133,7 +133,7 @@ def check_norms() -> None:
     """The integers of one example, with those of its other parameters, have a norm of at most 2²¹ units."""
     for kind in KINDS:
         for shape in ((1, 30, 20), (1, 400, 3), (8, 12, 9), (2, 1, 1), (2, 60, 50), (20, 5, 40)):
-            for exponents in ((0.0, 0.0), (20.0, -3.0), (30.0, 30.0), (-40.0, 45.0)):
+            for exponents in ((0.0, 0.0), (20.0, -3.0), (30.0, 30.0), (-40.0, 45.0), (85.0, 85.3), (-120.0, 110.0)):
                 products = make_products(kind, 1, shape, exponents)
                 dense = torch.full((1, 50), 1e-3 if exponents[0] else 1.0)
                 for parts in ([products], [dense, products], [products, dense.clone(), products]):

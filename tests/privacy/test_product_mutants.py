@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from product_checks import (
 )
 
 from pomona.errors import PomonaError
-from pomona.privacy import clipping, product_sums
+from pomona.privacy import clipping, outer_products, product_sums
 from pomona.privacy.clipping import UNITS, GradientGrid
 from pomona.privacy.outer_products import OuterProducts
 from pomona.privacy.product_sums import ProductShape, ProductSum
@@ -85,6 +86,7 @@ MUTANTS = [
     (ProductShape, "rows_per_product", multiply_all_rows_at_once, check_exact_sums),
     (product_sums, "round_factors", forget_to_round, check_exact_sums),
     (OuterProducts, "squares", add_norms_of_positions, check_norms),
+    (outer_products, "LARGEST_SQUARE", lambda original: math.inf, check_norms),
     (clipping, "limit_scales", lambda original: lambda scales, *_: scales, check_norms),
     (GradientGrid, "norm_limit", lambda original: property(lambda self: UNITS), check_norms),
     (GradientGrid, "norm_limit", leave_room_for_half_units, check_rounded_sum),
