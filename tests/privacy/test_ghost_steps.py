@@ -174,6 +174,24 @@ def test_rows_that_mix_are_refused(amount):
         take(model, step)
 
 
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1e4, 1e-30, 1e16])
+@pytest.mark.parametrize("clip", [0.01, 100.0])
+def test_added_row_changes_the_sum_by_at_most_the_norm(factor, clip):
+    """At any place, with micro-batches that it moves other rows between."""
+    x, y = make_data()
+    x[7] *= factor
+    for place in (0, 3, 19):
+        rows = torch.cat([torch.arange(10, 29), torch.tensor([7])]).roll(place)
+        sums = []
+        for sample in (rows, rows[rows != 7]):
+            model, step = make(clip=clip, micro=6)
+            step.source.poisson = lambda *given, sample=sample: sample
+            before, drawn = flat_parameters(model), step.draw()
+            step(x[drawn], y[drawn], drawn)
+            sums.append((before - flat_parameters(model)) * 20 / clip)
+        assert float((sums[0] - sums[1]).norm()) <= 1 - 2**-10
+
+
 def test_rounding_errors_of_other_rows_are_allowed():
     model, step = make(amount=1e-13)
     assert bool(take(model, step).any())
