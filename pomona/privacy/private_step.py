@@ -351,12 +351,12 @@ class PrivateStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; raise PomonaError if it has another budget or another method."""
-        before = {"clipping": {}, "ghost": False} | state.get("options", {})
-        if "ghost" not in state.get("options", {}):  # a run that began before there was this option goes on without
-            self.gradients.set_products(False)
+        before = {"clipping": {}} | state.get("options", {})
         mine, theirs = self.budget.to_dict(), {key: state["budget"].get(key) for key in self.budget.to_dict()}
         own = mine | {"method": self.method} | self.options()
         require_same_settings(own, theirs | {"method": state["method"]} | before)
+        if "ghost" not in before:  # a run that began before there was this option goes on without
+            self.gradients.set_products(False)
         self.journal.resume(state.get("ledger"))
         self.source.load_state_dict(state["source"])
         self.norms.norms = list(state.get("norms", self.norms.norms))
