@@ -104,7 +104,10 @@ def make_step(
     batch, micro = rows
     model, x, y = build_model_and_batch(name, options, batch, device)
     budget = UncheckedBudget(8.0, 1e-5, batch, batch, 10**6, 0.0, SIGMA, 0.0, ((10**6, 8.0),))
-    step = step_class(model, torch.optim.SGD(model.parameters(), 0.1), budget, method="dpsgd", micro=micro)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = step_class(
+        model, optimizer, budget, method="dpsgd", micro=micro, ghost=False
+    )  # both have gradients of examples
 
     def work() -> None:
         drawn = step.draw()

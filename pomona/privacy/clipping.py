@@ -11,6 +11,11 @@ squares, which in any order has a relative error below 2⁻¹⁴, and in float64
 such that the bound is 2²¹ with all these errors included. Two margins are included as well: one unit for squares that
 underflow, and 2⁻¹⁰ of the norm for the gradients of *other* rows when a row is added.
 
+Gradients that are outer products are not rounded one by one. Their sum is one of integers in steps of 2⁻²⁰ units,
+and is rounded to units at its end, which may move each of these coordinates by a whole unit and not by a half. This
+and the rounding of the factors (`product_sums`) are included: with d₁ coordinates that are rounded for each example
+and d₂ that are rounded in the sum, the rounding adds √(d₁ / 4 + d₂) and the errors of the factors.
+
 The assumption about other rows: in a micro-batch of a fixed shape, with deterministic kernels and without TF32
 (`fixed_shapes`), the computed gradient of a row depends on the row and the weights, and on its place in the batch and
 on the other rows so little that adding a row to a sample changes the sum of the other rows' integers by a norm of at
@@ -20,8 +25,10 @@ most 2⁻¹⁰ · 2²¹ units. It was measured as 0 on CPUs and on an H200. A mo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby, islice
 from types import ModuleType
 
 import torch
@@ -29,9 +36,9 @@ from torch import Tensor
 
 from ..errors import require
 from ..native import private as native
-from .per_example_gradients import Gradients
+from .outer_products import Gradients, OuterProducts, RowGradients
+from .product_sums import UNITS, ProductShape, ProductSum
 
-UNITS = 1 << 21  # of the grid in the clipping norm
 NORM_BLOCK = 1024  # squares that are summed in float32
 NORM_ERROR = 2.0**-13  # relative: of the norm, of the factor and of their products, together
 OTHER_ROWS = 2.0**-10  # of the clipping norm: what the other rows' gradients may change by when a row is added
@@ -40,6 +47,7 @@ MIN_CLIP, MAX_CLIP = 2.0**-20, 2.0**20  # so that no square of a number that mat
 SMOOTHING_VARIANCE = 9  # added to the noise; see `accounting`
 MAGIC = 1.5 * 2**23  # added to |x| < 2²² it gives the float32 whose last bits are round(x)
 MAGIC_BITS = 0x4B400000
+HEADROOM_USE = 1 - 2.0**-20  # of the headroom, so that a rounded factor stays within it
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of which the Triton kernels read gradients
 
 
@@ -50,6 +58,7 @@ class GradientGrid:
     clip: float  # C
     size: int  # d
     units: int = UNITS  # the norm of an example in these coordinates; less than 2²¹ in a layer that has a part of C
+    products: tuple[ProductShape, ...] = ()  # of the parameters whose gradients are outer products
 
     def __post_init__(self) -> None:
         require(
@@ -61,34 +70,54 @@ class GradientGrid:
     @property
     def norm_limit(self) -> float:
         """Return the largest s ‖g‖ of an example, in units, for which ‖q‖ and all margins are at most `units`."""
-        return (self.units * (1 - OTHER_ROWS) - math.sqrt(self.size) / 2 - 1) / (1 + NORM_ERROR)
+        rounded = math.sqrt(self.size + 3 * sum(shape.size for shape in self.products)) / 2
+        factors = math.hypot(*(shape.error(self.units) for shape in self.products))
+        return (self.units * (1 - OTHER_ROWS) - rounded - factors - 1) / (1 + NORM_ERROR)
+
+    def with_products(self, shapes: Sequence[ProductShape | None]) -> GradientGrid:
+        """Return the grid for parameters of which some have outer products, by the shape of each or None."""
+        return replace(self, products=tuple(shape for shape in shapes if shape is not None))
+
+    def units_of_parameters(self, count: int) -> list[int]:
+        """Return the norm of an example in the layer of each parameter, in units."""
+        return [self.units] * count
 
     def noise_variance(self, sigma: float) -> int:
         """Return the variance of the noise in units², for a noise multiplier σ."""
         return math.ceil((sigma * UNITS) ** 2) + SMOOTHING_VARIANCE
 
-    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> Tensor:
+    def add_clipped(self, gradients: Sequence[RowGradients], total: Tensor, sums: Sequence[ProductSum] = ()) -> Tensor:
         """Add the clipped gradients of all rows, from parts of shape (rows, n), to the int64 `total` in units.
 
-        An example whose norm is not finite counts as zero. The parts may be overwritten. Returns the squared norms.
+        Parts that are outer products are added to `sums` in place of it. An example whose norm is not finite counts as
+        zero. The parts may be overwritten. Returns the squared norms.
         """
-        kernels = triton_kernels() if gradients[0].is_cuda and gradients[0].dtype in KERNEL_DTYPES else None
-        squares = []
-        for parts in zip(*(part.split(MAX_ROWS) for part in gradients), strict=True):
-            if kernels is not None:
-                rows = [part.contiguous() for part in parts]
-                squares.append(kernels.sum_squares(rows))
-                kernels.add_rounded_rows(rows, self.scale_rows(squares[-1]), total)
-                continue
-            floats = [part.float().contiguous() for part in parts]
-            squares.append(sum_squares(floats))
-            scales = self.scale_rows(squares[-1])
-            is_lost = scales == 0
-            if is_lost.any():
-                for part in floats:
-                    part[is_lost] = 0  # NaN · 0 is NaN
-            add_rounded_rows(floats, scales, total)
-        return torch.cat(squares)
+        chunks = zip(*(part.split(MAX_ROWS) for part in gradients), strict=True)
+        return torch.cat([self.add_clipped_rows(parts, total, sums) for parts in chunks])
+
+    def add_clipped_rows(
+        self, gradients: Sequence[RowGradients], total: Tensor, sums: Sequence[ProductSum] = ()
+    ) -> Tensor:
+        """Do the same for `MAX_ROWS` rows or fewer."""
+        dense = [part for part in gradients if isinstance(part, Tensor)]
+        products = [part.in_float64() for part in gradients if isinstance(part, OuterProducts)]
+        kernels = triton_kernels() if dense and dense[0].is_cuda and dense[0].dtype in KERNEL_DTYPES else None
+        rows = [(part if kernels else part.float()).contiguous() for part in dense]
+        norms = [product.squares() for product in products]
+        squares = [(kernels.sum_squares if kernels else sum_squares)(rows)] if rows else []
+        squared = torch.stack([*squares, *(square for square, _ in norms)]).sum(0)
+        scales = self.scale_rows(squared)
+        for shape, (_, spread) in zip(self.products, norms, strict=True):
+            scales = limit_scales(scales, shape.headroom * self.units, spread)
+        for product, own in zip(products, sums, strict=True):
+            own.add(product, scales)
+        is_lost = scales == 0
+        if kernels is None and is_lost.any():
+            for part in rows:
+                part[is_lost] = 0  # NaN · 0 is NaN
+        for run, place in split_runs(gradients, rows, total):
+            (kernels.add_rounded_rows if kernels else add_rounded_rows)(run, scales, place)
+        return squared
 
     def scale_rows(self, squares: Tensor) -> Tensor:
         """Return s of each row from its squared norm: min(2²¹ / C, limit / ‖g‖), and 0 where that is not finite."""
@@ -98,6 +127,24 @@ class GradientGrid:
     def to_gradient(self, total: Tensor, divisor: float) -> Tensor:
         """Return a sum of units as a float64 gradient, divided by the batch size."""
         return total.double().mul_(self.clip / UNITS / divisor)
+
+
+def limit_scales(scales: Tensor, limit: int, spread: Tensor) -> Tensor:
+    """Return s of each row with s Σ ‖a_t‖ ‖b_t‖ below a limit, which it always is for a single position."""
+    largest = HEADROOM_USE * limit / spread
+    return torch.where(largest < scales, largest.float(), scales)
+
+
+def split_runs(
+    gradients: Sequence[RowGradients], rows: list[Tensor], total: Tensor
+) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Yield the tensors among gradients that follow each other, in the form of `rows`, and their place in `total`."""
+    start, rest = 0, iter(rows)
+    for is_dense, run in groupby(gradients, lambda part: isinstance(part, Tensor)):
+        sizes = [part.shape[1] for part in run]
+        if is_dense:
+            yield list(islice(rest, len(sizes))), total[start : start + sum(sizes)]
+        start += sum(sizes)
 
 
 def sum_squares(parts: list[Tensor]) -> Tensor:

@@ -17,8 +17,8 @@ if 1/σ² = 1/σ′² + L/z². So the budget is solved for σ, and σ′, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from ..errors import PomonaError, require
 from ..registry import validate_type
 from .budget import Budget
 from .clipping import MAX_CLIP, MIN_CLIP, OTHER_ROWS, UNITS, GradientGrid
+from .outer_products import RowGradients
+from .product_sums import ProductShape, ProductSum
 from .ramp import CONSTANT, Ramp, RampLike
 from .random_source import Source
 
@@ -122,12 +124,24 @@ class LayerGrids:
         """Return C, the joint norm."""
         return self.grids[0].clip
 
-    def add_clipped(self, gradients: list[Tensor], total: Tensor) -> None:
+    def with_products(self, shapes: Sequence[ProductShape | None]) -> LayerGrids:
+        """Return the grids for parameters of which some have outer products, by the shape of each or None."""
+        rest = iter(shapes)
+        own = [[next(rest) for _ in range(count)] for count in self.parameters]
+        return replace(self, grids=tuple(grid.with_products(each) for grid, each in zip(self.grids, own, strict=True)))
+
+    def units_of_parameters(self, count: int) -> list[int]:
+        """Return the norm of an example in the layer of each parameter, in units."""
+        return [grid.units for grid, own in zip(self.grids, self.parameters, strict=True) for _ in range(own)]
+
+    def add_clipped(self, gradients: Sequence[RowGradients], total: Tensor, sums: Sequence[ProductSum] = ()) -> None:
         """Add the clipped gradients of all rows and the counts behind them, as `GradientGrid.add_clipped` does."""
         start = place = 0
+        rest = iter(sums)
         size = sum(grid.size for grid in self.grids)
         for k, (grid, count) in enumerate(zip(self.grids, self.parameters, strict=True)):
-            squares = grid.add_clipped(gradients[start : start + count], total[place : place + grid.size])
+            own = [next(rest) for _ in grid.products]
+            squares = grid.add_clipped(gradients[start : start + count], total[place : place + grid.size], own)
             start, place = start + count, place + grid.size
             if self.has_counts:
                 total[size + k] += count_whole(squares, grid.clip * grid.units / UNITS)

@@ -21,7 +21,8 @@ from ..errors import PomonaError, require
 from .batchable_ops import BatchableOps
 from .example_batches import Batch, call_model, map_tensors, model_arguments, pad_rows
 from .model_state import copy_model
-from .recorded_gradients import Gradients, Loss, compute_recorded_gradients
+from .outer_products import Gradients, MixedGradients
+from .recorded_gradients import Loss, compute_recorded_gradients, compute_recorded_products
 
 RELATIVE_ERROR = 1e-2  # of recorded gradients; those that are wrong differ by far more
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)  # of models that cannot be batched
@@ -106,17 +107,20 @@ def choose_gradients(
     targets: Batch,
     views: int,
     dtype: torch.dtype | None = None,
-) -> Callable[..., tuple[Gradients, Tensor]]:
+    *,
+    products: bool = False,
+) -> Callable[..., tuple[MixedGradients, Tensor]]:
     """Return the function that computes the gradients of a model: the first that the model allows of three.
 
-    They are recorded layer by layer, or batched over examples by `vmap`, or computed one example at a time. With a
-    `dtype` they are recorded. They are tried on the first row, and draw none of the random numbers of a step.
+    They are recorded layer by layer, with `products` as outer products where these cost less, or batched over examples
+    by `vmap`, or computed one example at a time. With a `dtype` they are recorded. They are tried on the first row, and
+    draw none of the random numbers of a step.
     """
     inputs, targets = map_tensors(operator.itemgetter(slice(1)), (inputs, targets))
     arguments = model, loss, parameters, inputs, targets, views
     obstacle = recording_obstacle(*arguments)
     if obstacle is None:
-        return partial(compute_recorded_gradients, dtype=dtype)
+        return partial(compute_recorded_products if products else compute_recorded_gradients, dtype=dtype)
     require(
         dtype is None,
         f'{type(model).__name__} cannot be trained with precision="bfloat16" ({obstacle}): leave the precision out.',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -59,3 +61,13 @@ def validate_options(
         + ("needs one: give it a share above 0." if method == "gip" else "makes none that cost: set share to 0."),
     )
     require((public is None) == (method != "public"), "public data goes with method='public', and only with it.")
+
+
+def require_same_settings(mine: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Raise PomonaError unless a run has the settings with which it began."""
+    other = [f"{key}: {mine.get(key)}, not {value}" for key, value in before.items() if mine.get(key) != value]
+    require(
+        not other,
+        f"these steps began with another budget ({'; '.join(other[:3])}): what is spent cannot be moved to a new "
+        "one, so continue with the old one or begin a new run.",
+    )

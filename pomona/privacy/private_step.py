@@ -28,6 +28,7 @@ from ..errors import PomonaError, require
 from ..registry import spec_to_dict
 from ..schedules import SCHEDULES, Linear, Schedule
 from .budget import RAMPS, Budget
+from .clipped_sum import ClippedSum, allows_products
 from .clipping_norms import Clipping, ClippingNorms
 from .datalens import keep_largest_signs
 from .example_batches import Batch, are_equal, as_batch, count_rows, map_tensors
@@ -39,8 +40,9 @@ from .ledger import Ledger
 from .model_state import unchanged_state
 from .model_validation import is_test_due, refuse_mixed_examples, validate
 from .optimizer_guard import OptimizerGuard, refuse_other_optimizers, refuse_other_parameters, trained_parameters
+from .outer_products import RowGradients, as_tensor
 from .per_example_gradients import Loss
-from .private_options import DENSE_METHODS, METHODS, PRECISIONS, validate_options
+from .private_options import DENSE_METHODS, METHODS, PRECISIONS, require_same_settings, validate_options
 from .processes import Processes
 from .random_source import Source
 from .step_journal import StepJournal
@@ -75,6 +77,7 @@ class PrivateStep:
         micro: int = 256,
         views: int = 1,
         precision: str = "float32",
+        ghost: bool = True,
         public: tuple[Tensor, Tensor] | None = None,
         source: Source | None = None,
         data: tuple[Batch, Batch] | None = None,
@@ -99,6 +102,8 @@ class PrivateStep:
             views: augmented copies of a row. Inputs are then (rows, views, …), and the gradient of an example is the
                 mean over its views.
             precision: "bfloat16" computes the gradients of examples in 16 bits; "float32" in the model's own dtype.
+            ghost: with method "dpsgd", take norms and sums from the inputs of layers and the gradients of their outputs
+                where that costs less than gradients of examples (ghost clipping). The sum is as exact.
             public: inputs and targets of public data, for method "public".
             source: the random source; by default its key is the operating system's.
             data: inputs and targets of all rows. A step then takes its rows itself, or refuses others.
@@ -126,9 +131,10 @@ class PrivateStep:
         self.processes = Processes(model)
         self.source.key = self.processes.share_key(self.source.key)
         self.guard = OptimizerGuard.of(optimizer)
+        has_products = ghost and method == "dpsgd" and allows_products(budget.rows)  # others change gradients first
         micro_rows = micro_batch_rows(budget.rows, budget.rate / self.processes.count, micro)
         self.gradients = ExampleGradients(
-            model, loss, self.parameters, micro_rows, views, PRECISIONS[precision], self.add_clipped
+            model, loss, self.parameters, micro_rows, views, PRECISIONS[precision], self.add_clipped, has_products
         )
         self.indices = IndexDraws(method, budget, self.keep, self.schedule, group, grouping, tuple(self.sizes))
         self.data = None if data is None else (as_batch(data[0]), as_batch(data[1]))
@@ -272,27 +278,30 @@ class PrivateStep:
         sample = SampleGradients(self.gradients, inputs, targets)
         mask = self.choose_mask(sample, mechanism)
         parts = None if mask is None else mask.split(self.sizes)
-        total, losses = self.add_clipped([]), [self.zeros(0)]
+        found, losses = self.begin_sum(), [self.zeros(0)]
         for flat, loss in sample:
             if parts is not None:
-                flat = [gradient.mul_(part) for gradient, part in zip(flat, parts, strict=True)]
+                flat = [as_tensor(gradient).mul_(part) for gradient, part in zip(flat, parts, strict=True)]
             if self.method == "datalens":
-                flat = keep_largest_signs(flat, self.keep, self.grid.clip)
-            self.grid.add_clipped(flat, total)
+                flat = [*keep_largest_signs(list(map(as_tensor, flat)), self.keep, self.grid.clip)]
+            found.add(flat)
             losses.append(loss)
-        self.processes.add(total)
+        total = found.finish(self.processes, has_products=self.gradients.products)
         noise = self.norms.draw_noise(self.source, self.grid, self.size, self.budget.sigma_at(step))
         if mask is not None:
             noise[: self.size] *= mask
         total += noise
         return total, torch.cat(losses)
 
-    def add_clipped(self, gradients: list[Tensor]) -> Tensor:
-        """Return the sum of clipped gradients of rows, (rows, n), in grid units, and the counts behind it."""
-        total = self.zeros(self.size + self.norms.counts, dtype=torch.int64)
-        if gradients:
-            self.grid.add_clipped(gradients, total)
-        return total
+    def begin_sum(self) -> ClippedSum:
+        """Return a sum of clipped gradients, which is zero."""
+        return ClippedSum(self.grid, self.zeros(self.size + self.norms.counts, dtype=torch.int64))
+
+    def add_clipped(self, gradients: list[RowGradients]) -> Tensor:
+        """Return the sum of clipped gradients of rows of this process, in grid units, and the counts behind it."""
+        found = self.begin_sum()
+        found.add(gradients)
+        return found.finish_own()
 
     def choose_mask(self, sample: SampleGradients, mechanism: IndexMechanism) -> Tensor | None:
         """Return the flat mask of kept coordinates, or None to keep all."""
@@ -335,22 +344,19 @@ class PrivateStep:
             "grouping": self.grouping,
             "views": self.views,
             "precision": self.precision,
+            "ghost": self.gradients.products,
             "schedule": spec_to_dict(self.schedule),
             "clipping": self.clipping.to_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; raise PomonaError if it has another budget or another method."""
-        mine, theirs = self.budget.to_dict(), state["budget"]
-        other = [f"{key}: {mine[key]}, not {theirs.get(key)}" for key in mine if mine[key] != theirs.get(key)]
-        other += [f"method: {self.method}, not {state['method']}"] * (self.method != state["method"])
-        own, before = self.options(), {"clipping": {}} | state.get("options", {})
-        other += [f"{key}: {own[key]}, not {before[key]}" for key in before if own.get(key) != before[key]]
-        require(
-            not other,
-            f"these steps began with another budget ({'; '.join(other[:3])}): what is spent cannot be moved to a new "
-            "one, so continue with the old one or begin a new run.",
-        )
+        before = {"clipping": {}} | state.get("options", {})
+        mine, theirs = self.budget.to_dict(), {key: state["budget"].get(key) for key in self.budget.to_dict()}
+        own = mine | {"method": self.method} | self.options()
+        require_same_settings(own, theirs | {"method": state["method"]} | before)
+        if "ghost" not in before:  # a run that began before there was this option goes on without
+            self.gradients.set_products(False)
         self.journal.resume(state.get("ledger"))
         self.source.load_state_dict(state["source"])
         self.norms.norms = list(state.get("norms", self.norms.norms))

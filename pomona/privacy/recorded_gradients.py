@@ -20,77 +20,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..models.weight_standardization import Standardize
 from . import layer_gradients as layers
+from .batchable_ops import extract_patches
 from .example_batches import Batch, call_model, count_rows, map_tensors
-
-STANDARDIZATION = Standardize._backward_cls.__name__  # the name of its node in autograd's graph
+from .gradient_recorder import Recorder, UnrecordedUse
+from .outer_products import Gradients, MixedGradients, OuterProducts, as_tensor
+from .product_sums import ProductShape
 
 Loss = Callable[[Any, Any], Tensor]
-Gradients = dict[str, Tensor]
-
-
-class UnrecordedUse(NotImplementedError):
-    """A parameter or a batch is used in a way that is not recorded."""
-
-
-class Recorder:
-    """The gradients of each example that a backward pass finds, by the weight that they belong to."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], rows: int, dtype: torch.dtype | None) -> None:
-        self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.parameters, self.rows, self.dtype = parameters, rows, dtype
-        first = next(iter(parameters.values()))
-        self.anchor = torch.zeros((), device=first.device, requires_grad=True)  # makes outputs require a gradient
-        self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the weight, which is kept alive
-
-    def is_recorded(self, weight: Tensor | None) -> bool:
-        """Return whether a weight is a parameter that is trained, or computed with autograd."""
-        return weight is not None and (id(weight) in self.names or (weight.requires_grad and not weight.is_leaf))
-
-    def add(self, weight: Tensor | None, gradient: Callable[[], Tensor]) -> None:
-        """Add a gradient of each example, of shape (rows, *weight.shape), to those of a weight that is recorded."""
-        if weight is None or not self.is_recorded(weight):
-            return
-        value, before = gradient(), self.found.get(id(weight))
-        self.found[id(weight)] = (weight, value if before is None else before[1] + value)
-
-    def split_rows(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as (rows, parts of a row, …)."""
-        if not tensor.dim() or len(tensor) % self.rows:
-            raise UnrecordedUse(f"a layer gets {tuple(tensor.shape)[:1]} rows for {self.rows} examples")
-        return tensor.unflatten(0, (self.rows, -1))
-
-    @torch.no_grad()
-    def gradients(self) -> Gradients:
-        """Return the gradients of each example by parameter name, zeros for parameters that were not used."""
-        total: Gradients = {}
-        for weight, gradient in self.found.values():
-            for name, part in self.pull_back(weight, gradient).items():
-                total[name] = part if name not in total else total[name] + part
-        for name, parameter in self.parameters.items():
-            if name not in total:
-                total[name] = parameter.new_zeros(self.rows, *parameter.shape)
-        return {name: total[name] for name in self.parameters}
-
-    def pull_back(self, weight: Tensor, gradient: Tensor) -> Gradients:
-        """Return the gradients of the parameters that a weight is computed from, or those of the weight itself."""
-        if id(weight) in self.names:
-            return {self.names[id(weight)]: gradient}
-        function: Any = weight.grad_fn
-        if function.name() == STANDARDIZATION:
-            name = self.names.get(id(getattr(function.next_functions[0][0], "variable", None)))
-            if name is not None:
-                return {name: layers.pull_back_standardization(gradient, *function.saved_tensors)}
-        parts = torch.autograd.grad(
-            weight,
-            list(self.parameters.values()),
-            gradient.to(weight.dtype),
-            is_grads_batched=True,
-            allow_unused=True,
-            retain_graph=True,
-        )
-        return {name: part for name, part in zip(self.parameters, parts, strict=True) if part is not None}
 
 
 class RecordedLayers(TorchFunctionMode):
@@ -218,7 +155,12 @@ class RecordedConv2d(torch.autograd.Function):
         for_inputs = None
         if ctx.needs_input_grad[0]:
             for_inputs = layers.conv2d_input_gradient(inputs, values, gradient, geometry)
-        recorder.add(weight, lambda: layers.conv2d_weight_gradient(inputs, gradient, geometry, recorder.rows))
+        positions = each.shape[1] * each[0, 0, 0].numel()
+        shape = ProductShape(positions, gradient.shape[1], inputs.shape[1] * geometry.kernel[0] * geometry.kernel[1])
+        if geometry.groups == 1 and recorder.prefers_products(weight, shape, gradient, is_conv=True):
+            recorder.add(weight, lambda: unfold(inputs, gradient, geometry, recorder.rows))
+        else:
+            recorder.add(weight, lambda: layers.conv2d_weight_gradient(inputs, gradient, geometry, recorder.rows))
         recorder.add(bias, lambda: each.sum((1, 3, 4)))
         return for_inputs, None, None, None, None
 
@@ -237,7 +179,10 @@ class RecordedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, values), ((weight, bias), recorder) = ctx.saved_tensors, ctx.rest
         ours, theirs = (recorder.split_rows(part).flatten(1, -2) for part in (gradient, inputs))
-        recorder.add(weight, lambda: ours.mT @ theirs)
+        if recorder.prefers_products(weight, ProductShape.of(OuterProducts(ours, theirs)), ours):
+            recorder.add(weight, lambda: OuterProducts(ours, theirs))
+        else:
+            recorder.add(weight, lambda: ours.mT @ theirs)
         recorder.add(bias, lambda: ours.sum(1))
         return (gradient @ values if ctx.needs_input_grad[0] else None), None, None, None
 
@@ -306,6 +251,15 @@ class RecordedEmbedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def unfold(inputs: Tensor, gradient: Tensor, geometry: layers.Geometry, rows: int) -> OuterProducts:
+    """Return the gradients of a convolution's weight as outer products of output gradients and input patches."""
+    size = geometry.kernel, gradient.shape[2:]
+    patches = extract_patches(inputs, *size, geometry.stride, geometry.padding, geometry.dilation)
+    ours = gradient.flatten(2).mT.unflatten(0, (rows, -1)).flatten(1, 2)
+    theirs = patches.flatten(3).flatten(1, 2).mT.unflatten(0, (rows, -1)).flatten(1, 2)
+    return OuterProducts(ours, theirs)
+
+
 def convert(weights: Weights, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return weights in a dtype, without autograd."""
     return tuple(None if part is None else part.detach().to(dtype) for part in weights)
@@ -333,8 +287,30 @@ def compute_recorded_gradients(
     With a `dtype` the layers compute in it, and their weight gradients have it. Raises `UnrecordedUse`, or another
     error of the model, where that is not possible.
     """
-    rows = count_rows(targets)
-    recorder = Recorder(parameters, rows, dtype)
+    recorder = Recorder(parameters, count_rows(targets), dtype)
+    found, losses = record(recorder, model, loss, inputs, targets, views)
+    return {name: as_tensor(part) for name, part in found.items()}, losses
+
+
+def compute_recorded_products(
+    model: nn.Module,
+    loss: Loss,
+    parameters: Mapping[str, Tensor],
+    inputs: Batch,
+    targets: Batch,
+    views: int = 1,
+    dtype: torch.dtype | None = None,
+) -> tuple[MixedGradients, Tensor]:
+    """Return the same with outer products in place of gradients, where these cost less."""
+    recorder = Recorder(parameters, count_rows(targets), dtype, products=True)
+    return record(recorder, model, loss, inputs, targets, views)
+
+
+def record(
+    recorder: Recorder, model: nn.Module, loss: Loss, inputs: Batch, targets: Batch, views: int
+) -> tuple[MixedGradients, Tensor]:
+    """Return the gradients that a recorder finds in a forward and a backward pass, and the losses."""
+    parameters, dtype = recorder.parameters, recorder.dtype
     with RecordedLayers(recorder):
         outputs = call_model(model, map_tensors(lambda part: part.flatten(0, 1), inputs) if views > 1 else inputs)
 

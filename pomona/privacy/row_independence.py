@@ -16,15 +16,15 @@ from torch.utils import _pytree as pytree
 from ..errors import require
 from .clipping import OTHER_ROWS, UNITS
 from .example_batches import Batch, count_rows, map_tensors
-from .recorded_gradients import Gradients
+from .outer_products import MixedGradients, OuterProducts, RowGradients
 
 LARGE = 1e4  # the factor of some of the rows that replace others
 
-AddClipped = Callable[[list[Tensor]], Tensor]  # the integer sum of the clipped gradients of rows, from (rows, n) parts
+AddClipped = Callable[[list[RowGradients]], Tensor]  # the integer sum of clipped gradients, from (rows, n) parts
 
 
 def require_independent_rows(
-    compute: Callable[[Batch, Batch], Gradients],
+    compute: Callable[[Batch, Batch], MixedGradients],
     inputs: Batch,
     targets: Batch,
     add_clipped: AddClipped | None = None,
@@ -47,7 +47,7 @@ def require_independent_rows(
 
 
 def find_dependent_parameter(
-    compute: Callable[[Batch, Batch], Gradients],
+    compute: Callable[[Batch, Batch], MixedGradients],
     inputs: Batch,
     targets: Batch,
     add_clipped: AddClipped | None = None,
@@ -71,7 +71,7 @@ def find_dependent_parameter(
         origin = torch.arange(kept) if moves else places
         mix = partial(mix_rows, origin=origin, places=places, replaced=replaced)
         before, after = take_rows(gradients, origin), take_rows(compute(*pytree.tree_map(mix, first, other)), places)
-        different = [name for name, part in before.items() if not torch.equal(part, after[name])]
+        different = [name for name, part in before.items() if not is_equal(part, after[name])]
         if different and (add_clipped is None or not is_within_margin(before, after, add_clipped)):
             return different[0]
     return None
@@ -87,12 +87,23 @@ def mix_rows(one: Tensor, two: Tensor, origin: Tensor, places: Tensor, replaced:
     return mixed
 
 
-def take_rows(gradients: Gradients, places: Tensor) -> Gradients:
-    """Return the gradients of the rows at some places, each of shape (rows, n)."""
-    return {name: part[places.to(part.device)][:, None].flatten(1) for name, part in gradients.items()}
+def take_rows(gradients: MixedGradients, places: Tensor) -> MixedGradients:
+    """Return the gradients of the rows at some places, each of shape (rows, n) or as outer products."""
+    found = {name: part[places.to(part.device)] for name, part in gradients.items()}
+    return {name: part if isinstance(part, OuterProducts) else part[:, None].flatten(1) for name, part in found.items()}
 
 
-def is_within_margin(before: Gradients, after: Gradients, add_clipped: AddClipped) -> bool:
+def is_equal(one: RowGradients, other: RowGradients) -> bool:
+    """Return whether two gradients are equal bit for bit, outer products in their factors."""
+    return all(torch.equal(*pair) for pair in zip(factors(one), factors(other), strict=True))
+
+
+def factors(part: RowGradients) -> tuple[Tensor, ...]:
+    """Return the tensors that gradients are stored in."""
+    return (part.outputs, part.inputs) if isinstance(part, OuterProducts) else (part,)
+
+
+def is_within_margin(before: MixedGradients, after: MixedGradients, add_clipped: AddClipped) -> bool:
     """Return whether gradients of the same rows, (rows, n), differ by no more than the privacy of their sum allows.
 
     The integers of their sum, and each of the counts behind them, may differ by 2⁻¹⁰ of the clipping norm. So that
@@ -102,18 +113,28 @@ def is_within_margin(before: Gradients, after: Gradients, add_clipped: AddClippe
     squares = moves = torch.zeros(())
     sums, size = 0.0, 0
     for name, part in before.items():
-        one, other = part.double(), after[name].double()
-        if not torch.equal(one.isfinite(), other.isfinite()):
+        finite = [[factor.isfinite() for factor in factors(each)] for each in (part, after[name])]
+        if not all(map(torch.equal, *finite)):
             return False
-        change = (one - other).nan_to_num_(0, 0, 0)
-        squares = squares.to(one) + one.nan_to_num(0, 0, 0).square().sum(1)
-        moves = moves.to(one) + change.square().sum(1)
-        sums, size = sums + float(change.sum(0).square().sum()), size + part.shape[1]
+        square, move, moved = measure_change(part, after[name])
+        squares, moves = squares.to(square) + square, moves.to(move) + move
+        sums, size = sums + moved, size + part.shape[1]
     limit = OTHER_ROWS**2 * float(squares.max())
     if sums > limit or float(moves.max()) > limit:
         return False
-    moved = (add_clipped(list(before.values())) - add_clipped(list(after.values()))).double() / UNITS
-    return float(moved[:size].norm()) <= OTHER_ROWS and bool((moved[size:].abs() <= OTHER_ROWS).all())
+    sum_moved = (add_clipped(list(before.values())) - add_clipped(list(after.values()))).double() / UNITS
+    return float(sum_moved[:size].norm()) <= OTHER_ROWS and bool((sum_moved[size:].abs() <= OTHER_ROWS).all())
+
+
+def measure_change(one: RowGradients, other: RowGradients) -> tuple[Tensor, Tensor, float]:
+    """Return the squared norm of each row of `one`, of its change to `other`, and of the sum of all changes."""
+    ours, theirs = ([part.double().nan_to_num(0, 0, 0) for part in factors(each)] for each in (one, other))
+    if isinstance(one, OuterProducts):
+        before = OuterProducts(*ours)
+        products = before.minus(OuterProducts(*theirs))
+        return before.gram(), products.gram(), float(products.sum().square().sum())
+    change = ours[0] - theirs[0]
+    return ours[0].square().sum(1), change.square().sum(1), float(change.sum(0).square().sum())
 
 
 def random_like(part: Tensor, generator: torch.Generator) -> Tensor:

@@ -39,7 +39,7 @@ def test_missing_noise_is_detected():
 
 
 def test_missing_clipping_is_detected(monkeypatch):
-    monkeypatch.setattr(GradientGrid, "add_clipped", lambda self, parts, total: total.add_(unclipped_sum(parts)))
+    monkeypatch.setattr(GradientGrid, "add_clipped", lambda self, parts, total, sums: total.add_(unclipped_sum(parts)))
     assert audit(BUDGET) > 8
 
 

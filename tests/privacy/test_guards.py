@@ -20,7 +20,7 @@ from private_training import (
 from torch import nn
 
 from pomona.errors import PomonaError
-from pomona.privacy import Budget, PrivateStep, Source, budget
+from pomona.privacy import Budget, PrivateStep, Source, budget, gradient_recorder
 from pomona.privacy.processes import Processes
 
 # ---- rows
@@ -137,16 +137,18 @@ def test_budgets_made_by_hand_are_verified(monkeypatch):
 # ---- processes
 
 
-def train_in_process(rank: int, count: int, store: str, results, diverge: bool) -> None:
+def train_in_process(rank: int, count: int, store: str, results, diverge: bool, ghost: bool) -> None:
     """Take the steps of a run as one of several processes, and report the weights or the error."""
+    if ghost:  # in layers of any size
+        gradient_recorder.are_products_cheaper = lambda *given, **named: True
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     x, y = make_data()
     model = make_network(seed=rank if diverge else 0)
     clipping = {"layers": True, "quantile": 0.5}  # its counts are added up too
-    options = {"method": "gip", "keep": 0.5, "group": 50, "data": (x, y), "clipping": clipping}
+    options = {"method": "dpsgd" if ghost else "gip", "keep": 0.5, "group": 50, "data": (x, y), "clipping": clipping}
     source = Source(seed=3 if rank == 0 else 99)  # the first one's key counts
-    budget = make_budget(steps=3, share=0.5, index=5.0)
+    budget = make_budget(steps=3) if ghost else make_budget(steps=3, share=0.5, index=5.0)
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), 0.5), budget, source=source, **options)
     try:
         for rows in step:
@@ -157,11 +159,12 @@ def train_in_process(rank: int, count: int, store: str, results, diverge: bool) 
     dist.destroy_process_group()
 
 
-def run_processes(count: int, folder, diverge: bool = False) -> list:
+def run_processes(count: int, folder, diverge: bool = False, ghost: bool = False) -> list:
     """Return what each of several processes reports."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    arguments = [(rank, count, str(folder / f"store{count}{diverge}"), results, diverge) for rank in range(count)]
+    store = str(folder / f"store{count}{diverge}")
+    arguments = [(rank, count, store, results, diverge, ghost) for rank in range(count)]
     processes = [context.Process(target=train_in_process, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -172,11 +175,16 @@ def run_processes(count: int, folder, diverge: bool = False) -> list:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-def test_several_processes_take_the_steps_of_one(tmp_path):
-    (alone,) = run_processes(1, tmp_path)
-    one, other, third = run_processes(3, tmp_path)
+@pytest.mark.parametrize("ghost", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_processes_take_the_steps_of_one(tmp_path, ghost):
+    (alone,) = run_processes(1, tmp_path, ghost=ghost)
+    one, other, third = run_processes(3, tmp_path, ghost=ghost)
     assert one == other == third
     assert torch.allclose(torch.tensor(one), torch.tensor(alone), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_processes_with_other_weights_are_refused(tmp_path):
     for message in run_processes(2, tmp_path, diverge=True):
         assert "the weights of process 1 are not those of process 0" in message
 

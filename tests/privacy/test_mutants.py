@@ -94,7 +94,7 @@ def divide_by_the_sample_size(original):
 
 
 def clip_the_sum(original):
-    def add_clipped(self, gradients, total):
+    def add_clipped(self, gradients, total, sums=()):
         summed = [torch.nan_to_num(part).sum(0, keepdim=True) for part in gradients]
         original(self, summed, total)
 
@@ -102,7 +102,7 @@ def clip_the_sum(original):
 
 
 def clip_each_part_alone(original):
-    def add_clipped(self, gradients, total):
+    def add_clipped(self, gradients, total, sums=()):
         start = 0
         for part in gradients:
             original(self, [part], total[start : start + part.shape[1]])
@@ -120,7 +120,7 @@ def keep_lost_rows(original):
 
 
 def add_noise_to_each_part(original):
-    def add_clipped(self, gradients, total):
+    def add_clipped(self, gradients, total, sums=()):
         original(self, gradients, total)
         total += Source().discrete_gaussian(len(total), self.noise_variance(3.0))
 
@@ -284,7 +284,7 @@ def forget_the_ramps(original):
 
 
 def add_in_16_bits(original):
-    def add_clipped(self, gradients, total):
+    def add_clipped(self, gradients, total, sums=()):
         added = torch.zeros_like(total)
         squares = original(self, gradients, added)
         total += added.bfloat16().long()

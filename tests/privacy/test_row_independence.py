@@ -64,7 +64,8 @@ def test_step_in_bfloat16_refuses_a_model_whose_rows_depend_on_each_other(monkey
     x, y = make_data()
     step = make_step(precision="bfloat16")[1]
     monkeypatch.setattr(
-        "pomona.privacy.example_gradients.choose_gradients", lambda *a: lambda *b: (add_mean(b[3].flatten(1), None), y)
+        "pomona.privacy.example_gradients.choose_gradients",
+        lambda *a, **named: lambda *b: (add_mean(b[3].flatten(1), None), y),
     )
     rows = step.draw()
     with pytest.raises(PomonaError, match="leave precision=.bfloat16. out"):

@@ -41,6 +41,7 @@ SETTINGS_WITHOUT_EFFECT = ("micro", "budget")
 NEUTRAL_DEFAULTS = [
     ("grouping", "model"),
     ("precision", "float32"),
+    ("ghost", True),
     ("clipping", {}),
     ("noise_ramp", CONSTANT.to_dict()),
     ("index_ramp", CONSTANT.to_dict()),
@@ -66,6 +67,7 @@ class PrivateOptions:
     micro: int = 256  # rows whose per-example gradients are held in memory at a time
     views: int = 1  # augmented copies of a row whose gradients are averaged
     precision: str = "float32"  # of the gradients of examples; "bfloat16" is several times faster on a GPU
+    ghost: bool = True  # dpsgd takes norms and sums from the inputs of layers where that costs less (ghost clipping)
     average: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0 is none
     secure: bool = True  # draw from the operating system's key; otherwise the seed decides the noise: not private
     budget: Budget | None = field(default=None, compare=False)  # the solved budget

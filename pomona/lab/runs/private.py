@@ -163,6 +163,7 @@ class PrivateStrategy(TrainingStrategy):
             micro=options.micro,
             views=options.views,
             precision=options.precision,
+            ghost=options.ghost,
             public=public_batch(run) if options.method == "public" else None,
             source=Source(run.device, seed=None if options.secure else run.recipe.seed),
             ledger=Ledger(self.ledger_folder, digest_data(run.data), name=run.data.name, run_name=run.recipe.name),
