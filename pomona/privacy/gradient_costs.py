@@ -2,8 +2,8 @@
 
 The count depends on shapes, the dtype and the kind of device alone, so that a resumed run computes in the same way. Its
 unit is a multiplication and addition of a matrix product in float32. The constants of a CPU are fitted to times that
-`benchmarks/measure/gradient_costs.py` measures with one thread. Those of a GPU were not measured: they follow from the
-bytes that each pass moves and the rates that the vendor states for an H200, and lean towards gradients.
+`benchmarks/measure/gradient_costs.py` measures with one thread. Those of a GPU were not measured yet: they follow from
+the bytes that each pass moves and the rates that the vendor states for an H200, and decide nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .outer_products import MAX_TERMS
 from .product_sums import UNITS, ProductShape
 
 WIDE_CAPABILITIES = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))  # of GPUs that are half as fast in float64, or better
+MEASURED = ("cpu",)  # the kinds of devices whose costs are measured; others keep gradients of examples
 MARGIN = 1.2  # by which sums of products must cost less than gradients, as the count is a rough one
 MAX_ERROR = 2.0**-9  # of the clipping norm, for the rounding of factors
 
@@ -51,6 +52,8 @@ def are_products_cheaper(
     rows: int, shape: ProductShape, dtype: torch.dtype, device: torch.device, *, is_convolution: bool = False
 ) -> bool:
     """Return whether the norms and the sum of outer products cost less than the gradients of so many rows."""
+    if device.type not in MEASURED:
+        return False
     costs, positions = device_costs(device), shape.positions
     terms = shape.inputs + shape.outputs + positions**2
     if costs is None or not rows * positions or terms > MAX_TERMS or shape.error(UNITS) > MAX_ERROR * UNITS:

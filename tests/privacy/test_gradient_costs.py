@@ -29,6 +29,12 @@ def test_choice_by_shape(rows, shape, is_convolution, expected):
     assert are_products_cheaper(*arguments, is_convolution=is_convolution) is expected
 
 
+def test_devices_without_measured_costs_keep_gradients():
+    arguments = 32, ProductShape(1, 512, 3072), torch.float32
+    assert are_products_cheaper(*arguments, torch.device("cpu"))
+    assert not are_products_cheaper(*arguments, torch.device("cuda"))
+
+
 def test_costs_grow_with_rows_and_gpus_without_float64_have_none(monkeypatch):
     shape = ProductShape(1, 512, 3072)
     for count in (count_gradients, count_products):
