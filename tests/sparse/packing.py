@@ -50,9 +50,7 @@ def is_close(actual: Tensor, exact: Tensor, magnitude: float = 0.0) -> bool:
     eps = torch.finfo(actual.dtype).eps
     scale = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else 1.0
     scale = max(scale, 1.0) + magnitude / 16
-    return torch.allclose(
-        actual.double(), exact, rtol=4 * eps, atol=64 * max(eps, 1.2e-7) * scale, equal_nan=True
-    )
+    return torch.allclose(actual.double(), exact, rtol=4 * eps, atol=64 * max(eps, 1.2e-7) * scale, equal_nan=True)
 
 
 def agree(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
