@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
+PRIVATE_WARM_UP = 8  # turns: a private step tests its model at the steps 1, 2, 4 and 8, and then seldom
 
 
 def synchronize(device: str) -> None:
@@ -27,17 +28,17 @@ def time_call(call: Callable[[], Any], device: str) -> float:
 
 
 def time_in_turns(
-    loops: Mapping[Name, Callable[[], None]], turns: int, steps: int, device: str
+    loops: Mapping[Name, Callable[[], None]], turns: int, steps: int, device: str, warm_up: int = 1
 ) -> dict[Name, list[float]]:
     """Return the seconds per step of each loop for each turn.
 
-    A call of a loop runs `steps` steps. The order of the loops is reversed from turn to turn. One turn before the
-    others warms up and is not counted.
+    A call of a loop runs `steps` steps. The order of the loops is reversed from turn to turn. The first `warm_up` turns
+    are not counted.
     """
     times: dict[Name, list[float]] = {name: [] for name in loops}
-    for turn in range(turns + 1):
+    for turn in range(turns + warm_up):
         for name in list(loops) if turn % 2 else reversed(list(loops)):
             seconds = time_call(loops[name], device)
-            if turn:
+            if turn >= warm_up:
                 times[name].append(seconds / steps)
     return times

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved_timing import time_call, time_in_turns
+from interleaved_timing import PRIVATE_WARM_UP, time_call, time_in_turns
 from record_file import write_record
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -119,7 +119,10 @@ def make_step(
 def measure_case(name: str, options: dict[str, Any], rows: tuple[int, int], device: str, turns: int) -> dict[str, Any]:
     """Time both steps in turns, and the noise of both alone."""
     steps = {kind.__name__: make_step(kind, name, options, rows, device) for kind in (PrivateStep, FloatStep)}
-    times = {kind: statistics.median(values) for kind, values in time_in_turns(steps, turns, 1, device).items()}
+    times = {
+        kind: statistics.median(values)
+        for kind, values in time_in_turns(steps, turns, 1, device, PRIVATE_WARM_UP).items()
+    }
     size = sum(p.numel() for p in models.build(name, **options).parameters())
     source, variance = Source(device), GradientGrid(1.0, size).noise_variance(SIGMA)
     noises: dict[str, Callable[[], Any]] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved_timing import time_call, time_in_turns
+from interleaved_timing import PRIVATE_WARM_UP, time_call, time_in_turns
 from opacus_peer import CLIPPING, make_opacus_step
 from record_file import write_record
 from torch import nn
@@ -155,7 +155,7 @@ def measure_steps(repeats: int, cases: tuple[Any, ...]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         steps = {kind: make(*case, "cpu") for kind, make in STEPS.items()}
-        times = time_in_turns(steps, repeats, 1, "cpu")
+        times = time_in_turns(steps, repeats, 1, "cpu", PRIVATE_WARM_UP)
         results.append(
             {
                 "model": case[0],

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved_timing import time_in_turns
+from interleaved_timing import PRIVATE_WARM_UP, time_in_turns
 from opacus_peer import CLIPPING, make_opacus_step
 from record_file import write_record
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ def measure_steps(steps: dict[str, Callable[[], Step]], rows: int, views: int, d
             ready.pop(name, None)
             found[name]["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
         print(found[name], flush=True)
-    for name, times in time_in_turns(ready, TURNS, 1, device).items():
+    for name, times in time_in_turns(ready, TURNS, 1, device, PRIVATE_WARM_UP).items():
         seconds = statistics.median(times)
         found[name] |= {"milliseconds": 1000 * seconds, "views_per_second": rows * views / seconds}
         print(f"{name:28} {1000 * seconds:9.1f} ms  {rows * views / seconds:10,.0f} views/s", flush=True)

@@ -14,6 +14,9 @@ def test_loops_take_turns_and_the_first_turn_is_not_counted(load_script: Any) ->
     assert calls == ["pruned", "dense", "dense", "pruned", "pruned", "dense", "dense", "pruned"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"dense": 3, "pruned": 3}
     assert min(map(min, times.values())) >= 0
+    calls.clear()
+    load_script("interleaved_timing").time_in_turns(loops, turns=1, steps=1, device="cpu", warm_up=8)
+    assert calls.count("dense") == calls.count("pruned") == 9
 
 
 def test_a_record_has_the_facts_about_its_run(load_script: Any, tmp_path: Path) -> None:
