@@ -28,7 +28,7 @@ from pomona.lab.runs.private import PrivateStrategy
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "private-de2022.toml"
 RECORD, BUDGETS = RESULTS / "private-accuracy.json", RESULTS / "private-accuracy-budgets.json"
-EPOCHS = {8.0: 100, 3.0: 42}  # of 12 steps
+EPOCHS = {8.0: 100, 3.0: 70}  # of 12 steps
 RUN_KEYS = ("name", "fingerprint", "data", "model", "step", "accuracy", "test_loss", "epsilon", "private", "params")
 RUN_KEYS += ("seconds", "device")
 
