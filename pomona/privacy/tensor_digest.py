@@ -10,7 +10,7 @@ the key and the sums is the digest. It is the same on every device. Digests with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ..native import private as native
 from .chacha import chacha20_words
 
 BLOCK_WORDS, SUMS = 1024, 4
+WORD_BYTES = 4
+BLOCK_BYTES = WORD_BYTES * BLOCK_WORDS
 CHUNK_BLOCKS = 1 << 10  # that PyTorch sums at a time
 DIGEST_LENGTH = 32  # hexadecimal digits: 128 bits
 
@@ -31,7 +33,8 @@ def digest_tensors(tensors: Iterable[Tensor], key: bytes) -> str:
         if device not in multipliers:
             multipliers[device] = make_multipliers(key, device)
         state.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        state.update(sum_blocks(as_blocks(tensor.detach()), multipliers[device]).cpu().numpy().tobytes())
+        for words in split_blocks(tensor.detach()):
+            state.update(sum_blocks(words, multipliers[device]).cpu().numpy().tobytes())
     return state.hexdigest()[:DIGEST_LENGTH]
 
 
@@ -41,13 +44,15 @@ def make_multipliers(key: bytes, device: torch.device) -> Tensor:
     return words.view(torch.int32).view(SUMS, BLOCK_WORDS)
 
 
-def as_blocks(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as int32 (blocks, 1024), with zeros behind the last."""
+def split_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bits of a tensor as int32 (blocks, 1024): its whole blocks, and the rest with zeros behind it."""
     data = tensor.contiguous().flatten().view(torch.uint8)
-    missing = -len(data) % (4 * BLOCK_WORDS)
-    if missing:
-        data = torch.nn.functional.pad(data, (0, missing))
-    return data.view(torch.int32).view(-1, BLOCK_WORDS)
+    data = data.clone() if data.storage_offset() % WORD_BYTES else data  # as a part of a buffer of 16-bit numbers
+    whole = len(data) - len(data) % BLOCK_BYTES
+    for part in (data[:whole], data[whole:]):
+        if len(part):
+            padded = torch.nn.functional.pad(part, (0, -len(part) % BLOCK_BYTES)) if len(part) < BLOCK_BYTES else part
+            yield padded.view(torch.int32).view(-1, BLOCK_WORDS)
 
 
 def sum_blocks(words: Tensor, multipliers: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pomona.native import private as native
 from pomona.native.library import supported_instruction_sets
 from pomona.privacy import tensor_digest
-from pomona.privacy.tensor_digest import BLOCK_WORDS, as_blocks, digest_tensors, make_multipliers, sum_blocks
+from pomona.privacy.tensor_digest import BLOCK_WORDS, digest_tensors, make_multipliers, split_blocks, sum_blocks
 
 KEY = bytes(range(32))
 
@@ -80,10 +80,17 @@ def test_shapes_dtypes_order_and_key_change_the_digest():
     assert all(len(digest) == tensor_digest.DIGEST_LENGTH for digest in digests)
 
 
+def test_places_in_a_buffer_do_not_matter():
+    values = torch.randn(5000).bfloat16()
+    assert digest_tensors([values[1:]], KEY) == digest_tensors([values[1:].clone()], KEY)
+
+
 def test_strides_do_not_matter():
     values = torch.randn(40, 70)
     assert digest_tensors([values], KEY) == digest_tensors([values.T.contiguous().T], KEY)
-    assert as_blocks(values.T).shape == (3, BLOCK_WORDS)
+    assert [part.shape for part in split_blocks(values.T)] == [(2, BLOCK_WORDS), (1, BLOCK_WORDS)]
+    assert [part.shape for part in split_blocks(values[:32, :64])] == [(2, BLOCK_WORDS)]
+    assert list(split_blocks(values[:0])) == []
 
 
 @pytest.mark.gpu
