@@ -54,6 +54,7 @@ RUN_KEYS = (
     "epoch",
     "step",
     "accuracy",
+    "valid_accuracy",  # on the images that are held out for the method `public`: settings are chosen by it
     "test_loss",
     "epsilon",
 )
